@@ -1,0 +1,30 @@
+# Everything runs inside .venv, which is rebuilt only when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.installed
+
+.PHONY: test lint types unit serve clean
+
+test: lint types unit
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet uv
+	$(VENV)/bin/python -m uv pip install --quiet --python $(VENV)/bin/python --editable '.[serve,dev]'
+	touch $@
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(READY)
+	$(VENV)/bin/mypy
+
+unit: $(READY)
+	$(VENV)/bin/python -m pytest --cov --cov-report=term --durations=10
+
+serve: $(READY)
+	@echo "make serve: the inference service does not exist yet; use bkn_zoo from Python (see README.md)." >&2; exit 1
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info

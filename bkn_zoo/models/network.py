@@ -1,0 +1,107 @@
+"""What all networks share: the statistics of a call, the checks on images, the convolution with its norm."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.statistics import Statistics, choose_statistics
+
+State = tuple[Tensor, Belief | None]
+"""Features and the belief about them, as they travel up a network."""
+
+
+class Network(nn.Module):
+    """A classifier whose norms share one choice of statistics per call.
+
+    Attributes:
+        name: its name in the registry.
+        norm_options: the options its norm was made with.
+        num_classes: outputs of the classifier.
+        statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
+            inference; None means the whole batch.
+        default_statistics: what normalizes at inference when a call does not say.
+    """
+
+    stride: int  # of the whole network; smaller images have no positions left at the top
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.name = ""
+        self.norm_options: dict[str, Any] = {}
+        self.num_classes = num_classes
+        self.statistics_batch_size: int | None = None
+        self.default_statistics = "population"
+
+    def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
+        """Logits, (images, classes).
+
+        Args:
+            images: (images, 3, height, width), preprocessed.
+            statistics: "population", "sample" or "expected"; at inference only.
+        """
+        self._check(images)
+        chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
+        return self.head(self.features(images, chosen))
+
+    def features(self, images: Tensor, statistics: Statistics) -> Tensor:
+        """The top feature map."""
+        raise NotImplementedError
+
+    def head(self, x: Tensor) -> Tensor:
+        """From the top feature map to logits."""
+        raise NotImplementedError
+
+    def _check(self, images: Tensor) -> None:
+        if images.ndim != 4 or images.shape[1] != 3:
+            raise InputError(f"images must be (images, 3, height, width), but these are {tuple(images.shape)}.")
+        if min(images.shape[2:]) < self.stride:
+            raise InputError(
+                f"images of {images.shape[2]} x {images.shape[3]} are smaller than the network's stride of "
+                f"{self.stride}: enlarge them first."
+            )
+        if not images.is_floating_point():
+            raise InputError(f"images must be preprocessed floating point numbers, but these are {images.dtype}.")
+
+
+class ConvNorm(nn.Module):
+    """Convolution, norm, ReLU. Its prior belief is about the convolution's input, channel for channel."""
+
+    def __init__(
+        self,
+        make_norm: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+        self.norm = make_norm(out_channels, None if first else in_channels)
+
+    def forward(self, state: State, statistics: Statistics) -> State:
+        x, belief = state
+        return self.norm(self.conv(x), belief, statistics, relu=True)
+
+
+class Branch(nn.Sequential):
+    """ConvNorms, one after another."""
+
+    def forward(self, state: State, statistics: Statistics) -> State:  # type: ignore[override]
+        for layer in self:
+            state = layer(state, statistics)
+        return state
+
+
+def initialize(network: nn.Module) -> None:
+    """He initialization by fan-out for convolutions; linear layers keep PyTorch's own."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def global_average(x: Tensor) -> Tensor:
+    return torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)

@@ -1,0 +1,83 @@
+"""The names of all networks: every registered network exists once per norm, as `<network>_<norm>`."""
+
+import fnmatch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.models.network import Network
+from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, new_process_noise
+
+NormFactory = Callable[[int, int | None], nn.Module]
+"""Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
+
+
+def batch_kalman(shared_process_noise: bool = False) -> NormFactory:
+    """BKN with one process noise R per layer and channel or, as the paper has it, one for all layers."""
+    raw_process_noise = new_process_noise(1) if shared_process_noise else None
+    return partial(BatchKalmanNorm2d, raw_process_noise=raw_process_noise)
+
+
+def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000) -> NormFactory:
+    """BRN with its schedule, in training steps."""
+    return partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps)
+
+
+NORMS: dict[str, Callable[..., NormFactory]] = {
+    "bkn": batch_kalman,
+    "bn": lambda: BatchNorm2d,
+    "brn": batch_renorm,
+    "gn": lambda: GroupNorm2d,
+}
+
+_networks: dict[str, Callable[[NormFactory, int], Network]] = {}
+_default_classes: dict[str, int] = {}
+
+
+def register(
+    num_classes: int,
+) -> Callable[[Callable[[NormFactory, int], Network]], Callable[[NormFactory, int], Network]]:
+    """Register a network under its function's name, with its usual number of classes."""
+
+    def wrap(build: Callable[[NormFactory, int], Network]) -> Callable[[NormFactory, int], Network]:
+        name = build.__name__
+        if name in _networks:
+            raise InputError(f"a network named {name!r} is registered already: choose another name.")
+        _networks[name] = build
+        _default_classes[name] = num_classes
+        return build
+
+    return wrap
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names that `create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
+    names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
+    return sorted(fnmatch.filter(names, pattern))
+
+
+def create_model(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
+    """A freshly initialized network.
+
+    Args:
+        name: one of `list_models()`.
+        num_classes: outputs of the classifier; by default those of the data set the network was designed for.
+        norm_options: for `_bkn`, `shared_process_noise`; for `_brn`, `warmup`, `r_steps` and `d_steps`.
+    """
+    network, _, norm = name.rpartition("_")
+    if network not in _networks or norm not in NORMS:
+        raise UnknownNameError(f"unknown model {name!r}: choose one of {', '.join(list_models())}.")
+    num_classes = _default_classes[network] if num_classes is None else num_classes
+    if not isinstance(num_classes, int) or num_classes < 1:
+        raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")
+    try:
+        make_norm = NORMS[norm](**norm_options)
+    except TypeError:
+        raise InputError(f"{name} does not take the options {', '.join(map(repr, norm_options))}.") from None
+    model = _networks[network](make_norm, num_classes)
+    model.name, model.norm_options = name, norm_options
+    return model

@@ -1,0 +1,97 @@
+"""The norms that BKN is compared with, behind the same interface: they take a prior belief and ignore it."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.statistics import Statistics, choose_statistics, finish
+
+
+class BatchNorm2d(RunningNorm):
+    """Batch normalization (Ioffe & Szegedy 2015), over statistics groups where the network asks for them."""
+
+    def __init__(
+        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5, momentum: float = 0.1
+    ) -> None:
+        super().__init__(num_features, eps, momentum)
+
+    def forward(
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:
+        statistics = statistics or choose_statistics(self.training, None, None)
+        whole_batch = statistics == Statistics("batch", None)
+        if not whole_batch and statistics.mode != "population":
+            return super().forward(x, prior, statistics, residual, relu)
+        # Whole batches and the population are what every backend's own batch normalization is fastest at.
+        self.check(x)
+        if whole_batch:
+            self.num_batches_tracked += 1
+        running = self.running_mean, self.running_var
+        y = F.batch_norm(x, *running, self.weight, self.bias, whole_batch, self.momentum, self.eps)
+        return finish(y, residual, relu), None
+
+
+class BatchRenorm2d(RunningNorm):
+    """Batch renormalization (Ioffe 2017): batch statistics, corrected towards the running ones within limits.
+
+    The limits widen with the training step: r_max from 1 and d_max from 0 at `warmup` steps to 3 at `r_steps` and 5 at
+    `d_steps`. The defaults are the paper's, for ImageNet; a short training wants them scaled to its length.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        eps: float = 1e-3,
+        momentum: float = 0.01,
+        warmup: int = 5_000,
+        r_steps: int = 40_000,
+        d_steps: int = 25_000,
+    ) -> None:
+        super().__init__(num_features, eps, momentum)
+        self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """r_max and d_max at the current training step."""
+
+        def ramp(end: int) -> Tensor:
+            return ((self.num_batches_tracked - self.warmup) / max(end - self.warmup, 1)).clamp(0, 1)
+
+        return 1 + 2 * ramp(self.r_steps), 5 * ramp(self.d_steps)
+
+    def affine(self, belief: Belief) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():  # r and d are constants to the gradient
+            r_max, d_max = self.limits()
+            running_std = torch.sqrt(self.running_var + self.eps)
+            r = (torch.sqrt(belief.var + self.eps) / running_std).clamp(1 / r_max, r_max)
+            d = ((belief.mean - self.running_mean) / running_std).clamp(-d_max, d_max)
+        return self.weight * r, self.bias + self.weight * d
+
+
+class GroupNorm2d(nn.GroupNorm):
+    """Group normalization (Wu & He 2018), 32 groups or as many of them as divide the channels.
+
+    It normalizes each image by itself in training and at inference, so that the three statistics modes agree.
+    """
+
+    def __init__(self, num_features: int, prior_features: int | None = None, eps: float = 1e-5) -> None:
+        super().__init__(math.gcd(32, num_features), num_features, eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:
+        return finish(super().forward(x), residual, relu), None

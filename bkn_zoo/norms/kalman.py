@@ -1,0 +1,68 @@
+"""The two steps of Batch Kalman Normalization, as pure functions on beliefs.
+
+A belief is what a layer takes its input's distribution to be. `predict` carries the belief of the layer below up
+through the transition matrix; `update` corrects it by what the layer observes. Both run on the diagonal of the
+covariance, which is all that normalization uses; `predict_full` and `update_full` are the paper's equations with full
+matrices, for tests and for measuring what the diagonal gives up.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Belief(NamedTuple):
+    """Mean and variance per channel, one row per group of images: two tensors of shape (groups, channels)."""
+
+    mean: Tensor
+    var: Tensor
+
+
+def predict(prior: Belief, transition: Tensor, process_noise: Tensor) -> Belief:
+    """Carry the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
+
+    Args:
+        prior: belief of the layer below, (groups, C_in).
+        transition: A, (C_out, C_in).
+        process_noise: R, the variance of u: (C_out,) or one number.
+    """
+    return Belief(F.linear(prior.mean, transition), F.linear(prior.var, transition.square()) + process_noise)
+
+
+def update(predicted: Belief, observed: Belief, gain: Tensor) -> Belief:
+    """Mix prediction and observation: gain q = 1 trusts the observation alone, q = 0 the prediction alone.
+
+    The last term of the variance is there because the two parts of a mixture have different means.
+    """
+    q, p = gain, 1 - gain
+    innovation = observed.mean - predicted.mean
+    return Belief(
+        observed.mean - p * innovation,
+        p * predicted.var + q * observed.var + p * q * innovation.square(),
+    )
+
+
+def concatenate(beliefs: Sequence[Belief | None]) -> Belief | None:
+    """The belief about concatenated features (None where the norm in use holds no beliefs)."""
+    held = [belief for belief in beliefs if belief is not None]
+    if not held:
+        return None
+    return Belief(torch.cat([b.mean for b in held], dim=1), torch.cat([b.var for b in held], dim=1))
+
+
+def predict_full(mean: Tensor, cov: Tensor, transition: Tensor, process_noise: Tensor) -> tuple[Tensor, Tensor]:
+    """`predict` with a full covariance: mean (C_in,), cov (C_in, C_in), process_noise (C_out, C_out)."""
+    return transition @ mean, transition @ cov @ transition.T + process_noise
+
+
+def update_full(
+    predicted: tuple[Tensor, Tensor], observed: tuple[Tensor, Tensor], gain: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`update` with full covariances: each pair is a mean (C,) and a covariance (C, C)."""
+    (m, cov), (xbar, s) = predicted, observed
+    q, p = gain, 1 - gain
+    innovation = xbar - m
+    return p * m + q * xbar, p * cov + q * s + p * q * torch.outer(innovation, innovation)
