@@ -21,7 +21,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 unit: $(READY)
-	$(VENV)/bin/python -m pytest --cov --cov-report=term --durations=10
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal --cov --cov-report=term --durations=10
 
 serve: $(READY)
 	@echo "make serve: the inference service does not exist yet; use bkn_zoo from Python (see README.md)." >&2; exit 1

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from bkn_zoo.models.network import Branch, State
 from bkn_zoo.norms.kalman import concatenate
@@ -10,30 +10,35 @@ from bkn_zoo.norms.statistics import Statistics
 
 
 class Inception(nn.Module):
-    """Convolution branches beside a pooling branch, which may end in a 1x1 convolution or pass its input on."""
+    """Branches side by side, concatenated."""
 
-    def __init__(self, branches: list[Branch], pool: nn.Module, projection: Branch) -> None:
+    def __init__(self, branches: list[Branch]) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
-        self.pool = pool
-        self.projection = projection
 
     def forward(self, state: State, statistics: Statistics) -> State:
-        x, belief = state
         outputs = [branch(state, statistics) for branch in self.branches]
-        outputs.append(self.projection((self.pool(x), belief), statistics))
         return torch.cat([x for x, _ in outputs], dim=1), concatenate([belief for _, belief in outputs])
+
+
+class MaxPool(nn.Module):
+    """3x3 max pooling that keeps the size. The belief passes."""
+
+    def forward(self, state: State, statistics: Statistics | None = None) -> State:
+        x, belief = state
+        return F.max_pool2d(x, 3, 1, 1), belief
 
 
 class HalvingMaxPool(nn.Module):
     """3x3 max pooling with stride 2, windows from the first pixel on, as the original network has it.
 
     An odd size is padded by two so that the result is as large as that of a padded stride-2 convolution beside it.
-    Zeros serve as padding, since the features come out of a ReLU.
+    Zeros serve as padding, since the features come out of a ReLU. The belief passes.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, state: State, statistics: Statistics | None = None) -> State:
+        x, belief = state
         height, width = x.shape[2:]
         if height % 2 or width % 2:
             x = F.pad(x, (0, 2 * (width % 2), 0, 2 * (height % 2)))
-        return F.max_pool2d(x, 3, 2, ceil_mode=True)
+        return F.max_pool2d(x, 3, 2, ceil_mode=True), belief

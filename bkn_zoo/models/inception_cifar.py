@@ -7,7 +7,7 @@ The table in the paper leaves open the first kernel (3x3, with the stride of 2 t
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.models.inception import Inception
+from bkn_zoo.models.inception import Inception, MaxPool
 from bkn_zoo.models.network import Branch, ConvNorm, Network, global_average, initialize
 from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.norms.statistics import Statistics
@@ -24,7 +24,7 @@ class InceptionCifar(Network):
             for kernel_size, (reduced, wide) in ((3, three), (5, five)):
                 reduce = ConvNorm(make_norm, inputs, reduced, 1)
                 branches.append(Branch(reduce, ConvNorm(make_norm, reduced, wide, kernel_size)))
-            return Inception(branches, nn.MaxPool2d(3, 1, 1), Branch(ConvNorm(make_norm, inputs, out, 1)))
+            return Inception([*branches, Branch(MaxPool(), ConvNorm(make_norm, inputs, out, 1))])
 
         self.conv = ConvNorm(make_norm, 3, 32, 3, stride=2, first=True)
         self.inception_a = block(32, 64, (96, 128), (16, 32), 32)

@@ -3,7 +3,7 @@
 
 from torch import Tensor, nn
 
-from bkn_zoo.models.inception import HalvingMaxPool, Inception
+from bkn_zoo.models.inception import HalvingMaxPool, Inception, MaxPool
 from bkn_zoo.models.network import Branch, ConvNorm, Network, global_average, initialize
 from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.norms.statistics import Statistics
@@ -36,9 +36,10 @@ class InceptionV2(Network):
                 )
             )
             if not one:
-                return Inception(branches, HalvingMaxPool(), Branch())
-            pooling = nn.AvgPool2d(3, 1, 1) if pool == "avg" else nn.MaxPool2d(3, 1, 1)
-            return Inception(branches, pooling, Branch(ConvNorm(make_norm, inputs, out, 1)))
+                return Inception([*branches, Branch(HalvingMaxPool())])
+            if pool == "avg":
+                return Inception([*branches, Branch(ConvNorm(make_norm, inputs, out, 1, pool=nn.AvgPool2d(3, 1, 1)))])
+            return Inception([*branches, Branch(MaxPool(), ConvNorm(make_norm, inputs, out, 1))])
 
         self.inception_3a = block(192, 64, (64, 64), (64, 96), "avg", 32)
         self.inception_3b = block(256, 64, (64, 96), (64, 96), "avg", 64)
@@ -54,10 +55,9 @@ class InceptionV2(Network):
         initialize(self)
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
-        x, belief = self.conv1((images, None), statistics)
-        state = self.conv2_reduce((self.halve(x), belief), statistics)
-        x, belief = self.conv2(state, statistics)
-        state = self.halve(x), belief
+        state = self.halve(self.conv1((images, None), statistics))
+        state = self.conv2(self.conv2_reduce(state, statistics), statistics)
+        state = self.halve(state)
         for name, block in self.named_children():
             if name.startswith("inception_"):
                 state = block(state, statistics)

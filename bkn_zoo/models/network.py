@@ -34,6 +34,7 @@ class Network(nn.Module):
         self.num_classes = num_classes
         self.statistics_batch_size: int | None = None
         self.default_statistics = "population"
+        self.config: Any = None  # what the checkpoint that it was loaded from says of it
 
     def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
         """Logits, (images, classes).
@@ -44,6 +45,8 @@ class Network(nn.Module):
         """
         self._check(images)
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
+        if images.shape[0] == 0:  # nothing to take statistics of, and nothing that needs them
+            chosen = Statistics("population")
         return self.head(self.features(images, chosen))
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
@@ -57,6 +60,8 @@ class Network(nn.Module):
     def _check(self, images: Tensor) -> None:
         if images.ndim != 4 or images.shape[1] != 3:
             raise InputError(f"images must be (images, 3, height, width), but these are {tuple(images.shape)}.")
+        if self.training and images.shape[0] == 0:
+            raise InputError("an empty batch has no values to observe in training.")
         if min(images.shape[2:]) < self.stride:
             raise InputError(
                 f"images of {images.shape[2]} x {images.shape[3]} are smaller than the network's stride of "
@@ -67,7 +72,12 @@ class Network(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """Convolution, norm, ReLU. Its prior belief is about the convolution's input, channel for channel."""
+    """Convolution, norm, ReLU. The prior is the belief of the norms below, a channel for each input channel.
+
+    Args:
+        pool: applied between convolution and norm. Average pooling commutes with a 1x1 convolution, and is cheaper on
+            its fewer channels.
+    """
 
     def __init__(
         self,
@@ -77,14 +87,19 @@ class ConvNorm(nn.Module):
         kernel_size: int,
         stride: int = 1,
         first: bool = False,
+        pool: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+        self.pool = pool
         self.norm = make_norm(out_channels, None if first else in_channels)
 
     def forward(self, state: State, statistics: Statistics) -> State:
         x, belief = state
-        return self.norm(self.conv(x), belief, statistics, relu=True)
+        x = self.conv(x)
+        if self.pool is not None:
+            x = self.pool(x)
+        return self.norm(x, belief, statistics, relu=True)
 
 
 class Branch(nn.Sequential):
@@ -104,4 +119,5 @@ def initialize(network: nn.Module) -> None:
 
 
 def global_average(x: Tensor) -> Tensor:
-    return torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)
+    # Unlike the mean's, this pooling's gradient comes in the layout of x, and need not be copied.
+    return torch.flatten(nn.functional.avg_pool2d(x, x.shape[2:]), 1)

@@ -28,16 +28,21 @@ class BatchNorm2d(RunningNorm):
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
         statistics = statistics or choose_statistics(self.training, None, None)
-        whole_batch = statistics == Statistics("batch", None)
-        if not whole_batch and statistics.mode != "population":
+        if statistics != Statistics("batch", None):
             return super().forward(x, prior, statistics, residual, relu)
-        # Whole batches and the population are what every backend's own batch normalization is fastest at.
-        self.check(x)
-        if whole_batch:
-            self.num_batches_tracked += 1
+        # Whole batches are what every backend's own batch normalization is fastest at.
+        self.check(x, residual)
+        self.num_batches_tracked += 1
         running = self.running_mean, self.running_var
-        y = F.batch_norm(x, *running, self.weight, self.bias, whole_batch, self.momentum, self.eps)
+        y = F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
         return finish(y, residual, relu), None
+
+    def partners(self) -> tuple[Belief, Tensor]:
+        # Training on whole batches observes no single images: then the population stands for an image's partners.
+        observed = self.image_spread.any()
+        mean = torch.where(observed, self.image_mean, self.running_mean)
+        var = torch.where(observed, self.image_var, self.running_var)
+        return Belief(mean, var), self.image_spread
 
 
 class BatchRenorm2d(RunningNorm):
@@ -46,6 +51,8 @@ class BatchRenorm2d(RunningNorm):
     The limits widen with the training step: r_max from 1 and d_max from 0 at `warmup` steps to 3 at `r_steps` and 5 at
     `d_steps`. The defaults are the paper's, for ImageNet; a short training wants them scaled to its length.
     """
+
+    fusible = False
 
     def __init__(
         self,
@@ -94,4 +101,6 @@ class GroupNorm2d(nn.GroupNorm):
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
-        return finish(super().forward(x), residual, relu), None
+        # Not F.group_norm: it refuses a single image with one value per group, which is a fair input.
+        y = torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        return finish(y, residual, relu), None

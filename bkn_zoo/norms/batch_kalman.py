@@ -63,6 +63,8 @@ class BatchKalmanNorm2d(RunningNorm):
     @torch.no_grad()
     def set_gain(self, gain: float) -> None:
         """Set q, in (0, 1]; q = 1 makes the layer batch normalization for good, since its gradient is then zero."""
+        if self.prior_features is None:
+            raise InputError("a first layer has no gain: it believes what it observes.")
         if not 0 < gain <= 1:
             raise InputError(f"the gain must lie in (0, 1], not at {gain}.")
         self.raw_gain.fill_(math.log(gain / (1 - gain)) if gain < 1 else math.inf)
@@ -75,15 +77,31 @@ class BatchKalmanNorm2d(RunningNorm):
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if self.prior_features is None:
             return observed
+        prior = self._checked(prior, self.prior_features)
+        transition = self.transition.to(observed.mean.dtype)  # a network in half precision keeps its beliefs in full
+        return update(predict(prior, transition, self.process_noise), observed, self.gain)
+
+    def kalman_parameters(self, prior: Belief | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.prior_features is None:
+            return None, None, None
+        self._checked(prior, self.prior_features)
+        return self.transition, self.raw_process_noise, self.raw_gain
+
+    @staticmethod
+    def _checked(prior: Belief | None, channels: int) -> Belief:
         if prior is None:
             raise InputError("this layer has a layer below: pass the belief that its norm returned as `prior`.")
-        return update(predict(prior, self.transition, self.process_noise), observed, self.gain)
+        if prior.mean.shape[1] != channels:
+            raise InputError(
+                f"the prior belief is about {prior.mean.shape[1]} channels, but the layer expects {channels}."
+            )
+        return prior
 
     def trust(self) -> Tensor | float:
         return 1.0 if self.prior_features is None else self.gain
 
-    def check(self, x: Tensor) -> None:
-        super().check(x)
+    def check(self, x: Tensor, residual: Tensor | None = None) -> None:
+        super().check(x, residual)
         if x.ndim not in self.dims:
             raise InputError(f"{type(self).__name__} cannot take an input of {x.ndim} dimensions, {tuple(x.shape)}.")
 

@@ -4,11 +4,22 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.norms import kernels
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.statistics import Statistics, choose_statistics, normalize, observe, pool
+from bkn_zoo.norms.statistics import (
+    Statistics,
+    choose_statistics,
+    finish,
+    group_size,
+    normalize,
+    observe,
+    pool,
+    without_autocast,
+)
 
 
 class RunningNorm(nn.Module):
@@ -19,16 +30,17 @@ class RunningNorm(nn.Module):
 
     Buffers:
         running_mean, running_var: the belief, averaged over training (`population`).
-        image_mean, image_square, image_spread: M1, M2 and V of the `expected` mode: mean of the images' means, mean of
-            their second moments, variance of their means.
+        image_mean, image_var, image_spread: what the `expected` mode knows of an image's partners: mean of the images'
+            means, mean of their variances, variance of their means.
         num_batches_tracked: training steps seen.
     """
 
+    fusible = True  # the kernels know this layer's `believe`, and that it leaves `affine` as it is
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
     image_mean: Tensor
-    image_square: Tensor
+    image_var: Tensor
     image_spread: Tensor
     skipped_steps: Tensor
 
@@ -43,7 +55,7 @@ class RunningNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
         self.register_buffer("image_mean", torch.zeros(num_features))
-        self.register_buffer("image_square", torch.ones(num_features))
+        self.register_buffer("image_var", torch.ones(num_features))
         self.register_buffer("image_spread", torch.zeros(num_features))
         self.register_buffer("skipped_steps", torch.tensor(0), persistent=False)
 
@@ -66,11 +78,14 @@ class RunningNorm(nn.Module):
             The normalized features and the belief they were normalized by (None with population statistics, where no
             belief has to travel).
         """
-        self.check(x)
+        self.check(x, residual)
         statistics = statistics or choose_statistics(self.training, None, None)
-        with torch.autocast(x.device.type, enabled=False):
-            if statistics.mode == "population":
-                return normalize(x, self.population(), self.weight, self.bias, self.eps, residual, relu), None
+        if statistics.mode == "population":
+            running = self.running_mean, self.running_var
+            return finish(F.batch_norm(x, *running, self.weight, self.bias, eps=self.eps), residual, relu), None
+        with without_autocast(x):
+            if self.fusible and statistics.mode in ("batch", "sample") and kernels.chosen(x):
+                return self._forward_fused(x, prior, statistics, residual, relu)
             images = observe(x)
             if statistics.mode == "batch":
                 observed = pool(images, statistics.group)
@@ -82,6 +97,28 @@ class RunningNorm(nn.Module):
                 belief = self.believe(observed, prior)
                 weight, bias = self.weight, self.bias
             return normalize(x, belief, weight, bias, self.eps, residual, relu), belief
+
+    def _forward_fused(
+        self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Belief]:
+        x = kernels.dense(x)
+        residual = residual if residual is None else kernels.like(x, residual)
+        group = 1 if statistics.mode == "sample" else group_size(x.shape[0], statistics.group)
+        transition, raw_process_noise, raw_gain = self.kalman_parameters(prior)
+        prior_mean, prior_var = (None, None) if prior is None or transition is None else prior
+        running: list[Tensor] = []
+        if statistics.mode == "batch":
+            running = [self.running_mean, self.running_var, self.image_mean, self.image_var, self.image_spread]
+            running += [self.num_batches_tracked, self.skipped_steps]
+        y, mean, var = kernels.norm(
+            x, self.weight, self.bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual,
+            running, group, self.eps, self.momentum, relu,
+        )  # fmt: skip
+        return y, Belief(mean, var)
+
+    def kalman_parameters(self, prior: Belief | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """A, raw R and raw q; Nones where the belief is the observation."""
+        return None, None, None
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         """The belief formed from this layer's observation and the belief of the layer below."""
@@ -95,24 +132,32 @@ class RunningNorm(nn.Module):
         """The share of the observation in the belief."""
         return 1.0
 
-    def check(self, x: Tensor) -> None:
+    def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(f"this layer normalizes {self.num_features} channels, but its input is {tuple(x.shape)}.")
+        if x.device != self.weight.device:
+            raise InputError(f"the input is on {x.device} but the layer on {self.weight.device}: move one of them.")
+        if residual is not None and (residual.device != x.device or residual.shape != x.shape):
+            there, here = (f"{tuple(t.shape)} on {t.device}" for t in (residual, x))
+            raise InputError(f"the residual is {there}, but the input to which it is added is {here}.")
         if self.training and x.numel() == 0:
             raise InputError(f"an input of {tuple(x.shape)} has no values to observe in training.")
 
-    def population(self) -> Belief:
-        """The running belief, as one group."""
-        return Belief(self.running_mean.unsqueeze(0), self.running_var.unsqueeze(0))
-
     def expect(self, images: Belief, group: int | None) -> Belief:
         """The statistics each image would have met in a group of `group` images, in expectation over its partners."""
-        share = 0.0 if group is None else 1 / group
-        mean = torch.lerp(self.image_mean, images.mean, share)
-        square = torch.lerp(self.image_square, images.var + images.mean.square(), share)
-        var = square - mean.square() - self.image_spread * (share * (1 - share))
-        # A difference of averages that were not taken over the same images can come out negative.
-        return Belief(mean, var.clamp_min(0))
+        own = 0.0 if group is None else 1 / group
+        others = 1 - own
+        partners, spread = self.partners()
+        mean = torch.lerp(partners.mean, images.mean, own)
+        # The variance of the union, less what the draw of the partners adds to the variance of its mean:
+        # second - mean^2 - V (n-1)/n^2, written as a sum of positive terms so that large means cancel nothing.
+        within = torch.lerp(partners.var, images.var, own)
+        between = own * others * (images.mean - partners.mean).square() + others**2 * spread
+        return Belief(mean, within + between)
+
+    def partners(self) -> tuple[Belief, Tensor]:
+        """Mean of the images' means and of their variances, and the variance of their means."""
+        return Belief(self.image_mean, self.image_var), self.image_spread
 
     @torch.no_grad()
     def remember(self, belief: Belief, observed: Belief, images: Belief, count: int) -> None:
@@ -125,14 +170,16 @@ class RunningNorm(nn.Module):
         mean = belief.mean.mean(0)
         var = (belief.var + self.trust() * observed.var / max(count - 1, 1)).mean(0)
         spread, image_mean = torch.var_mean(images.mean, dim=0, correction=0)
-        square = (images.var + images.mean.square()).mean(0)
-        finite = (mean + var + square).isfinite().all()
+        image_var = images.var.mean(0)
+        # Deviations from the running mean count too, so that V is right even for gradient batches of one image; the
+        # factor takes out what the running mean's own unrest adds.
+        spread = spread + (1 - self.momentum / 2) * (image_mean - self.image_mean).square()
+        finite = (mean + var + image_var).isfinite().all()
         self._move(self.running_mean, mean, finite)
         self._move(self.running_var, var, finite)
         self._move(self.image_mean, image_mean, finite)
-        self._move(self.image_square, square, finite)
-        # Around the running mean, not the batch's own, so that V is right even for gradient batches of one image.
-        self._move(self.image_spread, spread + (image_mean - self.image_mean).square(), finite)
+        self._move(self.image_var, image_var, finite)
+        self._move(self.image_spread, spread, finite)
         self.num_batches_tracked += finite
         self.skipped_steps += ~finite
         if finite.device.type == "cpu" and not torch.compiler.is_compiling() and not finite:
@@ -154,10 +201,10 @@ class RunningNorm(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A plain batch normalization (torchvision's, say) never kept the images' own statistics; the population's, with
         # no spread between images, are what it knows about them.
-        own = ["image_mean", "image_square", "image_spread"]
+        own = ["image_mean", "image_var", "image_spread"]
         if f"{prefix}running_mean" in state_dict and not any(prefix + name in state_dict for name in own):
             mean, var = state_dict[f"{prefix}running_mean"], state_dict[f"{prefix}running_var"]
-            for name, value in zip(own, (mean, var + mean.square(), torch.zeros_like(mean)), strict=True):
+            for name, value in zip(own, (mean, var, torch.zeros_like(mean)), strict=True):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -1,5 +1,6 @@
 """Whose statistics normalize an image: the modes, what is observed, how images are grouped, how a belief is applied."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,10 @@ class Statistics(NamedTuple):
 
 def choose_statistics(training: bool, mode: str | None, group: int | None, default: str = "population") -> Statistics:
     """The statistics for one call of a module in training or evaluation mode."""
-    if group is not None and group < 1:
-        raise InputError(f"statistics_batch_size is {group}, but a group needs at least one image (None: whole batch).")
+    if group is not None and (not isinstance(group, int) or group < 1):
+        raise InputError(
+            f"statistics_batch_size is {group!r}, but must be a whole number of at least 1, or None for whole batches."
+        )
     if training:
         if mode is not None:
             raise InputError(
@@ -46,19 +49,25 @@ def choose_statistics(training: bool, mode: str | None, group: int | None, defau
 
 def observe(x: Tensor) -> Belief:
     """Mean and variance of every image's channels over all positions, in float32 (float64 for float64)."""
-    var, mean = torch.var_mean(in_full_precision(x).reshape(*x.shape[:2], -1), dim=2, correction=0)
+    positions = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+    var, mean = torch.var_mean(in_full_precision(positions), dim=2, correction=0)
     return Belief(mean, var)
 
 
-def pool(images: Belief, group: int | None) -> Belief:
-    """Statistics of groups of `group` consecutive images, from the statistics of the images."""
-    count = images.mean.shape[0]
+def group_size(count: int, group: int | None) -> int:
+    """Images per statistics group in a batch of `count`."""
     group = count if group is None else group
     if count % group:
         raise InputError(
             f"a batch of {count} images cannot be split into statistics groups of {group}: "
             "make the batch a multiple of statistics_batch_size."
         )
+    return group
+
+
+def pool(images: Belief, group: int | None) -> Belief:
+    """Statistics of groups of `group` consecutive images, from the statistics of the images."""
+    group = group_size(images.mean.shape[0], group)
     if group == 1:
         return images
     means = images.mean.unflatten(0, (-1, group))
@@ -78,15 +87,15 @@ def normalize(
     """gamma (x - m) / sqrt(v + eps) + beta, each group by its own belief; then the residual sum and the ReLU."""
     scale = weight * torch.rsqrt(belief.var + eps)
     shift = bias - belief.mean * scale
-    y = torch.addcmul(per_image(shift, x), in_full_precision(x), per_image(scale, x)).to(x.dtype)
-    return finish(y, residual, relu)
+    y = torch.addcmul(per_image(shift, x), in_full_precision(x), per_image(scale, x))
+    return finish(y, residual, relu).to(x.dtype)
 
 
 def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """The residual sum and the ReLU that follow a normalization, where the network asks for them."""
+    """The residual sum and the ReLU that follow a normalization, where the network asks for them, in place."""
     if residual is not None:
-        y = y + residual
-    return torch.relu(y) if relu else y
+        y = y.add_(residual)
+    return y.relu_() if relu else y
 
 
 def per_image(rows: Tensor, x: Tensor) -> Tensor:
@@ -95,6 +104,14 @@ def per_image(rows: Tensor, x: Tensor) -> Tensor:
     if groups not in (1, x.shape[0]):
         rows = rows.unsqueeze(1).expand(groups, x.shape[0] // groups, channels).reshape(x.shape[0], channels)
     return rows.reshape(rows.shape + (1,) * (x.ndim - 2))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Statistics and beliefs are computed in float32, whatever autocast would do."""
+    # Entered only where it changes something: an exported graph would get a subgraph for every norm.
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 def in_full_precision(x: Tensor) -> Tensor:

@@ -1,0 +1,584 @@
+"""The device code of the fused norm, in Triton.
+
+Features are seen as images x positions x channels, with either of the last two contiguous (channels_last or NCHW). A
+tile is BLOCK_P positions by BLOCK_C channels. `HAS_PRIOR` is False for a first layer, whose belief is its observation.
+
+Forward and backward take three launches each: a pass over the features that reduces every image, a small step per
+group, and a pass that writes the result. The small matrix products and sums of a layer ride along with the passes, as
+further programs of the same launch, where they cost next to nothing:
+
+    forward     moments (+ predict)      believe        normalize (+ remember)
+    backward    sums                     disbelieve     gradient (+ finish_backward)
+
+The ReLU is a floor of 0 under the output, and no ReLU one of -inf. Everything is summed in a fixed order: the same
+input gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile(channel_block, channels, stride_c, stride_p, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Channels of the block, their mask, and the offsets of a tile at position 0."""
+    c = channel_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p = tl.arange(0, BLOCK_P)
+    return c, c < channels, p, p[:, None] * stride_p + c[None, :] * stride_c
+
+
+@triton.jit
+def share_out(pid, riders, others):
+    """Which of the two kinds of work a program has: its index among the riders, or -1, and among the others, or -1.
+
+    They alternate while both last, so that the riders compute while the others wait for memory.
+    """
+    pairs = tl.minimum(riders, others)
+    in_pairs = pid < 2 * pairs
+    rides = tl.where(in_pairs, pid % 2 == 0, riders > others)
+    rider = tl.where(in_pairs, pid // 2, pid - others)
+    other = tl.where(in_pairs, pid // 2, pid - riders)
+    return tl.where(rides, rider, -1), tl.where(rides, -1, other)
+
+
+@triton.jit
+def image_moments(x, first, offsets, p, c_mask, positions, stride_p, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Mean and summed squared deviation of one image's channels.
+
+    Every lane runs Welford's recurrence over its own positions; the lanes are merged once, at the end. Values are taken
+    relative to the first position's, which costs no precision and saves that of small deviations from large means.
+    """
+    shift = tl.load(x + first, mask=c_mask, other=0.0).to(tl.float32)
+    mean = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    m2 = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    seen = tl.zeros((BLOCK_P, 1), tl.float32)
+    for start in range(0, positions, BLOCK_P):
+        inside = (start + p < positions)[:, None]
+        mask = inside & c_mask[None, :]
+        value = tl.load(x + offsets + start * stride_p, mask=mask, other=0.0).to(tl.float32) - shift[None, :]
+        seen += tl.where(inside, 1.0, 0.0)
+        delta = tl.where(mask, value - mean, 0.0)
+        mean += delta * (1.0 / tl.maximum(seen, 1.0))
+        m2 += delta * (value - mean)
+    total = tl.sum(mean * seen, axis=0) / positions
+    off = mean - total[None, :]
+    return shift + total, tl.sum(m2 + off * off * seen, axis=0)
+
+
+@triton.jit
+def column_sum(source, rows, c, c_mask, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    r = tl.arange(0, BLOCK_R)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(0, rows, BLOCK_R):
+        mask = (start + r < rows)[:, None] & c_mask[None, :]
+        total += tl.sum(tl.load(source + (start + r)[:, None] * channels + c[None, :], mask=mask, other=0.0), 0)
+    return total
+
+
+@triton.jit
+def all_finite(mean, var, c_mask):
+    """1 where every belief of the block is a finite number, else 0."""
+    good = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
+    return tl.min(tl.where(c_mask, good.to(tl.int32), 1), axis=0)
+
+
+@triton.jit
+def normalize_image(
+    x, y, residual, offsets, p, c_mask, mean, scale, bias, floor, positions, stride_p,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, positions, BLOCK_P):
+        mask = (start + p < positions)[:, None] & c_mask[None, :]
+        at = offsets + start * stride_p
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        value = (value - mean[None, :]) * scale[None, :] + bias[None, :]
+        if HAS_RESIDUAL:
+            value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(value < floor, floor, value)  # keeps NaN
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def predict(
+    tile_k, tile_g, tile_o, prior_mean, prior_var, transition, partial_mean, partial_var,
+    groups, inputs, channels,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A m and (A*A) v over the `tile_k`-th stretch of SPLIT inputs; `form_belief` adds the stretches up."""
+    o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    g = tile_g * BLOCK_G + tl.arange(0, BLOCK_G)
+    i = tile_k * SPLIT + tl.arange(0, BLOCK_I)
+    mean = tl.zeros((BLOCK_G, BLOCK_O), tl.float32)
+    var = tl.zeros((BLOCK_G, BLOCK_O), tl.float32)
+    for start in range(0, SPLIT, BLOCK_I):
+        i_mask = start + i < inputs
+        at = g[:, None] * inputs + (start + i)[None, :]
+        mask = (g < groups)[:, None] & i_mask[None, :]
+        m = tl.load(prior_mean + at, mask=mask, other=0.0)
+        v = tl.load(prior_var + at, mask=mask, other=0.0)
+        a = tl.load(
+            transition + o[None, :] * inputs + (start + i)[:, None],
+            mask=(o < channels)[None, :] & i_mask[:, None],
+            other=0.0,
+        ).to(tl.float32)
+        mean = tl.dot(m, a, mean, input_precision="tf32x3")
+        var = tl.dot(v, a * a, var, input_precision="tf32x3")
+    at = (tile_k * groups + g)[:, None] * channels + o[None, :]
+    mask = (g < groups)[:, None] & (o < channels)[None, :]
+    tl.store(partial_mean + at, mean, mask=mask)
+    tl.store(partial_var + at, var, mask=mask)
+
+
+@triton.jit(do_not_specialize=["positions", "groups", "images", "predict_tiles"])
+def moments(
+    x, image_mean, image_var, prior_mean, prior_var, transition, partial_mean, partial_var,
+    channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
+    HAS_PRIOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x images, and predict's tiles among them."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    ride, at = share_out(tl.program_id(0), predict_tiles, blocks * images)
+    if HAS_PRIOR:
+        if ride >= 0:
+            wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
+            predict(
+                ride // (wide * high), ride // wide % high, ride % wide, prior_mean, prior_var, transition,
+                partial_mean, partial_var, groups, inputs, channels, BLOCK_G, BLOCK_O, BLOCK_I, SPLIT,
+            )  # fmt: skip
+    if at >= 0:
+        c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+        image = (at // blocks).to(tl.int64)
+        mean, m2 = image_moments(
+            x + image * channels * positions, c * stride_c, offsets, p, c_mask, positions, stride_p, BLOCK_P, BLOCK_C
+        )
+        tl.store(image_mean + image * channels + c, mean, mask=c_mask)
+        tl.store(image_var + image * channels + c, m2 / positions, mask=c_mask)
+
+
+@triton.jit(do_not_specialize=["groups", "group", "stretches"])
+def believe(
+    image_mean, image_var, partial_mean, partial_var, raw_noise, raw_gain,
+    belief_mean, belief_var, observed_mean, observed_var, finite,
+    channels, groups, group, stretches, noise_stride,
+    HAS_PRIOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """From the images' statistics and the prediction to the group's belief. Grid: (channel blocks, groups)."""
+    block, g = tl.program_id(0), tl.program_id(1)
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = c < channels
+    i = tl.arange(0, BLOCK_R)
+    first = g * group * channels
+    mean = column_sum(image_mean + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C) / group
+    var_sum = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(0, group, BLOCK_R):
+        at = first + (start + i)[:, None] * channels + c[None, :]
+        mask = (start + i < group)[:, None] & c_mask[None, :]
+        off = tl.where(mask, tl.load(image_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
+        var_sum += tl.sum(off * off + tl.load(image_var + at, mask=mask, other=0.0), axis=0)
+    var = var_sum / group
+    row = g * channels + c
+    tl.store(observed_mean + row, mean, mask=c_mask)
+    tl.store(observed_var + row, var, mask=c_mask)
+    if HAS_PRIOR:  # bkn_zoo.norms.kalman.update
+        pm = tl.zeros((BLOCK_C,), tl.float32)
+        raw = tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32)
+        pv = tl.where(raw > 20, raw, tl.log(1 + tl.exp(tl.minimum(raw, 20))))
+        for k in range(stretches):
+            pm += tl.load(partial_mean + k * groups * channels + row, mask=c_mask, other=0.0)
+            pv += tl.load(partial_var + k * groups * channels + row, mask=c_mask, other=0.0)
+        q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
+        innovation = mean - pm
+        mean = mean - (1 - q) * innovation
+        var = (1 - q) * pv + q * var + (1 - q) * q * innovation * innovation
+    tl.store(belief_mean + row, mean, mask=c_mask)
+    tl.store(belief_var + row, var, mask=c_mask)
+    tl.store(finite + g * tl.num_programs(0) + block, all_finite(mean, var, c_mask))
+
+
+@triton.jit
+def move(running, value, c, c_mask, momentum, keep):
+    """running <- running + momentum (value - running), or unchanged where `keep`."""
+    old = tl.load(running + c, mask=c_mask, other=0.0).to(tl.float32)
+    new = tl.where(keep, old, old + momentum * (value - old))
+    tl.store(running + c, new.to(running.dtype.element_ty), mask=c_mask)
+
+
+@triton.jit
+def remember(
+    block, belief_mean, belief_var, observed_var, raw_gain, one_mean, one_var, finite,
+    running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
+    images, groups, channels, flags, bessel, momentum,
+    HAS_PRIOR: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """RunningNorm.remember for a block of channels, after a look at all of the layer's finite flags."""
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = c < channels
+    f = tl.arange(0, BLOCK_F)
+    good = tl.full((BLOCK_F,), 1, tl.int32)
+    for start in range(0, flags, BLOCK_F):
+        good = tl.minimum(good, tl.load(finite + start + f, mask=start + f < flags, other=1))
+    keep = tl.min(good, axis=0) == 0
+    trust = 1.0
+    if HAS_PRIOR:
+        trust = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
+    mean = column_sum(belief_mean, groups, c, c_mask, channels, BLOCK_R, BLOCK_C) / groups
+    move(running_mean, mean, c, c_mask, momentum, keep)
+    var = column_sum(belief_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    var += trust * bessel * column_sum(observed_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    move(running_var, var / groups, c, c_mask, momentum, keep)
+    mean = column_sum(one_mean, images, c, c_mask, channels, BLOCK_R, BLOCK_C) / images
+    var = column_sum(one_var, images, c, c_mask, channels, BLOCK_R, BLOCK_C) / images
+    spread = tl.zeros((BLOCK_C,), tl.float32)
+    r = tl.arange(0, BLOCK_R)
+    for start in range(0, images, BLOCK_R):
+        mask = (start + r < images)[:, None] & c_mask[None, :]
+        at = (start + r)[:, None] * channels + c[None, :]
+        off = tl.where(mask, tl.load(one_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
+        spread += tl.sum(off * off, axis=0)
+    drift = mean - tl.load(image_mean + c, mask=c_mask, other=0.0)
+    move(image_mean, mean, c, c_mask, momentum, keep)
+    move(image_var, var, c, c_mask, momentum, keep)
+    move(image_spread, spread / images + (1 - momentum / 2) * drift * drift, c, c_mask, momentum, keep)
+    if block == 0:
+        kept = keep.to(tl.int64)
+        tl.store(steps, tl.load(steps) + 1 - kept)
+        tl.store(skipped, tl.load(skipped) + kept)
+
+
+@triton.jit(do_not_specialize=["positions", "images", "groups", "group", "flags", "remember_blocks"])
+def normalize(
+    x, y, residual, weight, bias, belief_mean, belief_var,
+    observed_var, raw_gain, one_mean, one_var, finite,
+    running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
+    channels, positions, group, stride_c, stride_p, eps, floor,
+    images, groups, flags, bessel, momentum, remember_blocks,
+    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr, REMEMBER: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x images, the last (still in the cache) first, and remember's blocks among them."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    ride, at = share_out(tl.program_id(0), remember_blocks, blocks * images)
+    if REMEMBER:
+        if ride >= 0:
+            remember(
+                ride, belief_mean, belief_var, observed_var, raw_gain, one_mean, one_var, finite,
+                running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
+                images, groups, channels, flags, bessel, momentum, HAS_PRIOR, BLOCK_F, BLOCK_R, BLOCK_S,
+            )  # fmt: skip
+    if at >= 0:
+        c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+        image = images - 1 - at // blocks
+        row = (image // group) * channels
+        mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
+        var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+        scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
+        shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
+        base = image.to(tl.int64) * channels * positions
+        normalize_image(
+            x + base, y + base, residual + base, offsets, p, c_mask, mean, scale, shift, floor, positions, stride_p,
+            HAS_RESIDUAL, BLOCK_P,
+        )  # fmt: skip
+
+
+@triton.jit
+def masked_gradient(dy, y, dy_at, at, mask, value, mean, scale, shift, floor, HAS_RESIDUAL: tl.constexpr):
+    """The gradient below the ReLU: where the output was at the floor there is none.
+
+    Without a residual the output is computed again from x, which is read anyway.
+    """
+    g = tl.load(dy + dy_at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        out = (value - mean[None, :]) * scale[None, :] + shift[None, :]
+    return tl.where(out <= floor, 0.0, g)
+
+
+@triton.jit
+def image_sums(
+    dy, x, y, dresidual, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, positions, dy_stride_p, stride_p,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sum of g and of g (x - m) over one image; writes g as the residual's gradient where there is one."""
+    s0 = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    s1 = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, positions, BLOCK_P):
+        mask = (start + p < positions)[:, None] & c_mask[None, :]
+        at = offsets + start * stride_p
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        g = masked_gradient(
+            dy, y, dy_offsets + start * dy_stride_p, at, mask, value, mean, scale, shift, floor, HAS_RESIDUAL
+        )
+        if HAS_RESIDUAL:
+            tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=mask)
+        s0 += g
+        s1 += g * (value - mean[None, :])
+    return tl.sum(s0, axis=0), tl.sum(s1, axis=0)
+
+
+@triton.jit
+def belief_gradient(
+    s0, s1, weight_c, mean, var, eps, count,
+    observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
+    dpredicted_mean, dpredicted_var, dgain, dweight, dbias,
+    row, c, c_mask,
+    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr,
+):  # fmt: skip
+    """Backward of normalize and update for one group's channels.
+
+    Returns the factors of dx = a g + b (x - xbar) + k, and xbar.
+    """
+    rstd = tl.rsqrt(var + eps)
+    a = weight_c * rstd
+    tl.store(dbias + row + c, s0, mask=c_mask)
+    tl.store(dweight + row + c, s1 * rstd, mask=c_mask)
+    dmean = -a * s0
+    dvar = -0.5 * a * rstd * rstd * s1
+    if HAS_UPPER:
+        dmean += tl.load(upper_dmean + row + c, mask=c_mask, other=0.0)
+        dvar += tl.load(upper_dvar + row + c, mask=c_mask, other=0.0)
+    xbar = tl.load(observed_mean + row + c, mask=c_mask, other=0.0)
+    dxbar = dmean
+    ds = dvar
+    if HAS_PRIOR:
+        q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
+        s = tl.load(observed_var + row + c, mask=c_mask, other=0.0)
+        # With e = xbar - m = p (xbar - m') the prediction drops out of all the derivatives: nothing of it is kept.
+        e = xbar - mean
+        across = 2 * q * e * dvar
+        tl.store(dpredicted_mean + row + c, (1 - q) * dmean - across, mask=c_mask)
+        tl.store(dpredicted_var + row + c, (1 - q) * dvar, mask=c_mask)
+        draw = q * (dmean * e + dvar * (s - var + e * e))
+        tl.store(dgain, tl.sum(tl.where(c_mask, draw, 0.0), axis=0))
+        dxbar = q * dmean + across
+        ds = q * dvar
+    return a, 2 * ds / count, dxbar / count, xbar
+
+
+@triton.jit
+def write_gradient(
+    dy, x, y, dresidual, dx, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, a, b, k, xbar,
+    positions, dy_stride_p, stride_p,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, positions, BLOCK_P):
+        mask = (start + p < positions)[:, None] & c_mask[None, :]
+        at = offsets + start * stride_p
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            g = tl.load(dresidual + at, mask=mask, other=0.0).to(tl.float32)
+        else:
+            g = masked_gradient(
+                dy, y, dy_offsets + start * dy_stride_p, at, mask, value, mean, scale, shift, floor, HAS_RESIDUAL
+            )
+        out = g * a[None, :] + (value - xbar[None, :]) * b[None, :] + k[None, :]
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["positions", "group"])
+def sums(
+    dy, x, y, dresidual, weight, bias, belief_mean, belief_var, image_s0, image_s1,
+    channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x images."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    c, c_mask, p, offsets = tile(tl.program_id(0) % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+    dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
+    image = tl.program_id(0) // blocks
+    dy_base = image.to(tl.int64) * dy_size
+    row = (image // group) * channels
+    mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
+    var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+    scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
+    shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
+    base = image.to(tl.int64) * channels * positions
+    s0, s1 = image_sums(
+        dy + dy_base, x + base, y + base, dresidual + base, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor,
+        positions, dy_stride_p, stride_p, HAS_RESIDUAL, BLOCK_P, BLOCK_C,
+    )  # fmt: skip
+    tl.store(image_s0 + image * channels + c, s0, mask=c_mask)
+    tl.store(image_s1 + image * channels + c, s1, mask=c_mask)
+
+
+@triton.jit(do_not_specialize=["positions", "group"])
+def disbelieve(
+    image_s0, image_s1, weight, belief_mean, belief_var,
+    observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
+    dpredicted_mean, dpredicted_var, dgain, dweight, dbias, factor_b, factor_k,
+    channels, positions, group, eps,
+    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Backward of `believe`, from the images' sums. Grid: (channel blocks, groups)."""
+    block, g = tl.program_id(0), tl.program_id(1)
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = c < channels
+    first = g * group * channels
+    s0 = column_sum(image_s0 + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    s1 = column_sum(image_s1 + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    row = g * channels
+    mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
+    var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+    weight_c = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)
+    _, b, k, _ = belief_gradient(
+        s0, s1, weight_c, mean, var, eps, group * positions,
+        observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
+        dpredicted_mean, dpredicted_var, dgain + g * tl.num_programs(0) + block, dweight, dbias,
+        row, c, c_mask, HAS_PRIOR, HAS_UPPER,
+    )  # fmt: skip
+    tl.store(factor_b + row + c, b, mask=c_mask)
+    tl.store(factor_k + row + c, k, mask=c_mask)
+
+
+@triton.jit
+def prior_gradient(
+    tile_g, tile_i, dpredicted_mean, dpredicted_var, transition, dprior_mean, dprior_var,
+    groups, inputs, channels,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """dm = A^T dm' and dv = (A*A)^T dv'."""
+    i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    g = tile_g * BLOCK_G + tl.arange(0, BLOCK_G)
+    o = tl.arange(0, BLOCK_O)
+    mean = tl.zeros((BLOCK_G, BLOCK_I), tl.float32)
+    var = tl.zeros((BLOCK_G, BLOCK_I), tl.float32)
+    for start in range(0, channels, BLOCK_O):
+        o_mask = start + o < channels
+        at = g[:, None] * channels + (start + o)[None, :]
+        mask = (g < groups)[:, None] & o_mask[None, :]
+        dm = tl.load(dpredicted_mean + at, mask=mask, other=0.0)
+        dv = tl.load(dpredicted_var + at, mask=mask, other=0.0)
+        a = tl.load(
+            transition + (start + o)[:, None] * inputs + i[None, :],
+            mask=o_mask[:, None] & (i < inputs)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        mean = tl.dot(dm, a, mean, input_precision="tf32x3")
+        var = tl.dot(dv, a * a, var, input_precision="tf32x3")
+    at = g[:, None] * inputs + i[None, :]
+    mask = (g < groups)[:, None] & (i < inputs)[None, :]
+    tl.store(dprior_mean + at, mean, mask=mask)
+    tl.store(dprior_var + at, var, mask=mask)
+
+
+@triton.jit
+def transition_gradient(
+    tile_o, tile_i, dpredicted_mean, dpredicted_var, prior_mean, prior_var, transition, dtransition,
+    groups, inputs, channels,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """dA = dm'^T m + 2 A * (dv'^T v), summed over the groups."""
+    i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    g = tl.arange(0, BLOCK_G)
+    mean = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
+    var = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
+    for start in range(0, groups, BLOCK_G):
+        g_mask = start + g < groups
+        out_at = (start + g)[None, :] * channels + o[:, None]
+        out_mask = g_mask[None, :] & (o < channels)[:, None]
+        in_at = (start + g)[:, None] * inputs + i[None, :]
+        in_mask = g_mask[:, None] & (i < inputs)[None, :]
+        dm = tl.load(dpredicted_mean + out_at, mask=out_mask, other=0.0)
+        dv = tl.load(dpredicted_var + out_at, mask=out_mask, other=0.0)
+        m = tl.load(prior_mean + in_at, mask=in_mask, other=0.0)
+        v = tl.load(prior_var + in_at, mask=in_mask, other=0.0)
+        mean = tl.dot(dm, m, mean, input_precision="tf32x3")
+        var = tl.dot(dv, v, var, input_precision="tf32x3")
+    at = o[:, None] * inputs + i[None, :]
+    mask = (o < channels)[:, None] & (i < inputs)[None, :]
+    a = tl.load(transition + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dtransition + at, (mean + 2 * a * var).to(dtransition.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_backward(
+    pid, dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+    prior_mean, prior_var, transition, raw_noise,
+    dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
+    groups, inputs, channels, noise_stride, gain_parts, prior_tiles, transition_tiles,
+    HAS_PRIOR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Backward of predict, and the parameters' sums over the groups.
+
+    The programs share out the tiles of the prior's gradient, then those of A's, then the channel blocks.
+    """
+    if HAS_PRIOR:
+        if pid < prior_tiles:
+            wide = tl.cdiv(inputs, BLOCK_A)
+            prior_gradient(
+                pid // wide, pid % wide, dpredicted_mean, dpredicted_var, transition, dprior_mean, dprior_var,
+                groups, inputs, channels, BLOCK_G, BLOCK_K, BLOCK_A,
+            )  # fmt: skip
+        elif pid < prior_tiles + transition_tiles:
+            wide = tl.cdiv(inputs, BLOCK_A)
+            at = pid - prior_tiles
+            transition_gradient(
+                at // wide, at % wide, dpredicted_mean, dpredicted_var, prior_mean, prior_var, transition,
+                dtransition, groups, inputs, channels, BLOCK_G, BLOCK_A, BLOCK_A,
+            )  # fmt: skip
+    block = pid - prior_tiles - transition_tiles
+    if block >= 0:
+        c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+        c_mask = c < channels
+        tl.store(dweight + c, column_sum(dweight_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
+        tl.store(dbias + c, column_sum(dbias_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
+        if HAS_PRIOR:
+            total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
+            raw = tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32)
+            tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
+            if block == 0:
+                part = tl.arange(0, BLOCK_R * BLOCK_C)
+                total_gain = tl.zeros((BLOCK_R * BLOCK_C,), tl.float32)
+                for start in range(0, gain_parts, BLOCK_R * BLOCK_C):
+                    total_gain += tl.load(dgain_parts + start + part, mask=start + part < gain_parts, other=0.0)
+                tl.store(dgain, tl.sum(total_gain, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "positions", "images", "group", "groups", "gain_parts", "prior_tiles", "transition_tiles", "finish_tiles",
+    ]
+)  # fmt: skip
+def gradient(
+    dy, x, y, dresidual, dx, weight, bias, belief_mean, belief_var, observed_mean, factor_b, factor_k,
+    dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+    prior_mean, prior_var, transition, raw_noise,
+    dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
+    channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
+    images, groups, inputs, noise_stride, gain_parts, prior_tiles, transition_tiles, finish_tiles,
+    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x images, the last (still in the cache) first, and finish_backward's tiles among them."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    ride, at = share_out(tl.program_id(0), finish_tiles, blocks * images)
+    if ride >= 0:
+        finish_backward(
+            ride, dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+            prior_mean, prior_var, transition, raw_noise,
+            dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
+            groups, inputs, channels, noise_stride, gain_parts, prior_tiles, transition_tiles,
+            HAS_PRIOR, BLOCK_G, BLOCK_K, BLOCK_A, BLOCK_R, BLOCK_S,
+        )  # fmt: skip
+    if at >= 0:
+        c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+        dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
+        image = images - 1 - at // blocks
+        dy_base = image.to(tl.int64) * dy_size
+        row = (image // group) * channels
+        mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
+        var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+        scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
+        shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
+        xbar = tl.load(observed_mean + row + c, mask=c_mask, other=0.0)
+        b = tl.load(factor_b + row + c, mask=c_mask, other=0.0)
+        k = tl.load(factor_k + row + c, mask=c_mask, other=0.0)
+        base = image.to(tl.int64) * channels * positions
+        write_gradient(
+            dy + dy_base, x + base, y + base, dresidual + base, dx + base, dy_offsets, offsets, p, c_mask,
+            mean, scale, shift, floor, scale, b, k, xbar, positions, dy_stride_p, stride_p, HAS_RESIDUAL, BLOCK_P,
+        )  # fmt: skip

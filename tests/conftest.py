@@ -1,0 +1,77 @@
+"""What all tests share: a fixed seed, and norms and networks away from the values at which they start."""
+
+import math
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported: lets test_kernels.py run them here
+
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, GroupNorm2d
+from bkn_zoo.norms.running import RunningNorm
+
+NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn": GroupNorm2d}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@torch.no_grad()
+def scatter(module: nn.Module) -> None:
+    """Move the parameters of every norm off their starting values, which hide terms (A = 0, gamma = 1, beta = 0)."""
+    for layer in module.modules():
+        if isinstance(layer, RunningNorm | GroupNorm2d):
+            layer.weight.add_(0.2 * torch.randn_like(layer.weight))
+            layer.bias.add_(0.1 * torch.randn_like(layer.bias))
+        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
+            layer.transition.normal_(0, 0.5 / math.sqrt(layer.prior_features))
+            layer.raw_process_noise.add_(0.3 * torch.randn_like(layer.raw_process_noise))
+            layer.raw_gain.add_(0.3 * torch.randn_like(layer.raw_gain))
+
+
+@torch.no_grad()
+def remember_something(layer: nn.Module) -> None:
+    """Give a layer running statistics other than those it starts with, and BRN a step at which its limits are wide."""
+    if isinstance(layer, RunningNorm):
+        layer.running_mean.normal_(0, 0.3)
+        layer.running_var.uniform_(0.5, 1.5)
+        layer.image_mean.normal_(0, 0.3)
+        layer.image_var.uniform_(1.0, 2.0)
+        layer.image_spread.uniform_(0.1, 0.3)
+    if isinstance(layer, BatchRenorm2d):
+        layer.num_batches_tracked.fill_(layer.r_steps)
+
+
+@pytest.fixture(scope="session")
+def away_from_start() -> Callable[[nn.Module], None]:
+    return scatter
+
+
+@pytest.fixture(scope="session")
+def make_norm() -> Callable[..., nn.Module]:
+    """Makes a norm of a kind ("bkn", "bn", "brn", "gn") with nothing at its starting value, in float64 unless told."""
+
+    def make(
+        kind: str, channels: int, prior_channels: int | None = None, dtype: torch.dtype = torch.float64
+    ) -> nn.Module:
+        layer = NORMS[kind](channels, prior_channels)
+        scatter(layer)
+        remember_something(layer)
+        return layer.to(dtype)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_belief() -> Callable[..., Belief]:
+    def make(groups: int, channels: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Belief:
+        mean, var = torch.randn(groups, channels, dtype=dtype), torch.rand(groups, channels, dtype=dtype) + 0.2
+        return Belief(mean.requires_grad_(requires_grad), var.requires_grad_(requires_grad))
+
+    return make

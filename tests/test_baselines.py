@@ -1,0 +1,149 @@
+"""The norms that BKN is compared with: Batch Renormalization and group normalization."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from bkn_zoo.norms import BatchNorm2d, BatchRenorm2d, GroupNorm2d, Statistics
+
+
+def some_images() -> torch.Tensor:
+    return (1 + 2 * torch.randn(4, 6, 5, 5)).double()
+
+
+# Batch Renormalization
+
+
+@pytest.mark.parametrize(
+    ("step", "r_max", "d_max"),
+    [
+        (0, 1.0, 0.0),
+        (5_000, 1.0, 0.0),
+        (15_000, 1 + 2 * 10 / 35, 2.5),
+        (22_500, 2.0, 4.375),
+        (25_000, 1 + 2 * 20 / 35, 5.0),
+        (40_000, 3.0, 5.0),
+        (1_000_000, 3.0, 5.0),
+    ],
+)
+def test_the_limits_of_brn_widen_with_the_step_as_ioffe_2017_describes(step: int, r_max: float, d_max: float) -> None:
+    layer = BatchRenorm2d(3)
+    layer.num_batches_tracked.fill_(step)
+    assert [limit.item() for limit in layer.limits()] == pytest.approx([r_max, d_max])
+
+
+def test_the_schedule_of_brn_is_driven_by_the_training_step() -> None:
+    layer = BatchRenorm2d(6, warmup=2, r_steps=4, d_steps=3).double()
+    seen = []
+    for _ in range(5):
+        seen.append(tuple(limit.item() for limit in layer.limits()))
+        layer(some_images())
+    layer.eval()(some_images())
+    assert seen == [(1, 0), (1, 0), (1, 0), (2, 5), (3, 5)]
+    assert layer.num_batches_tracked == 5
+
+
+def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm) -> None:
+    layer = make_norm("brn", 6)
+    layer.num_batches_tracked.zero_()
+    twin = nn.BatchNorm2d(6, eps=layer.eps, momentum=layer.momentum).double()
+    names = twin.state_dict()
+    twin.load_state_dict({name: value for name, value in layer.state_dict().items() if name in names})
+    for _ in range(3):
+        x, grad_y = some_images().requires_grad_(), torch.randn(4, 6, 5, 5).double()
+        y, expected = layer(x)[0], twin(x)
+        assert_close(y, expected)
+        assert_close(
+            torch.autograd.grad(y, [x, layer.weight, layer.bias], grad_y),
+            torch.autograd.grad(expected, [x, twin.weight, twin.bias], grad_y),
+        )
+    assert_close(layer.running_mean, twin.running_mean)
+    assert_close(layer.running_var, twin.running_var)
+
+
+def test_brn_is_batch_norm_where_the_running_statistics_are_the_batchs(make_norm) -> None:
+    """Then r = 1 and d = 0 at the widest limits too; the gradient as well, since r and d are constants to it."""
+    layer = make_norm("brn", 6)
+    x, grad_y = some_images().requires_grad_(), torch.randn(4, 6, 5, 5).double()
+    layer.running_mean.copy_(x.detach().mean((0, 2, 3)))
+    layer.running_var.copy_(x.detach().var((0, 2, 3), correction=0))
+    expected = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, eps=layer.eps)
+    y, _ = layer(x)
+    assert_close(y, expected)
+    inputs = [x, layer.weight, layer.bias]
+    assert_close(torch.autograd.grad(y, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y))
+
+
+def test_within_its_limits_brn_normalizes_by_the_running_statistics(make_norm) -> None:
+    layer = make_norm("brn", 6)
+    x = layer.running_mean[:, None, None] + 1.5 * torch.randn(4, 6, 5, 5).double()
+    evaluated, _ = layer.eval()(x)
+    trained, _ = layer.train()(x)
+    assert_close(trained, evaluated)
+
+
+@pytest.mark.parametrize("step", [0, 12_000, 40_000])
+def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step: int) -> None:
+    layer = make_norm("brn", 6)
+    layer.num_batches_tracked.fill_(step)
+    mean, std = torch.tensor([9.0, 0.0, -9.0, 1.0, 0.0, 3.0]), torch.tensor([4.0, 0.01, 1.0, 0.1, 9.0, 2.0])
+    x = (mean[:, None, None] + std[:, None, None] * torch.randn(4, 6, 5, 5)).double().requires_grad_()
+    r_max, d_max = (limit.item() for limit in layer.limits())
+    mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), correction=0, keepdim=True)
+    std, running_std = torch.sqrt(var + layer.eps), torch.sqrt(layer.running_var + layer.eps)[:, None, None]
+    r = (std / running_std).clamp(1 / r_max, r_max).detach()
+    d = ((mean - layer.running_mean[:, None, None]) / running_std).clamp(-d_max, d_max).detach()
+    normal = (x - mean) / std * r + d
+    expected = normal * layer.weight[:, None, None] + layer.bias[:, None, None]
+    y, _ = layer(x)
+    assert_close(y, expected)
+    inputs, grad_y = [x, layer.weight, layer.bias], torch.randn_like(x)
+    assert_close(torch.autograd.grad(y, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y))
+
+
+def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm) -> None:
+    layer, x = make_norm("brn", 6).eval(), some_images()
+    expected = nn.functional.batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps
+    )
+    assert_close(layer(x)[0], expected)
+
+
+# Batch normalization
+
+
+def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
+    layer: BatchNorm2d = make_norm("bn", 6)
+    twin = nn.BatchNorm2d(6).double()
+    names = twin.state_dict()
+    twin.load_state_dict({name: value for name, value in layer.state_dict().items() if name in names})
+    for training in (True, True, False):
+        x = some_images()
+        y, belief = layer.train(training)(x)
+        assert_close(y, twin.train(training)(x))
+        assert belief is None
+    assert_close(layer.running_var, twin.running_var)
+    assert layer.num_batches_tracked == twin.num_batches_tracked == 2
+
+
+# Group normalization
+
+
+@pytest.mark.parametrize("channels", [64, 48, 7])
+def test_the_group_norm_twin_is_group_norm(make_norm, channels: int) -> None:
+    layer: GroupNorm2d = make_norm("gn", channels)
+    twin = nn.GroupNorm(math.gcd(32, channels), channels).double()
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(3, channels, 4, 4).double()
+    assert_close(layer(x)[0], twin(x))
+
+
+def test_the_modes_of_group_norm_agree(make_norm) -> None:
+    layer, x = make_norm("gn", 64), torch.randn(3, 64, 4, 4).double()
+    chosen = [Statistics("batch"), Statistics("population"), Statistics("sample"), Statistics("expected", 2)]
+    outputs = [layer.train(statistics.mode == "batch")(x, None, statistics)[0] for statistics in chosen]
+    for output in outputs[1:]:
+        assert_close(output, outputs[0], rtol=0, atol=0)

@@ -1,0 +1,297 @@
+"""The Triton kernels against the PyTorch version of the layer, which is their reference.
+
+They run on a GPU where there is one, and otherwise on Triton's interpreter (conftest.py turns it on), which executes
+the same code on the CPU, slowly: only the small cases are run there.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import bkn_zoo
+from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, kernels
+
+pytestmark = pytest.mark.skipif(kernels.norm is None, reason="Triton is not installed on this platform")
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+gpu_only = pytest.mark.skipif(not GPU, reason="too slow on Triton's interpreter: needs a GPU")
+
+# images, channels, map, statistics group, channels below
+SMALL = [
+    (4, 5, (3, 3), 2, 3),
+    (2, 3, (1, 1), 1, 4),
+    (8, 33, (7, 7), 4, 20),
+    (1, 16, (5, 6), 1, 40),
+    (4, 16, (2, 2), 4, None),
+]
+LARGE = [
+    (32, 64, (56, 56), 1, None),
+    (32, 64, (112, 112), 4, 64),
+    (32, 256, (14, 14), 4, 1024),
+    (64, 2048, (7, 7), 32, 512),
+    (256, 3, (9, 9), 256, 7),
+    (256, 352, (7, 7), 1, 96),
+]
+SHAPES = [*SMALL, *(pytest.param(shape, marks=gpu_only) for shape in LARGE)]
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+def run(implementation, shape, dtype, layout, residual, relu, precise=False):
+    """Everything that a training step of one layer gives, by name, in float64.
+
+    No gradient comes from outputs close to zero: on which side of the ReLU they fall is a matter of rounding.
+    """
+    images, channels, size, group, below = shape
+    torch.manual_seed(0)
+    layer = BatchKalmanNorm2d(channels, below)
+    with torch.no_grad():
+        layer.weight.uniform_(0.5, 1.5)
+        layer.bias.normal_()
+        if below:
+            layer.transition.normal_(std=below**-0.5)
+            layer.raw_process_noise.normal_()
+            layer.set_gain(0.6)
+    groups = images // group
+    x, shortcut, dy = (torch.randn(images, channels, *size) for _ in range(3))
+    prior = Belief(torch.randn(groups, below or 1), torch.rand(groups, below or 1) + 0.1)
+    upper = torch.randn(2, groups, channels)
+    x, shortcut, dy = ((t * 2 + 1).to(dtype).to(memory_format=layout) for t in (x, shortcut, dy))
+    layer, x, shortcut, dy, upper = (t.to(DEVICE) for t in (layer, x, shortcut, dy, upper))
+    prior = Belief(*(t.to(DEVICE) for t in prior))
+    if precise:
+        layer, x, shortcut, dy, upper = (t.double() for t in (layer, x, shortcut, dy, upper))
+        prior = Belief(*(t.double() for t in prior))
+    for tensor in (x, shortcut, *prior):
+        tensor.requires_grad_()
+    arguments = (x, prior if below else None, Statistics("batch", group), shortcut if residual else None)
+    with kernels.use("pytorch"), torch.no_grad():
+        layer_as_it_was = copy.deepcopy(layer)
+        dy[layer_as_it_was(*arguments)[0].abs() < 0.05] = 0
+    with kernels.use(implementation):
+        y, belief = layer(*arguments, relu=relu)
+        torch.autograd.backward([y, *belief], [dy, *upper])
+    results = {"y": y, "belief mean": belief.mean, "belief var": belief.var, "x": x.grad, "residual": shortcut.grad}
+    results |= {"prior mean": prior.mean.grad, "prior var": prior.var.grad}
+    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    results |= dict(layer.named_buffers())
+    return {name: value.detach().double().cpu() for name, value in results.items() if value is not None}
+
+
+def largest_difference(results, reference):
+    """The largest relative difference in norm, and what it is about."""
+    assert results.keys() == reference.keys()
+    differences = {
+        name: float((results[name] - value).norm() / value.norm().clamp_min(1e-3)) for name, value in reference.items()
+    }
+    return max((difference, name) for name, difference in differences.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("residual", "relu"), [(False, False), (False, True), (True, True), (True, False)])
+def test_a_training_step_equals_the_pytorch_version_in_float32(shape, layout, residual, relu):
+    case = (shape, torch.float32, layout, residual, relu)
+    difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
+    assert difference < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[5:], ids=str)
+def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, dtype):
+    case = (shape, dtype, torch.channels_last, True, True)
+    difference, name = largest_difference(run("triton", *case), run("pytorch", *case, precise=True))
+    assert difference < (1e-5 if dtype == torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("shape", [SMALL[2], pytest.param(LARGE[2], marks=gpu_only)], ids=str)
+def test_the_same_input_gives_the_same_bits(shape):
+    case = (shape, torch.float32, torch.channels_last, True, True)
+    first, second = run("triton", *case), run("triton", *case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_variance_is_right_around_a_large_mean(dtype):
+    deviation = 1e-2 if dtype == torch.float32 else 1.0  # float16 has steps of 0.5 around 1000
+    torch.manual_seed(0)
+    x = (1e3 + deviation * torch.randn(4, 16, 8, 8)).to(dtype)
+    with kernels.use("triton"):
+        _, belief = BatchKalmanNorm2d(16).to(DEVICE)(x.to(DEVICE), None, Statistics("batch", 2))
+    exact = x.double().unflatten(0, (2, 2)).var(dim=(1, 3, 4), correction=0)
+    torch.testing.assert_close(belief.var.cpu().double(), exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("images", "group"), [(4, 1), (4, 2), (4, 4), (6, 3)])
+def test_grouped_batch_normalization_runs_on_the_same_kernels(images, group):
+    torch.manual_seed(0)
+    x = torch.randn(images, 6, 4, 4, device=DEVICE)
+    layers = [BatchNorm2d(6).to(DEVICE) for _ in range(2)]
+    outputs = []
+    for layer, implementation in zip(layers, ["triton", "pytorch"], strict=True):
+        with kernels.use(implementation):
+            outputs.append(layer(x, None, Statistics("batch", group), relu=True)[0])
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layers[0].running_var, layers[1].running_var)
+
+
+def test_sample_statistics_leave_the_running_averages_alone():
+    torch.manual_seed(0)
+    layer = BatchKalmanNorm2d(6).to(DEVICE).eval()
+    before = {name: value.clone() for name, value in layer.named_buffers()}
+    x = torch.randn(3, 6, 4, 4, device=DEVICE)
+    with kernels.use("triton"):
+        y, _ = layer(x, None, Statistics("sample"))
+    with kernels.use("pytorch"):
+        torch.testing.assert_close(y, layer(x, None, Statistics("sample"))[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("below", [None, 3])
+def test_a_step_that_is_not_finite_leaves_the_running_averages_alone(bad, below):
+    layer = BatchKalmanNorm2d(20, below).to(DEVICE)
+    before = {name: value.clone() for name, value in layer.named_buffers() if name != "skipped_steps"}
+    x = torch.randn(4, 20, 3, 3, device=DEVICE)
+    x[1, 2, 0, 0] = bad
+    prior = Belief(torch.zeros(2, 3, device=DEVICE), torch.ones(2, 3, device=DEVICE)) if below else None
+    with kernels.use("triton"):
+        y, _ = layer(x, prior, Statistics("batch", 2), relu=True)
+    assert y[1, 2].isnan().all()
+    assert y[2:].isfinite().all()
+    assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers() if name in before)
+    assert layer.skipped_steps == 1
+
+
+@pytest.mark.skipif(not GPU, reason="on the CPU the warning comes at once; deferring it needs a GPU")
+def test_skipped_steps_are_reported_once_when_training_ends():
+    layer = BatchKalmanNorm2d(4).to(DEVICE)
+    layer(torch.full((2, 4, 3, 3), float("nan"), device=DEVICE))
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        layer.eval()
+
+
+def test_inputs_that_are_not_contiguous_are_taken():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 5, 8, device=DEVICE)[..., ::2]
+    shortcut = torch.randn(4, 5, 4, 6, device=DEVICE).permute(0, 3, 1, 2)
+    outputs = []
+    for implementation in ("triton", "pytorch"):
+        with kernels.use(implementation):
+            outputs.append(BatchKalmanNorm2d(6).to(DEVICE)(x, residual=shortcut)[0])
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("size", [(5, 4), (5, 1), (1, 5), (1, 1)], ids=str)
+def test_gradients_that_are_a_slice_of_channels_are_taken(layout, size):
+    gradients = []
+    for implementation in ("triton", "pytorch"):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, *size, device=DEVICE).to(memory_format=layout).requires_grad_()
+        other = torch.randn(4, 3, *size, device=DEVICE).to(memory_format=layout)
+        with kernels.use(implementation):
+            y, _ = BatchKalmanNorm2d(6).to(DEVICE)(x, None, Statistics("batch", 2), relu=True)
+            joined = torch.cat([other, y, other], dim=1)
+            joined.backward(torch.randn(4, 12, *size, device=DEVICE).to(memory_format=layout))
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(), (7,)], ids=str)
+def test_features_without_a_map_are_taken(size):
+    results = []
+    for implementation in ("triton", "pytorch"):
+        torch.manual_seed(0)
+        x = torch.randn(6, 5, *size, device=DEVICE).requires_grad_()
+        with kernels.use(implementation):
+            y, _ = BatchKalmanNorm1d(5).to(DEVICE)(x, None, Statistics("batch", 3))
+            y.square().sum().backward()
+        results.append((y, x.grad))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 4, 4), (2, 6, 0, 4)])
+def test_empty_inputs_are_refused_in_training(shape):
+    with kernels.use("triton"), pytest.raises(bkn_zoo.InputError, match="no values"):
+        BatchKalmanNorm2d(6).to(DEVICE)(torch.empty(shape, device=DEVICE))
+
+
+def test_a_residual_on_another_device_is_refused():
+    layer = BatchKalmanNorm2d(6).to(DEVICE)
+    x = torch.randn(2, 6, 4, 4, device=DEVICE)
+    with pytest.raises(bkn_zoo.InputError, match="meta"):
+        layer(x, residual=torch.empty(2, 6, 4, 4, device="meta"))
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(bkn_zoo.UnknownNameError, match="pytorch or triton"), kernels.use("cuda"):
+        pass
+
+
+def losses(implementation, dtype, steps=20):
+    """Training losses of the small network."""
+    torch.manual_seed(0)
+    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE, memory_format=torch.channels_last)
+    model.statistics_batch_size = 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.07, momentum=0.9)
+    images = torch.randn(16, 3, 32, 32).to(DEVICE, memory_format=torch.channels_last)
+    labels = torch.arange(16, device=DEVICE) % 10
+    history = []
+    with kernels.use(implementation):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+    return torch.tensor(history)
+
+
+@gpu_only
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)], ids=str)
+def test_twenty_training_steps_of_a_network_give_the_same_losses(dtype, tolerance):
+    kernel, reference = losses("triton", dtype), losses("pytorch", dtype)
+    assert reference[-1] < 0.7 * reference[0]
+    torch.testing.assert_close(kernel, reference, rtol=tolerance, atol=tolerance)
+
+
+@gpu_only
+def test_a_cuda_graph_of_a_training_step_replays_it():
+    torch.manual_seed(0)
+    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE)
+    model.statistics_batch_size = 2
+    images = torch.randn(8, 3, 32, 32, device=DEVICE)
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        loss = model(images).square().mean()
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    steps = model.conv.norm.num_batches_tracked.clone()
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+    assert model.conv.norm.num_batches_tracked == steps + 2
+
+
+@gpu_only
+def test_torch_compile_sees_through_the_operators():
+    torch.manual_seed(0)
+    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE)
+    model.statistics_batch_size = 2
+    images = torch.randn(8, 3, 32, 32, device=DEVICE)
+    eager = model(images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+    compiled.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,485 @@
+"""Every registered network, in every norm; then what is particular to one of them."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bkn_zoo
+from bkn_zoo import Network, create_model, list_models
+from bkn_zoo.models.inception import HalvingMaxPool, Inception
+from bkn_zoo.models.resnet import Bottleneck
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, Statistics
+from bkn_zoo.norms.running import RunningNorm
+
+CLASSES = 5
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+def photographs(count: int, height: int, width: int | None = None) -> Tensor:
+    """Noise on top of a gradient, different in brightness and contrast from image to image."""
+    width = width or height
+    ramp = torch.linspace(-1, 1, height)[:, None] * torch.randn(count, 3, 1, 1) + torch.randn(count, 3, 1, 1)
+    return ramp + (0.3 + torch.rand(count, 3, 1, 1)) * torch.randn(count, 3, height, width)
+
+
+def sizes(model: Network) -> tuple[tuple[int, int], tuple[int, int]]:
+    """A square and another size, small for the network but with several positions left at its top."""
+    return ((16, 16), (11, 18)) if model.stride == 2 else ((48, 48), (40, 65))
+
+
+def size(model: Network) -> int:
+    return sizes(model)[0][0]
+
+
+@pytest.fixture(scope="module", params=list_models())
+def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
+    """A network after a training step at (4, 2), its gradients still there, in evaluation mode."""
+    torch.manual_seed(0)
+    model = create_model(request.param, num_classes=CLASSES)
+    away_from_start(model)
+    for module in model.modules():
+        if isinstance(module, RunningNorm):
+            module.momentum = 0.9  # one step is to count
+    model.statistics_batch_size = 2
+    logits = model(photographs(4, size(model)))
+    nn.functional.cross_entropy(logits, torch.arange(4) % CLASSES).backward()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def double(trained: Network) -> Network:
+    """The same in float64: deep networks amplify the rounding of convolutions, which depends on the batch size."""
+    return copy.deepcopy(trained).double()
+
+
+@pytest.fixture(scope="module")
+def seven(double: Network) -> tuple[Tensor, dict[str, Tensor]]:
+    """Seven images and their logits in each mode."""
+    torch.manual_seed(1)
+    images = photographs(7, size(double)).double()
+    with torch.no_grad():
+        return images, {mode: double(images, statistics=mode) for mode in MODES}
+
+
+@pytest.fixture
+def small(away_from_start: Callable[[nn.Module], None]) -> Callable[..., Network]:
+    """Makes the small network in a norm, in float64 unless told, after some steps at the statistics batch given."""
+
+    def make(norm: str = "bkn", group: int | None = 2, dtype: torch.dtype = torch.float64) -> Network:
+        model = create_model(f"inception_cifar_{norm}").to(dtype)
+        away_from_start(model)
+        model.statistics_batch_size = group
+        with torch.no_grad():
+            for _ in range(2):
+                model(photographs(4, 8).to(dtype))
+        return model.eval()
+
+    return make
+
+
+# The registry
+
+
+def test_every_network_exists_in_every_norm() -> None:
+    networks = {"inception_v2", "resnet101", "inception_cifar"}
+    assert set(list_models()) >= {f"{network}_{norm}" for network in networks for norm in ("bkn", "bn", "brn", "gn")}
+
+
+def test_models_are_listed_by_pattern() -> None:
+    assert list_models("*_bkn") == [name for name in list_models() if name.endswith("_bkn")]
+    assert list_models("resnet101_*") == [f"resnet101_{norm}" for norm in ("bkn", "bn", "brn", "gn")]
+    assert list_models("nothing") == []
+    assert bkn_zoo.list_models is list_models
+
+
+@pytest.mark.parametrize(("name", "classes"), [("inception_cifar_bkn", 10), ("resnet101_bn", 1000)])
+def test_the_number_of_classes_is_by_default_that_of_the_usual_data(name: str, classes: int) -> None:
+    with torch.device("meta"):
+        assert create_model(name).fc.out_features == classes
+
+
+# Each network
+
+
+def test_forward_gives_logits_at_two_sizes(trained: Network) -> None:
+    for height, width in sizes(trained):
+        for mode in (None, "expected"):
+            with torch.no_grad():
+                logits = trained(photographs(1, height, width), statistics=mode)
+            assert logits.shape == (1, CLASSES)
+            assert logits.isfinite().all()
+
+
+@modes
+def test_one_image_of_the_networks_stride_is_enough(trained: Network, mode: str) -> None:
+    with torch.no_grad():
+        logits = trained(photographs(1, trained.stride), statistics=mode)
+    assert logits.shape == (1, CLASSES)
+    assert logits.isfinite().all()
+
+
+def test_every_parameter_has_a_gradient(trained: Network) -> None:
+    for name, parameter in trained.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+@modes
+def test_an_images_logits_do_not_depend_on_its_batch(
+    double: Network, seven: tuple[Tensor, dict[str, Tensor]], mode: str
+) -> None:
+    images, together = seven[0], seven[1][mode]
+    order = [5, 0, 3]
+    with torch.no_grad():
+        alone = double(images[[0]], statistics=mode)
+        shuffled = double(images[order], statistics=mode)
+    assert together.std(0).min() > 1e-3
+    assert_close(alone, together[[0]], rtol=1e-7, atol=1e-7)
+    assert_close(shuffled, together[order], rtol=1e-7, atol=1e-7)
+
+
+def test_the_modes_differ_where_the_norm_holds_statistics(
+    double: Network, seven: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    population, sample, expected = seven[1].values()
+    if double.name.endswith("_gn"):
+        assert_close(sample, population, rtol=0, atol=0)
+        assert_close(expected, population, rtol=0, atol=0)
+    else:
+        assert (sample - population).abs().max() > 1e-2
+        assert (expected - population).abs().max() > 1e-2
+        assert (expected - sample).abs().max() > 1e-2
+
+
+def test_evaluation_changes_nothing_in_the_network(
+    trained: Network, double: Network, seven: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    for (name, buffer), used in zip(trained.named_buffers(), double.buffers(), strict=True):
+        assert_close(used.to(buffer.dtype), buffer, rtol=0, atol=0, msg=name)
+
+
+def test_the_exported_network_gives_the_same_logits(trained: Network) -> None:
+    images = photographs(2, size(trained))
+    exported = torch.export.export(trained, (images,)).module()
+    with torch.no_grad():
+        assert_close(exported(images), trained(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sample", "expected"])
+def test_the_small_network_can_be_exported_in_the_other_modes_too(small, mode: str) -> None:
+    model = small(dtype=torch.float32)
+    exported = torch.export.export(model, (photographs(2, 16),), {"statistics": mode}).module()
+    images = photographs(2, 16)
+    with torch.no_grad():
+        assert_close(exported(images, statistics=mode), model(images, statistics=mode), rtol=1e-5, atol=1e-5)
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, None])
+def test_a_grouped_network_equals_a_loop_over_the_groups_in_value_and_gradient(
+    small, group: int | None, layout: torch.memory_format
+) -> None:
+    model = small().train().to(memory_format=layout)
+    images = photographs(8, 8).double().contiguous(memory_format=layout).requires_grad_()
+    labels = torch.arange(8)
+
+    def gradients(rows: Tensor, group: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        model.statistics_batch_size = group
+        logits = model(images[rows])
+        loss = nn.functional.cross_entropy(logits, labels[rows], reduction="sum")
+        return logits, torch.autograd.grad(loss, [images, *model.parameters()])
+
+    logits, grads = gradients(torch.arange(8), group)
+    loop = [gradients(rows, None) for rows in torch.arange(8).split(group or 8)]
+    assert_close(logits, torch.cat([part for part, _ in loop]))
+    for grad, parts in zip(grads, zip(*(parts for _, parts in loop), strict=True), strict=True):
+        assert_close(grad, torch.stack(parts).sum(0))
+
+
+@modes
+@pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "gn"])
+def test_an_images_logits_do_not_depend_on_its_batch_in_float32_either(small, norm: str, mode: str) -> None:
+    model, images = small(norm, dtype=torch.float32), photographs(7, 16)
+    order = torch.randperm(7)
+    with torch.no_grad():
+        together = model(images, statistics=mode)
+        alone = torch.cat([model(images[[row]], statistics=mode) for row in (0, 6)])
+        assert_close(alone, together[[0, 6]], rtol=1e-5, atol=1e-5)
+        assert_close(model(images[order], statistics=mode), together[order], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "gn"])
+def test_without_a_statistics_batch_size_expected_is_population(small, norm: str) -> None:
+    model, images = small(norm, group=None), photographs(2, 16).double()
+    assert_close(model(images, statistics="expected"), model(images, statistics="population"), rtol=0, atol=0)
+
+
+def test_the_default_statistics_normalize_where_a_call_does_not_say(small) -> None:
+    model, images = small(), photographs(2, 16).double()
+    assert_close(model(images), model(images, statistics="population"), rtol=0, atol=0)
+    model.default_statistics = "sample"
+    assert_close(model(images), model(images, statistics="sample"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", ["bkn", "bn", "brn"])
+def test_expected_statistics_for_groups_of_one_are_the_sample_statistics(small, norm: str) -> None:
+    model, images = small(norm, group=1, dtype=torch.float32), photographs(4, 16)
+    with torch.no_grad():
+        assert_close(model(images, statistics="expected"), model(images, statistics="sample"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_smaller_last_batch_is_fine_at_evaluation(small) -> None:
+    model = small(group=4)
+    for mode in MODES:
+        assert model(photographs(3, 16).double(), statistics=mode).shape == (3, 10)
+
+
+@modes
+def test_an_empty_batch_gives_no_logits_at_evaluation(small, mode: str) -> None:
+    assert small()(torch.zeros(0, 3, 16, 16).double(), statistics=mode).shape == (0, 10)
+
+
+def test_population_statistics_use_none_of_transition_noise_and_gain(small) -> None:
+    model, images = small(), photographs(2, 16).double()
+    with torch.no_grad():
+        before = model(images)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("transition", "raw_process_noise", "raw_gain")):
+                parameter.fill_(float("nan"))
+        assert_close(model(images), before, rtol=0, atol=0)
+
+
+def test_a_training_batch_that_is_not_finite_leaves_all_running_statistics_untouched(small) -> None:
+    model = small(dtype=torch.float32).train()
+    before = {name: buffer.clone() for name, buffer in model.state_dict().items()}
+    images = photographs(4, 16)
+    images[1, 0, 3, 3] = float("nan")
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        logits = model(images)
+    assert logits[:2].isnan().all()
+    assert logits[2:].isfinite().all()
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_callers_in_two_threads_may_use_different_statistics_on_one_model(small) -> None:
+    model = small(dtype=torch.float32)
+    images = photographs(4, 16)
+    with torch.no_grad():
+        alone = {mode: model(images, statistics=mode) for mode in MODES}
+    start = threading.Barrier(len(MODES))
+    wrong: dict[str, float] = {}
+
+    def call(mode: str) -> None:
+        start.wait()
+        with torch.no_grad():
+            answers = [model(images, statistics=mode) for _ in range(15)]
+        wrong[mode] = max((answer - alone[mode]).abs().max().item() for answer in answers)
+
+    threads = [threading.Thread(target=call, args=(mode,)) for mode in MODES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == {mode: pytest.approx(0, abs=1e-6) for mode in MODES}
+
+
+def test_under_autocast_every_belief_is_float32_and_every_norm_keeps_its_inputs_dtype(small) -> None:
+    model = small(dtype=torch.float32).train()
+    seen = []
+    for module in model.modules():
+        if isinstance(module, BatchKalmanNorm2d):
+            module.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0], *outputs)))
+    images = photographs(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    assert len(seen) == 19
+    for x, y, belief in seen:
+        assert x.dtype == y.dtype == torch.bfloat16
+        assert belief.mean.dtype == belief.var.dtype == torch.float32
+    exact = model(images)
+    assert (logits.float() - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+# How the belief travels
+
+
+def record_priors_and_beliefs(module: nn.Module) -> dict[nn.Module, tuple]:
+    seen = {}
+    for layer in module.modules():
+        if isinstance(layer, BatchKalmanNorm2d):
+            layer.register_forward_hook(lambda layer, args, out: seen.update({layer: (args[1], out[1])}))
+    return seen
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_residual_block_passes_on_the_belief_of_its_main_branch(make_belief, stride: int) -> None:
+    block = Bottleneck(BatchKalmanNorm2d, 16 if stride == 2 else 32, 8, stride)
+    seen = record_priors_and_beliefs(block)
+    belief = make_belief(2, 16 if stride == 2 else 32, torch.float32)
+    x = torch.relu(torch.randn(4, belief.mean.shape[1], 6, 6))
+    _, out = block((x, belief), Statistics("batch", 2))
+    assert seen[block.bn1][0] is belief
+    assert seen[block.bn2][0] is seen[block.bn1][1]
+    assert seen[block.bn3][0] is seen[block.bn2][1]
+    assert out is seen[block.bn3][1]
+    if stride == 2:
+        assert seen[block.downsample[1]][0] is belief
+
+
+def test_an_inception_block_concatenates_the_beliefs_of_its_branches_in_the_order_of_the_features(make_belief) -> None:
+    block = create_model("inception_cifar_bkn").inception_a
+    seen, belief = record_priors_and_beliefs(block), make_belief(2, 32, torch.float32)
+    features, out = block((torch.rand(4, 32, 5, 5), belief), Statistics("batch", 2))
+    assert sum(prior is belief for prior, _ in seen.values()) == 4
+    inner = [prior for prior, _ in seen.values() if prior is not belief]
+    tops = [own for _, own in seen.values() if not any(own is prior for prior in inner)]
+    assert [top.mean.shape[1] for top in tops] == [64, 128, 32, 32]
+    assert features.shape == (4, 256, 5, 5)
+    assert_close(out.mean, torch.cat([top.mean for top in tops], 1), rtol=0, atol=0)
+    assert_close(out.var, torch.cat([top.var for top in tops], 1), rtol=0, atol=0)
+
+
+def test_a_pooling_branch_without_convolution_passes_its_belief_on(make_belief) -> None:
+    block = create_model("inception_v2_bkn", num_classes=CLASSES).inception_3c
+    belief = make_belief(2, 320, torch.float32)
+    x = torch.rand(4, 320, 6, 6)
+    features, out = block((x, belief), Statistics("batch", 2))
+    assert_close(features[:, -320:], nn.functional.max_pool2d(x, 3, 2, ceil_mode=True), rtol=0, atol=0)
+    assert_close(out.mean[:, -320:], belief.mean, rtol=0, atol=0)
+    assert_close(out.var[:, -320:], belief.var, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", list_models("*_bkn"))
+def test_only_the_first_norm_has_no_layer_below_and_every_other_has_the_convolutions_inputs(name: str) -> None:
+    with torch.device("meta"):
+        model = create_model(name)
+    norms = [module for module in model.modules() if isinstance(module, BatchKalmanNorm2d)]
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    expected = [None, *(convolution.in_channels for convolution in convolutions[1:])]
+    assert sorted(norm.prior_features or 0 for norm in norms) == sorted(channels or 0 for channels in expected)
+    assert sum(norm.prior_features is None for norm in norms) == 1
+
+
+# Sizes and parameters
+
+
+def parameters_of(name: str) -> dict[str, int]:
+    with torch.device("meta"):
+        return {name: parameter.numel() for name, parameter in create_model(name).named_parameters()}
+
+
+def test_resnet101_has_44_5_million_parameters_with_bn_and_68_million_with_bkn() -> None:
+    assert sum(parameters_of("resnet101_bn").values()) == 44_549_160
+    assert sum(parameters_of("resnet101_bkn").values()) == pytest.approx(68.0e6, abs=0.05e6)
+
+
+def test_the_cifar_network_has_the_parameters_of_the_papers_table_and_not_49_million() -> None:
+    """0.9M in convolutions, 0.5M fully connected and 0.33M in A; the paper says 49M and 52M."""
+    counts = parameters_of("inception_cifar_bkn")
+    with torch.device("meta"):
+        model = create_model("inception_cifar_bkn")
+    convolutions = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d))
+    linear = sum(m.weight.numel() + m.bias.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    transitions = sum(count for name, count in counts.items() if name.endswith("transition"))
+    assert convolutions == pytest.approx(0.9e6, abs=0.05e6)
+    assert linear == pytest.approx(0.5e6, abs=0.05e6)
+    assert transitions == pytest.approx(0.33e6, abs=0.005e6)
+    assert sum(counts.values()) < 2e6
+
+
+def test_resnet101_bn_has_the_names_and_shapes_of_torchvisions() -> None:
+    with torch.device("meta"):
+        ours, theirs = create_model("resnet101_bn").state_dict(), torchvision.models.resnet101().state_dict()
+    assert {name: ours[name].shape for name in theirs} == {name: value.shape for name, value in theirs.items()}
+    assert {name.rpartition(".")[2] for name in ours.keys() - theirs.keys()} == {
+        "image_mean",
+        "image_var",
+        "image_spread",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "shape"),
+    [
+        ("resnet101_bn", 224, (32, 2048, 7, 7)),
+        ("inception_v2_bn", 224, (32, 1024, 7, 7)),
+        ("inception_cifar_bn", 32, (32, 512, 16, 16)),
+    ],
+)
+def test_the_last_feature_map_has_the_size_that_the_papers_give(name: str, pixels: int, shape: tuple[int, ...]) -> None:
+    """For ResNet101 and 32 images that is the paper's sample of 7 x 7 x 32 = 1568 values per channel."""
+    with torch.device("meta"):
+        model = create_model(name).eval()
+        features = model.features(torch.empty(32, 3, pixels, pixels), Statistics("population"))
+    assert features.shape == shape
+
+
+def test_inception_v2_has_608_608_and_1056_channels_after_4c_4d_and_4e() -> None:
+    with torch.device("meta"):
+        model = create_model("inception_v2_bn").eval()
+        seen = {}
+        for name, block in model.named_children():
+            if isinstance(block, Inception):
+                block.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out[0].shape[1]}))
+        model.features(torch.empty(1, 3, 64, 64), Statistics("population"))
+    assert [seen[f"inception_{block}"] for block in ("4c", "4d", "4e")] == [608, 608, 1056]
+
+
+@pytest.mark.parametrize("size", [(33, 47), (80, 100), (32, 63), (225, 97)])
+def test_inception_v2_takes_any_size_that_its_stride_allows(size: tuple[int, int]) -> None:
+    with torch.device("meta"):
+        model = create_model("inception_v2_bn", num_classes=CLASSES).eval()
+        features = model.features(torch.empty(2, 3, *size), Statistics("population"))
+    assert features.shape == (2, 1024, *(-(-side // 32) for side in size))
+
+
+@pytest.mark.parametrize("size", [(33, 47), (80, 100)])
+def test_inception_v2_bkn_computes_logits_at_odd_sizes(size: tuple[int, int]) -> None:
+    model = create_model("inception_v2_bkn", num_classes=CLASSES)
+    model.statistics_batch_size = 1
+    with torch.no_grad():
+        assert model(photographs(2, *size)).isfinite().all()
+        assert model.eval()(photographs(1, *size), statistics="sample").isfinite().all()
+
+
+@pytest.mark.parametrize("height", range(1, 9))
+@pytest.mark.parametrize("width", [4, 5])
+def test_halving_pools_to_the_size_of_a_stride_2_convolution_beside_it(height: int, width: int) -> None:
+    x = torch.rand(1, 2, height, width)
+    pooled, _ = HalvingMaxPool()((x, None))
+    assert pooled.shape == nn.functional.conv2d(x, torch.rand(2, 2, 3, 3), stride=2, padding=1).shape
+    for row, column in ((row, column) for row in range(pooled.shape[2]) for column in range(pooled.shape[3])):
+        window = x[:, :, 2 * row : 2 * row + 3, 2 * column : 2 * column + 3]
+        assert_close(pooled[:, :, row, column], window.amax((2, 3)), rtol=0, atol=0)
+
+
+def test_the_bn_form_at_gain_one_is_the_bkn_form(small) -> None:
+    """The whole network: with q = 1 everywhere, training and population outputs are those of batch normalization."""
+    model = small(group=None)
+    twin = create_model("inception_cifar_bn").double().eval()
+    names = twin.state_dict()
+    twin.load_state_dict({name: value for name, value in model.state_dict().items() if name in names})
+    assert isinstance(twin.conv.norm, BatchNorm2d)
+    for norm in model.modules():
+        if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
+            norm.set_gain(1.0)
+    images = photographs(4, 16).double()
+    assert_close(model(images), twin(images))
+    assert_close(model.train()(images), twin.train()(images))
+
+
+def test_a_copy_of_a_network_is_independent_of_it(small) -> None:
+    model = small(dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    twin.train()(photographs(4, 16))
+    assert (twin.conv.norm.running_mean - model.conv.norm.running_mean).abs().max() > 0

@@ -1,0 +1,278 @@
+"""The layers: batch normalization as a special case, groups, the residual sum and the ReLU, precision."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, Belief, Statistics
+
+LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+groupings = pytest.mark.parametrize("group", [1, 2, 4, 8, None])
+
+
+def batch_norm_with_the_parameters_of(layer: nn.Module, one_dimensional: bool = False) -> nn.Module:
+    kind = nn.BatchNorm1d if one_dimensional else nn.BatchNorm2d
+    twin = kind(layer.num_features, eps=layer.eps, momentum=layer.momentum)
+    names = twin.state_dict()
+    twin.load_state_dict({name: value for name, value in layer.state_dict().items() if name in names})
+    return twin
+
+
+def gradients(y: Tensor, grad_y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(y, inputs, grad_y))
+
+
+# Batch normalization as a special case
+
+
+@layouts
+@pytest.mark.parametrize("with_prior", [True, False])
+def test_with_gain_one_bkn_is_batch_norm_in_training_and_evaluation(
+    make_norm, make_belief, layout: str, with_prior: bool
+) -> None:
+    layer = make_norm("bkn", 6, 4 if with_prior else None, torch.float32)
+    if with_prior:
+        layer.set_gain(1.0)
+    twin = batch_norm_with_the_parameters_of(layer)
+    prior = make_belief(1, 4, torch.float32) if with_prior else None
+    for training in (True, True, True, False):
+        layer.train(training)
+        twin.train(training)
+        x = (1 + 2 * torch.randn(5, 6, 4, 3)).to(memory_format=LAYOUTS[layout]).requires_grad_()
+        grad_y = torch.randn(5, 6, 4, 3)
+        y, expected = layer(x, prior)[0], twin(x)
+        assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        assert y.is_contiguous(memory_format=LAYOUTS[layout])
+        assert_close(
+            gradients(y, grad_y, [x, layer.weight, layer.bias]),
+            gradients(expected, grad_y, [x, twin.weight, twin.bias]),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+        assert_close(layer.running_mean, twin.running_mean, rtol=1e-5, atol=1e-6)
+        assert_close(layer.running_var, twin.running_var, rtol=1e-5, atol=1e-6)
+        assert layer.num_batches_tracked == twin.num_batches_tracked
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (4, 6, 5)])
+@pytest.mark.parametrize("with_prior", [True, False])
+def test_with_gain_one_the_1d_form_is_batch_norm_1d(make_belief, shape: tuple[int, ...], with_prior: bool) -> None:
+    layer = BatchKalmanNorm1d(6, 4 if with_prior else None)
+    nn.init.normal_(layer.weight)
+    if with_prior:
+        layer.set_gain(1.0)
+        nn.init.normal_(layer.transition)
+    twin = batch_norm_with_the_parameters_of(layer, one_dimensional=True)
+    prior = make_belief(1, 4, torch.float32) if with_prior else None
+    for training in (True, True, False):
+        layer.train(training)
+        twin.train(training)
+        x, grad_y = (1 + 2 * torch.randn(shape)).requires_grad_(), torch.randn(shape)
+        y, expected = layer(x, prior)[0], twin(x)
+        assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        assert_close(
+            gradients(y, grad_y, [x, layer.weight]), gradients(expected, grad_y, [x, twin.weight]), rtol=1e-5, atol=1e-5
+        )
+        assert_close(layer.running_mean, twin.running_mean, rtol=1e-5, atol=1e-6)
+        assert_close(layer.running_var, twin.running_var, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gain_below_one_is_not_batch_norm(make_norm, make_belief) -> None:
+    layer = make_norm("bkn", 6, 4)
+    x = torch.randn(5, 6, 4, 3).double()
+    y, _ = layer(x, make_belief(1, 4))
+    assert (y - batch_norm_with_the_parameters_of(layer).double()(x)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("gain", [0.1, 0.5, 0.9, 1.0])
+def test_set_gain_sets_the_gain(gain: float) -> None:
+    layer = BatchKalmanNorm2d(3, 2)
+    layer.set_gain(gain)
+    assert layer.gain.item() == pytest.approx(gain, rel=1e-6)
+
+
+def test_gain_and_process_noise_keep_to_their_ranges_whatever_the_raw_parameters_are() -> None:
+    layer = BatchKalmanNorm2d(3, 2)
+    assert_close(layer.process_noise, torch.ones(3))
+    for raw in (-15.0, -1.0, 0.0, 3.0, 15.0):
+        nn.init.constant_(layer.raw_gain, raw)
+        nn.init.constant_(layer.raw_process_noise, raw)
+        assert 0 < layer.gain < 1
+        assert (layer.process_noise > 0).all()
+
+
+def test_population_statistics_need_no_prior_and_none_of_transition_noise_and_gain(make_norm) -> None:
+    layer = make_norm("bkn", 6, 4).eval()
+    x = torch.randn(5, 6, 4, 3).double()
+    y, belief = layer(x)
+    scale = layer.weight / torch.sqrt(layer.running_var + layer.eps)
+    assert_close(y, (x - layer.running_mean[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None])
+    assert belief is None
+
+
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
+def test_sample_statistics_normalize_an_image_by_its_own_mean_and_variance(make_norm, make_belief, kind: str) -> None:
+    layer = make_norm(kind, 6, 4).eval()
+    x, prior = 1 + 2 * torch.randn(3, 6, 4, 3).double(), make_belief(3, 4)
+    y, belief = layer(x, prior, Statistics("sample"))
+    observed = Belief(x.mean((2, 3)), x.var((2, 3), correction=0))
+    if kind == "bkn":
+        m, v = prior.mean @ layer.transition.T, prior.var @ layer.transition.T.square() + layer.process_noise
+        q, p = layer.gain, 1 - layer.gain
+        mean = p * m + q * observed.mean
+        observed = Belief(mean, p * v + q * observed.var + p * q * (observed.mean - m) ** 2)
+    assert_close(belief, observed)
+    normal = (x - observed.mean[:, :, None, None]) / torch.sqrt(observed.var + layer.eps)[:, :, None, None]
+    assert_close(y, normal * layer.weight[:, None, None] + layer.bias[:, None, None])
+
+
+# Groups
+
+
+@groupings
+@layouts
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
+def test_grouped_layers_equal_a_loop_over_the_groups_in_value_and_gradient(
+    make_norm, make_belief, kind: str, layout: str, group: int | None
+) -> None:
+    size = 8 if group is None else group
+    layer = make_norm(kind, 6, 4)
+    x = (1 + 2 * torch.randn(8, 6, 4, 3).double() + torch.randn(8, 6, 1, 1).double()).requires_grad_()
+    prior = make_belief(8 // size, 4, requires_grad=True)
+    grad_y = torch.randn(8, 6, 4, 3).double()
+    inputs = [x, *layer.parameters(), *(prior if kind == "bkn" else ())]
+    before = copy.deepcopy(layer.state_dict())
+
+    def run(
+        x: Tensor, prior: Belief, grad_y: Tensor, group: int | None
+    ) -> tuple[Tensor, Belief | None, list[Tensor], dict[str, Tensor]]:
+        layer.load_state_dict(before)
+        y, belief = layer(x.contiguous(memory_format=LAYOUTS[layout]), prior, Statistics("batch", group))
+        return y, belief, gradients(y, grad_y, inputs), copy.deepcopy(layer.state_dict())
+
+    y, belief, grads, remembered = run(x, prior, grad_y, group)
+    loop = [
+        run(x[rows], Belief(prior.mean[[g]], prior.var[[g]]), grad_y[rows], None)
+        for g, rows in enumerate(torch.arange(8).split(size))
+    ]
+    assert_close(y, torch.cat([part[0] for part in loop]))
+    assert_close(grads, [torch.stack(parts).sum(0) for parts in zip(*(part[2] for part in loop), strict=True)])
+    if belief is not None and kind == "bkn":
+        assert_close(belief.mean, torch.cat([part[1].mean for part in loop]))
+        assert_close(belief.var, torch.cat([part[1].var for part in loop]))
+    for name in ("running_mean", "running_var"):  # one step towards the mean over the groups
+        assert_close(remembered[name], torch.stack([part[3][name] for part in loop]).mean(0))
+
+
+def test_groups_are_independent_of_each_other(make_norm, make_belief) -> None:
+    layer = make_norm("bkn", 6, 4)
+    x, prior = torch.randn(4, 6, 3, 3).double(), make_belief(2, 4)
+    other = x.clone()
+    other[2:] += 5
+    y, changed = (layer(images, prior, Statistics("batch", 2))[0] for images in (x, other))
+    assert_close(y[:2], changed[:2], rtol=0, atol=0)
+
+
+# Residual sum and ReLU
+
+
+@pytest.mark.parametrize("statistics", ["batch", "batch of 2", "population", "sample", "expected"])
+@pytest.mark.parametrize(("with_residual", "relu"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
+def test_residual_and_relu_are_those_after_the_norm(
+    make_norm, make_belief, kind: str, with_residual: bool, relu: bool, statistics: str
+) -> None:
+    training = statistics.startswith("batch")
+    layer = make_norm(kind, 8, 4).train(training)
+    group = None if statistics == "batch" else 2
+    chosen = Statistics("batch" if training else statistics, group)
+    prior = make_belief({"batch": 1, "batch of 2": 2}.get(statistics, 4), 4)
+    x, grad_y = torch.randn(4, 8, 3, 3).double().requires_grad_(), torch.randn(4, 8, 3, 3).double()
+    residual = torch.randn(4, 8, 3, 3).double().requires_grad_() if with_residual else None
+    inputs = [x, layer.weight, layer.bias, *([residual] if with_residual else [])]
+    before = copy.deepcopy(layer.state_dict())
+    y, _ = layer(x, prior, chosen, residual=residual, relu=relu)
+    grads = gradients(y, grad_y, inputs)
+    layer.load_state_dict(before)
+    expected, _ = layer(x, prior, chosen)
+    if residual is not None:
+        expected = expected + residual
+    if relu:
+        expected = torch.relu(expected)
+    assert_close(y, expected)
+    assert_close(grads, gradients(expected, grad_y, inputs))
+
+
+# Precision
+
+
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("statistics", ["batch", "batch of 2", "population", "sample", "expected"])
+def test_half_precision_input_gives_half_precision_output_close_to_that_in_float32(
+    make_norm, make_belief, kind: str, dtype: torch.dtype, statistics: str
+) -> None:
+    training = statistics.startswith("batch")
+    layer = make_norm(kind, 8, 4, torch.float32).train(training)
+    chosen = Statistics("batch" if training else statistics, None if statistics == "batch" else 2)
+    prior = make_belief({"batch": 1, "batch of 2": 2}.get(statistics, 4), 4, torch.float32)
+    x = torch.randn(4, 8, 5, 5).to(dtype)
+    before = copy.deepcopy(layer.state_dict())
+    expected, _ = layer(x.float(), prior, chosen)
+    layer.load_state_dict(before)
+    y, belief = layer(x, prior, chosen)
+    assert y.dtype == dtype
+    assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+    assert belief is None or (belief.mean.dtype == belief.var.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
+@pytest.mark.parametrize("group", [None, 2])
+def test_under_autocast_beliefs_stay_float32_and_the_output_keeps_the_inputs_dtype(
+    make_norm, make_belief, kind: str, group: int | None
+) -> None:
+    layer = make_norm(kind, 8, 4, torch.float32)
+    prior = make_belief(1 if group is None else 2, 4, torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(4, 8, 5, 5).to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, belief = layer(x, prior, Statistics("batch", group))
+        assert y.dtype == dtype
+        assert belief is None or (belief.mean.dtype == belief.var.dtype == torch.float32)
+        if kind == "bkn":
+            assert_close(belief, layer(x, prior, Statistics("batch", group))[1], rtol=1e-6, atol=1e-6)
+        y.float().square().sum().backward()
+        assert x.grad.dtype == dtype
+        assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
+
+
+@layouts
+@pytest.mark.parametrize("group", [None, 2, 1])
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
+def test_a_small_deviation_around_a_large_mean_survives_float32(
+    make_norm, kind: str, layout: str, group: int | None
+) -> None:
+    """Mean 1e3, deviation 1e-2: E[x^2] - E[x]^2 in float32 would give anything from 0 to a hundred times too much."""
+    x = (1e3 + 1e-2 * torch.randn(4, 8, 16, 16)).to(memory_format=LAYOUTS[layout])
+    layer = make_norm(kind, 8, dtype=torch.float32)
+    layer.running_var.zero_()
+    layer(x, None, Statistics("batch", group))
+    size = 4 if group is None else group
+    exact = x.double().unflatten(0, (-1, size)).var((1, 3, 4)).mean(0)
+    assert_close(layer.running_var.double() / layer.momentum, exact, rtol=0.05, atol=0)
+
+
+@layouts
+@pytest.mark.parametrize("group", [None, 2, 1])
+def test_the_belief_about_a_small_deviation_around_a_large_mean_is_within_a_few_percent(
+    layout: str, group: int | None
+) -> None:
+    x = (1e3 + 1e-2 * torch.randn(4, 8, 16, 16)).to(memory_format=LAYOUTS[layout])
+    _, belief = BatchKalmanNorm2d(8)(x, None, Statistics("batch", group))
+    size = 4 if group is None else group
+    exact = x.double().unflatten(0, (-1, size)).var((1, 3, 4), correction=0)
+    assert_close(belief.var.double(), exact, rtol=0.05, atol=0)

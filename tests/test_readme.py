@@ -1,0 +1,54 @@
+"""The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# The first line of a block that cannot run here; the reader sees it, and the reason, too.
+NOT_RUN = re.compile(r"# not run by the tests: \S")
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+NAMED_TEST = re.compile(r"\b(test_\w+\.py)::(test_\w+)")
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@documents
+def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block in one namespace, as a reader would paste them, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    text = document.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in PYTHON_BLOCK.finditer(text):
+        code = textwrap.dedent(block[1])
+        if NOT_RUN.match(code):
+            continue
+        # The blank lines make a traceback point at the line of the document.
+        lines_above = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * lines_above + code, str(document), "exec"), namespace)
+
+
+def test_readme_has_python_examples() -> None:
+    """So that a changed way of fencing them cannot quietly leave nothing to run."""
+    assert len(PYTHON_BLOCK.findall(DOCUMENTS[0].read_text(encoding="utf-8"))) >= 5
+
+
+@documents
+def test_relative_links_lead_to_files(document: Path) -> None:
+    links = LINK.findall(document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@documents
+def test_named_tests_exist(document: Path) -> None:
+    """A test is named as test_file.py::test_name."""
+    missing = []
+    for file, name in NAMED_TEST.findall(document.read_text(encoding="utf-8")):
+        path = ROOT / "tests" / file
+        if not path.exists() or not re.search(rf"^\s*def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            missing.append(f"{file}::{name}")
+    assert missing == []

@@ -1,0 +1,226 @@
+"""What the layers remember of training, and the `expected` statistics that are made from it."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, Statistics
+from bkn_zoo.norms.running import RunningNorm
+
+KINDS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def images_of_many_kinds(count: int, channels: int = 3) -> Tensor:
+    """Images that differ in mean and in contrast."""
+    mean = torch.linspace(-2, 1, channels).double() + 0.8 * torch.randn(count, channels).double()
+    contrast = torch.rand(count, channels).double() + 0.5
+    return mean[:, :, None, None] + contrast[:, :, None, None] * torch.randn(count, channels, 4, 4).double()
+
+
+def true_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a population of images: the mean of their means, the mean of their variances, the variance of their means."""
+    means, variances = x.mean((2, 3)), x.var((2, 3), correction=0)
+    return means.mean(0), variances.mean(0), means.var(0, correction=0)
+
+
+# Running averages
+
+
+def skip_plain_batch_norm(kind: str, group: int | None) -> None:
+    if kind == "bn" and group is None:
+        pytest.skip("BN over whole batches is PyTorch's own, which observes no single images and guards nothing")
+
+
+@kinds
+@pytest.mark.parametrize(("batch", "group"), [(8, 2), (8, 8), (8, None), (4, 1), (2, 2), (1, 1)])
+def test_image_statistics_converge_to_those_of_the_population(kind: str, batch: int, group: int | None) -> None:
+    skip_plain_batch_norm(kind, group)
+    population = images_of_many_kinds(500)
+    layer = KINDS[kind](3, momentum=0.015).double()
+    for _ in range(400):
+        layer(population[torch.randint(500, (batch,))], None, Statistics("batch", group))
+    mean, var, spread = true_values(population)
+    assert_close(layer.image_mean, mean, rtol=0, atol=0.2)
+    assert_close(layer.image_var, var, rtol=0.15, atol=0)
+    assert_close(layer.image_spread, spread, rtol=0.3, atol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_the_spread_of_the_images_means_is_right_at_the_default_momentum_for_small_gradient_batches(batch: int) -> None:
+    """At momentum 0.1 each value of the buffer is noisy; its average over training must not be biased (3 %)."""
+    population = images_of_many_kinds(500, channels=64)
+    _, _, v = true_values(population)
+    layer = BatchKalmanNorm2d(64).double()
+    history = []
+    for _ in range(600):
+        layer(population[torch.randint(500, (batch,))], None, Statistics("batch", 1))
+        history.append(layer.image_spread.clone())
+    ratio = torch.stack(history[100:]).mean(0) / v
+    assert ratio.mean().item() == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("group", [1, 2, None])
+def test_the_running_belief_converges_to_the_mean_belief(make_norm, make_belief, group: int | None) -> None:
+    """The observed part of the variance carries Bessel's correction for the values of one group, as in BN."""
+    layer, prior = make_norm("bkn", 3, 4), make_belief(1, 4)
+    groups = 1 if group is None else 4 // group
+    prior = Belief(prior.mean.expand(groups, -1), prior.var.expand(groups, -1))
+    x = images_of_many_kinds(4)
+    for _ in range(400):
+        _, belief = layer(x, prior, Statistics("batch", group))
+    observed = x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2).var(2, correction=0)
+    count = x[:, 0].numel() // groups
+    assert_close(layer.running_mean, belief.mean.mean(0))
+    assert_close(layer.running_var, (belief.var + layer.gain * observed / (count - 1)).mean(0))
+
+
+def test_32_images_of_7_by_7_are_1568_values() -> None:
+    """The paper prints 7 x 7 x 256 = 1568; the count shows in the correction of the remembered variance."""
+    layer = BatchKalmanNorm2d(2, momentum=1.0).double()
+    x = torch.randn(32, 2, 7, 7).double()
+    layer(x)
+    factor = layer.running_var / x.var((0, 2, 3), correction=0)
+    assert_close(factor, torch.full((2,), 1568 / 1567, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@kinds
+def test_evaluation_leaves_the_memory_alone(make_norm, make_belief, kind: str) -> None:
+    layer = make_norm(kind, 3, 4).eval()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    for mode in ("population", "sample", "expected"):
+        layer(images_of_many_kinds(4), make_belief(4, 4), Statistics(mode, 2))
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_population_stands_for_the_partners_after_training_on_whole_batches() -> None:
+    """Group normalization of n = 10^9 images of which one is known is, but for that one, the population's."""
+    layer = BatchNorm2d(3).double()
+    for _ in range(200):
+        layer(images_of_many_kinds(16))
+    belief = layer.eval().expect(Belief(torch.zeros(1, 3).double(), torch.ones(1, 3).double()), 10**9)
+    assert_close(belief.mean[0], layer.running_mean)
+    assert_close(belief.var[0], layer.running_var)
+
+
+# Bad batches
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("group", [None, 2])
+@kinds
+def test_a_batch_that_is_not_finite_warns_and_leaves_the_running_statistics_untouched(
+    make_norm, make_belief, kind: str, group: int | None, value: float
+) -> None:
+    skip_plain_batch_norm(kind, group)
+    layer = make_norm(kind, 3, 4)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    x, prior = images_of_many_kinds(4), make_belief(1 if group is None else 2, 4)
+    x[1, 2, 0, 0] = value
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        y, _ = layer(x, prior, Statistics("batch", group))
+    assert y[:2, 2].isnan().all()
+    if group == 2:
+        assert y[2:].isfinite().all()
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+@kinds
+def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_belief, kind: str) -> None:
+    layer, twin = make_norm(kind, 3, 4), make_norm(kind, 3, 4)
+    twin.load_state_dict(layer.state_dict())
+    good, prior = images_of_many_kinds(4), make_belief(2, 4)
+    with pytest.warns(RuntimeWarning):
+        layer(torch.full_like(good, float("nan")), prior, Statistics("batch", 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y, _ = layer(good, prior, Statistics("batch", 2))
+    assert_close(y, twin(good, prior, Statistics("batch", 2))[0])
+    assert_close(layer.state_dict(), twin.state_dict())
+
+
+# Expected statistics
+
+
+def population_layer(population: Tensor) -> RunningNorm:
+    layer = BatchKalmanNorm2d(population.shape[1]).double().eval()
+    for buffer, value in zip(
+        (layer.image_mean, layer.image_var, layer.image_spread), true_values(population), strict=True
+    ):
+        buffer.copy_(value)
+    return layer
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_expected_statistics_are_the_mean_over_all_choices_of_partners(n: int) -> None:
+    """Each image of a population of five, put into a group with every choice of n - 1 partners from the population."""
+    population = images_of_many_kinds(5)
+    layer = population_layer(population)
+    _, belief = layer(population, None, Statistics("expected", n))
+    for image in range(5):
+        means, squares, variances = [], [], []
+        for partners in itertools.product(range(5), repeat=n - 1):
+            group = population[[image, *partners]]
+            means.append(group.mean((0, 2, 3)))
+            squares.append(group.square().mean((0, 2, 3)))
+            variances.append(group.var((0, 2, 3), correction=0))
+        mean, square, variance = (torch.stack(values).mean(0) for values in (means, squares, variances))
+        assert_close(belief.mean[image], mean)
+        assert_close(belief.var[image], variance)
+        spread = torch.stack(means).var(0, correction=0)
+        assert_close(belief.var[image] + belief.mean[image] ** 2 + spread, square)
+
+
+@pytest.mark.parametrize("n", [4, 16])
+def test_expected_statistics_are_what_training_groups_show_on_average(n: int) -> None:
+    """The same by drawing partners at random, for groups too large to list; within four standard errors."""
+    population = images_of_many_kinds(50)
+    _, belief = population_layer(population)(population[:1], None, Statistics("expected", n))
+    draws = 4000
+    partners = torch.randint(50, (draws, n - 1))
+    means, squares = population.mean((2, 3)), population.square().mean((2, 3))
+    group_mean = (means[:1] + means[partners].sum(1)) / n
+    group_var = (squares[:1] + squares[partners].sum(1)) / n - group_mean**2
+    for got, drawn in ((belief.mean, group_mean), (belief.var, group_var)):
+        assert ((got[0] - drawn.mean(0)).abs() < 4 * drawn.std(0) / draws**0.5).all()
+
+
+@kinds
+def test_expected_statistics_of_groups_of_one_are_the_images_own(make_norm, make_belief, kind: str) -> None:
+    layer, prior = make_norm(kind, 3, 4).eval(), make_belief(6, 4)
+    x = images_of_many_kinds(6)
+    y, belief = layer(x, prior, Statistics("expected", 1))
+    own, own_belief = layer(x, prior, Statistics("sample"))
+    assert_close(y, own)
+    assert_close(belief, own_belief)
+
+
+def test_expected_statistics_of_groups_of_one_are_the_images_own_around_a_large_mean_too() -> None:
+    layer = BatchKalmanNorm2d(3).eval()
+    x = 1e3 + 1e-2 * torch.randn(4, 3, 16, 16)
+    _, belief = layer(x, None, Statistics("expected", 1))
+    _, own = layer(x, None, Statistics("sample"))
+    assert_close(belief.var, own.var, rtol=0.05, atol=0)
+
+
+def test_expected_variances_are_never_negative() -> None:
+    """Whatever was remembered: the averages need not be over the same images, and the mean may be large."""
+    layer = BatchKalmanNorm2d(3).eval()
+    layer.image_mean.copy_(torch.tensor([10.0, 1e3, -1e4]))
+    layer.image_var.fill_(1e-3)
+    layer.image_spread.copy_(torch.tensor([5.0, 0.0, 1e-3]))
+    y, belief = layer(layer.image_mean[:, None, None] + 1e-2 * torch.randn(4, 3, 4, 4), None, Statistics("expected", 2))
+    assert (belief.var >= 0).all()
+    assert y.isfinite().all()
+
+
+def test_expected_statistics_of_large_groups_approach_the_population_of_the_observations() -> None:
+    population = images_of_many_kinds(200)
+    layer = population_layer(population)
+    _, belief = layer(population[:4], None, Statistics("expected", 100_000))
+    assert_close(belief.mean, population.mean((0, 2, 3)).expand(4, -1), rtol=0, atol=1e-3)
+    assert_close(belief.var, population.var((0, 2, 3)).expand(4, -1), rtol=1e-3, atol=0)

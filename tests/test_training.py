@@ -1,0 +1,105 @@
+"""The small network trains: it learns, its shared process noise learns, and it compiles."""
+
+import copy
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from bkn_zoo import create_model
+from bkn_zoo.norms import BatchKalmanNorm2d
+
+CLASSES = 4
+# Without a C++ compiler on the machine, inductor cannot run; the graph is captured and differentiated all the same.
+BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+
+
+def gratings(count: int, pixels: int = 8) -> tuple[Tensor, Tensor]:
+    """Stripes whose direction is the class, of random phase and brightness, under noise."""
+    labels = torch.arange(count) % CLASSES
+    angle = labels * math.pi / CLASSES
+    y, x = torch.meshgrid(torch.arange(pixels), torch.arange(pixels), indexing="ij")
+    along = torch.cos(angle)[:, None, None] * x + torch.sin(angle)[:, None, None] * y
+    stripes = torch.sin(1.5 * along + 2 * math.pi * torch.rand(count, 1, 1))[:, None]
+    images = stripes + torch.randn(count, 1, 1, 1) + 0.5 * torch.randn(count, 3, pixels, pixels)
+    return images, labels
+
+
+@pytest.mark.parametrize(("group", "mode"), [(1, "sample"), (2, "expected")])
+def test_the_small_network_fits_256_images_with_tiny_statistics_batches(group: int, mode: str) -> None:
+    """(32, 1) and (32, 2): 32 images a gradient step, normalized alone or in pairs."""
+    images, labels = gratings(256)
+    model = create_model("inception_cifar_bkn", num_classes=CLASSES)
+    model.statistics_batch_size = group
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
+    accuracies = []
+    while len(accuracies) < 8 and (not accuracies or accuracies[-1] <= 0.95):
+        for rows in torch.randperm(256).split(32):
+            optimizer.zero_grad()
+            F.cross_entropy(model.train()(images[rows]), labels[rows]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            accuracies.append((model.eval()(images, statistics=mode).argmax(1) == labels).float().mean().item())
+    assert accuracies[-1] > 0.95, accuracies
+    gains = [m.gain.item() for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
+    assert max(abs(gain - 0.5) for gain in gains) > 1e-3
+
+
+def test_a_shared_process_noise_is_one_parameter_for_all_layers_and_trains() -> None:
+    model = create_model("inception_cifar_bkn", num_classes=CLASSES, shared_process_noise=True)
+    norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
+    assert len({id(norm.raw_process_noise) for norm in norms}) == 1
+    noise = norms[0].raw_process_noise
+    assert noise.numel() == 1
+    assert sum(parameter is noise for parameter in model.parameters()) == 1
+    assert_close(norms[0].process_noise, torch.ones(1))
+
+    images, labels = gratings(8)
+    model.statistics_batch_size = 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.cross_entropy(model(images), labels).backward()
+    assert noise.grad.abs().item() > 0
+    optimizer.step()
+    assert all(norm.process_noise.item() != pytest.approx(1.0, abs=1e-7) for norm in norms)
+    assert copy.deepcopy(model).inception_a.branches[0][0].norm.raw_process_noise.item() == noise.item()
+
+
+def test_without_sharing_every_layer_and_channel_has_its_own_process_noise() -> None:
+    model = create_model("inception_cifar_bkn")
+    norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
+    assert len({id(norm.raw_process_noise) for norm in norms}) == len(norms)
+    assert all(norm.process_noise.shape == (norm.num_features,) for norm in norms)
+
+
+def test_a_compiled_training_step_is_the_eager_one() -> None:
+    torch._dynamo.reset()
+    images, labels = gratings(4)
+    eager = create_model("inception_cifar_bkn", num_classes=CLASSES)
+    eager.statistics_batch_size = 2
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # inductor takes minutes over the backward
+    losses = [F.cross_entropy(network(images), labels) for network in (eager, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    for (name, expected), actual in zip(eager.named_parameters(), model.parameters(), strict=True):
+        assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_compiled_network_gives_the_same_logits() -> None:
+    """In `expected` mode, which has every step that the others have."""
+    torch._dynamo.reset()
+    images, _ = gratings(4)
+    model = create_model("inception_cifar_bkn", num_classes=CLASSES)
+    model.statistics_batch_size = 2
+    with torch.no_grad():
+        model(images)
+        model.eval()
+        compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+        logits = compiled(images, statistics="expected")
+        assert_close(logits, model(images, statistics="expected"), rtol=1e-4, atol=1e-5)
