@@ -159,7 +159,7 @@ def test_a_missing_prior_is_refused() -> None:
 
 
 def test_a_prior_about_another_number_of_channels_is_refused(make_belief) -> None:
-    with pytest.raises(InputError, match="about 5 channels, but the layer expects 4") as error:
+    with pytest.raises(InputError, match=r"is \(1, 5\), but this layer needs \(1, 4\)") as error:
         BatchKalmanNorm2d(3, 4)(torch.randn(2, 3, 4, 4), make_belief(1, 5, torch.float32))
     assert one_sentence(error)
 

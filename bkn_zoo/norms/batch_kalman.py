@@ -77,23 +77,25 @@ class BatchKalmanNorm2d(RunningNorm):
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if self.prior_features is None:
             return observed
-        prior = self._checked(prior, self.prior_features)
+        prior = self._checked(prior, observed.mean.shape[0])
         transition = self.transition.to(observed.mean.dtype)  # a network in half precision keeps its beliefs in full
         return update(predict(prior, transition, self.process_noise), observed, self.gain)
 
-    def kalman_parameters(self, prior: Belief | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def kalman_parameters(
+        self, prior: Belief | None, groups: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.prior_features is None:
             return None, None, None
-        self._checked(prior, self.prior_features)
+        self._checked(prior, groups)
         return self.transition, self.raw_process_noise, self.raw_gain
 
-    @staticmethod
-    def _checked(prior: Belief | None, channels: int) -> Belief:
+    def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:
             raise InputError("this layer has a layer below: pass the belief that its norm returned as `prior`.")
-        if prior.mean.shape[1] != channels:
+        if prior.mean.shape != (groups, self.prior_features):
             raise InputError(
-                f"the prior belief is about {prior.mean.shape[1]} channels, but the layer expects {channels}."
+                f"the prior belief is {tuple(prior.mean.shape)}, but this layer needs {(groups, self.prior_features)}: "
+                "groups of this batch by channels of the layer below."
             )
         return prior
 

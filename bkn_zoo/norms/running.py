@@ -104,8 +104,10 @@ class RunningNorm(nn.Module):
         x = kernels.dense(x)
         residual = residual if residual is None else kernels.like(x, residual)
         group = 1 if statistics.mode == "sample" else group_size(x.shape[0], statistics.group)
-        transition, raw_process_noise, raw_gain = self.kalman_parameters(prior)
-        prior_mean, prior_var = (None, None) if prior is None or transition is None else prior
+        transition, raw_process_noise, raw_gain = self.kalman_parameters(prior, x.shape[0] // group)
+        prior_mean = prior_var = None
+        if prior is not None and transition is not None:
+            prior_mean, prior_var = (part.float().contiguous() for part in prior)
         running: list[Tensor] = []
         if statistics.mode == "batch":
             running = [self.running_mean, self.running_var, self.image_mean, self.image_var, self.image_spread]
@@ -116,8 +118,10 @@ class RunningNorm(nn.Module):
         )  # fmt: skip
         return y, Belief(mean, var)
 
-    def kalman_parameters(self, prior: Belief | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """A, raw R and raw q; Nones where the belief is the observation."""
+    def kalman_parameters(
+        self, prior: Belief | None, groups: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """A, raw R and raw q, for a prior that fits them; Nones where the belief is the observation."""
         return None, None, None
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:

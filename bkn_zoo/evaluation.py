@@ -1,0 +1,55 @@
+"""How good a network is, per statistics mode: accuracy and calibration."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bkn_zoo.augmentation import Batch
+from bkn_zoo.errors import InputError
+from bkn_zoo.models import Network
+from bkn_zoo.norms.statistics import MODES
+
+BINS = 15
+
+
+@torch.inference_mode()
+def evaluate(model: Network, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
+    """Percentages of top-1 and top-5 and the expected calibration error, and the mean loss, for each mode.
+
+    The network is put into evaluation mode, and left in the mode that it was in.
+    """
+    was_training = model.training
+    model.eval()
+    logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+    labels = []
+    for images, targets in batches:
+        labels.append(targets.argmax(1))
+        for mode in modes:
+            logits[mode].append(model(images.contiguous(memory_format=torch.channels_last), statistics=mode).float())
+    model.train(was_training)
+    if not labels:
+        raise InputError("there are no images to evaluate on: check the data folder.")
+    return {mode: measure(torch.cat(outputs), torch.cat(labels)) for mode, outputs in logits.items()}
+
+
+def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Top-1, top-5 and expected calibration error in percent, and the mean cross entropy."""
+    best = logits.topk(min(5, logits.shape[1])).indices
+    hits = best == labels[:, None]
+    confidence = logits.softmax(1).amax(1)
+    return {
+        "top1": 100 * hits[:, 0].float().mean().item(),
+        "top5": 100 * hits.any(1).float().mean().item(),
+        "ece": 100 * calibration_error(confidence, hits[:, 0]),
+        "loss": F.cross_entropy(logits, labels).item(),
+    }
+
+
+def calibration_error(confidence: Tensor, right: Tensor) -> float:
+    """Mean distance between confidence and accuracy over bins of equal width (Guo et al. 2017)."""
+    index = (confidence * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, device=confidence.device)
+    gaps.index_add_(0, index, confidence - right.to(confidence.dtype))
+    return (gaps.abs().sum() / len(confidence)).item()

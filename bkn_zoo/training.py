@@ -1,0 +1,407 @@
+"""The training loop: a recipe and a data set in, a trained network out, whatever interrupts it."""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import signal
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from bkn_zoo.augmentation import Augmentation, Batch
+from bkn_zoo.data import Data, evaluation_batches, training_batches
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.evaluation import evaluate
+from bkn_zoo.models import Network
+
+KALMAN = ("transition", "raw_process_noise", "raw_gain")
+STATE, LOG = "state.pt", "log.jsonl"
+
+
+class TrainingError(BknZooError):
+    """A training that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a training depends on, beside the data. One TOML file each under recipes/.
+
+    Attributes:
+        model, norm_options: as `create_model` takes them.
+        dataset, size, validation: as `load_data` takes them.
+        gradient_batch: images per optimizer step, over all processes.
+        statistics_batch: images per statistics group; None is all that a process holds at a time.
+        micro_batch: images per forward pass, where the gradient batch does not fit; None is all at once.
+        optimizer: "sgd" (with Nesterov momentum) or "adamw".
+        schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
+        warmup: share of the steps that go up.
+        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none.
+        kalman_lr: learning rate of A, R and q relative to the others'.
+        precision: "bfloat16" (autocast) or "float32".
+        graph: replay steps from a CUDA graph.
+        compile: run the network through torch.compile.
+    """
+
+    model: str
+    dataset: str
+    epochs: int
+    gradient_batch: int
+    statistics_batch: int | None = None
+    micro_batch: int | None = None
+    size: int | None = None
+    validation: float = 0.1
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    schedule: str = "one_cycle"
+    warmup: float = 0.2
+    label_smoothing: float = 0.0
+    ema: float = 0.0
+    kalman_lr: float = 1.0
+    clip: float = 0.0
+    precision: str = "bfloat16"
+    graph: bool = False
+    compile: bool = False
+    seed: int = 0
+    norm_options: dict[str, Any] = field(default_factory=dict)
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        choices = {"optimizer": ("sgd", "adamw"), "schedule": ("one_cycle", "cosine")}
+        choices |= {"precision": ("bfloat16", "float32")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(f"recipe: {name} is {getattr(self, name)!r}, but must be {' or '.join(allowed)}.")
+        if self.epochs < 1 or self.gradient_batch < 1:
+            raise InputError("recipe: epochs and gradient_batch must be at least 1.")
+
+
+def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
+    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
+    fields: dict[str, Any] = {}
+    if path is not None:
+        try:
+            fields = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"{path} is not a recipe: {error}.") from None
+    for name, value in (overrides or {}).items():
+        table, _, key = name.rpartition(".")
+        (fields.setdefault(table, {}) if table else fields)[key] = value
+    try:
+        augmentation = Augmentation(**fields.pop("augmentation", {}))
+        return Recipe(**fields, augmentation=augmentation)
+    except TypeError as error:
+        raise InputError(f"recipe {path or ''}: {str(error).split('__init__() ')[-1]}.") from None
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Weight decay for convolutions and linear layers only; A, R and q with a learning rate of their own."""
+    groups: dict[str, list[Tensor]] = {"decayed": [], "plain": [], "kalman": []}
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in KALMAN:
+            groups["kalman"].append(parameter)
+        else:
+            groups["decayed" if parameter.ndim >= 2 else "plain"].append(parameter)
+    decay = {"decayed": recipe.weight_decay, "plain": 0.0, "kalman": 0.0}
+    scale = {"decayed": 1.0, "plain": 1.0, "kalman": recipe.kalman_lr}
+    return [
+        {"params": members, "weight_decay": decay[name], "scale": scale[name]}
+        for name, members in groups.items()
+        if members
+    ]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
+    # A learning rate on the device can change between replays of a CUDA graph.
+    lr: Any = torch.zeros((), device=device)
+    groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True)
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """At `step` of `steps`."""
+    up = max(round(recipe.warmup * steps), 1)
+    if step < up:
+        return recipe.lr * (step + 1) / up
+    done = (step + 1 - up) / max(steps - up, 1)
+    down = 1 - done if recipe.schedule == "one_cycle" else (1 + math.cos(math.pi * done)) / 2
+    return recipe.lr * down
+
+
+@dataclass
+class Training:
+    """What changes while a network is trained, and all that has to be saved of it."""
+
+    model: Network
+    averaged: Network | None
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def result(self) -> Network:
+        return self.model if self.averaged is None else self.averaged
+
+
+def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
+    model = model.to(device).to(memory_format=torch.channels_last)
+    model.statistics_batch_size = recipe.statistics_batch
+    averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
+    return Training(model, averaged, make_optimizer(model, recipe, device))
+
+
+def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
+    """Write everything that going on needs: complete, or not at all."""
+    state = {
+        "model": training.model.state_dict(),
+        "averaged": None if training.averaged is None else training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "step": training.step,
+        "history": json.dumps(training.history),
+        "recipe": json.dumps(dataclasses.asdict(recipe)),
+    }
+    scratch = folder / f".{STATE}.tmp"
+    try:
+        with scratch.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, folder / STATE)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        scratch.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{folder / STATE} could not be written ({error}): make room; the last one stays."
+        ) from error
+
+
+def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
+    path = folder / STATE
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): start the training anew.") from None
+    theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
+    changed = [name for name in ours if ours[name] != theirs.get(name) and name not in ("graph", "compile")]
+    if changed:
+        name = changed[0]
+        raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
+    training.model.load_state_dict(state["model"])
+    if training.averaged is not None:
+        training.averaged.load_state_dict(state["averaged"])
+    training.optimizer.load_state_dict(state["optimizer"])
+    training.step, training.history = state["step"], json.loads(state["history"])
+
+
+def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
+    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
+    network: Any = training.model
+    if dist.is_initialized():
+        # Every process keeps its own running averages, which `share_running_averages` averages where they are used.
+        network = DistributedDataParallel(training.model, broadcast_buffers=False)
+    if recipe.compile:
+        network = torch.compile(network)
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    half = recipe.precision == "bfloat16"
+
+    def step(batch: Batch) -> Tensor:
+        training.optimizer.zero_grad(set_to_none=True)
+        micro = recipe.micro_batch or len(batch.images)
+        parts = list(zip(batch.images.split(micro), batch.targets.split(micro), strict=True))
+        total = torch.zeros((), device=device)
+        for images, targets in parts:
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                logits = network(images.contiguous(memory_format=torch.channels_last))
+            loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
+        training.optimizer.step()
+        if training.averaged is not None:
+            average(training.averaged, training.model, 1 - recipe.ema)
+        return total
+
+    return _graphed(step) if recipe.graph and device.type == "cuda" and not dist.is_initialized() else step
+
+
+def _graphed(step: Callable[[Batch], Tensor], eager_steps: int = 3) -> Callable[[Batch], Tensor]:
+    """The same, replayed from a CUDA graph after a few steps that are launched one kernel at a time."""
+    graph, buffers, loss, taken = torch.cuda.CUDAGraph(), None, None, 0
+
+    def run(batch: Batch) -> Tensor:
+        nonlocal buffers, loss, taken
+        taken += 1
+        if taken <= eager_steps:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = step(batch)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if buffers is None:
+            buffers = Batch(*(part.clone() for part in batch))
+            with torch.cuda.graph(graph):
+                loss = step(buffers)
+        for buffer, part in zip(buffers, batch, strict=True):
+            buffer.copy_(part)
+        graph.replay()
+        assert loss is not None
+        return loss.clone()
+
+    return run
+
+
+@torch.no_grad()
+def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
+    """Move the averaged weights, and the running averages with them, by `share` towards the model's."""
+
+    def values(module: nn.Module) -> list[Tensor]:
+        return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+
+    torch._foreach_lerp_(values(averaged), values(model), share)
+
+
+@torch.no_grad()
+def share_running_averages(*models: Network | None) -> None:
+    """Give every process the mean of all processes' running averages."""
+    if dist.is_initialized():
+        for model in models:
+            for buffer in [] if model is None else model.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)
+                    buffer /= dist.get_world_size()
+
+
+def fit(
+    training: Training, recipe: Recipe, data: Data, folder: Path, device: torch.device,
+    save_minutes: float = 5.0, workers: int = 0, quiet: bool = False,
+) -> None:  # fmt: skip
+    """Train to the end of the recipe, from wherever `training` stands.
+
+    After each epoch a line goes to log.jsonl and to `training.history`; the state is saved every `save_minutes`, at the
+    end, and when SIGTERM comes (SystemExit is raised then).
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    local = _local_batch(recipe, ranks)
+    per_epoch = len(data.train) // recipe.gradient_batch
+    steps = per_epoch * recipe.epochs
+    step = make_step(training, recipe, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = time.monotonic()
+
+    def save() -> None:
+        nonlocal saved
+        share_running_averages(training.model, training.averaged)
+        if rank == 0:
+            save_state(training, recipe, folder)
+        saved = time.monotonic()
+
+    with (
+        _stop_on_sigterm() as stopping,
+        tqdm(total=steps, initial=training.step, unit="step", disable=quiet or rank > 0) as bar,
+    ):
+        while training.step < steps:
+            epoch, skip = divmod(training.step, per_epoch)
+            started, first = time.monotonic(), training.step
+            losses: list[Tensor] = []
+            batches = training_batches(
+                data, local, epoch, recipe.seed, recipe.augmentation, device, skip, rank, ranks, workers
+            )
+            for batch in batches:
+                for group in training.optimizer.param_groups:
+                    group["lr"].fill_(learning_rate(recipe, training.step, steps) * group["scale"])
+                losses.append(step(batch))
+                training.step += 1
+                bar.update()
+                if len(losses) % 50 == 0:
+                    bar.set_postfix(
+                        loss=f"{_finite(losses, first):.3f}", images=f"{_speed(recipe, losses, started):.0f}/s"
+                    )
+                if stopping() or time.monotonic() - saved > 60 * save_minutes:
+                    _finite(losses, first)
+                    save()
+                    if stopping():
+                        raise SystemExit(f"stopped at step {training.step}; go on with --resume")
+            loss = _finite(losses, first)
+            share_running_averages(training.model, training.averaged)
+            line: dict[str, Any] = {
+                "epoch": epoch + 1,
+                "step": training.step,
+                "loss": loss,
+                "seconds": time.monotonic() - started,
+            }
+            line["images_per_s"] = _speed(recipe, losses, started)
+            line["validation"] = evaluate(
+                training.result, evaluation_batches(data, data.validation, 500, device, workers)
+            )
+            training.history.append(line)
+            best = max(metrics["top1"] for metrics in line["validation"].values())
+            bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
+            if rank == 0:
+                with (folder / LOG).open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+        save()
+
+
+def _local_batch(recipe: Recipe, ranks: int) -> int:
+    local, rest = divmod(recipe.gradient_batch, ranks)
+    if rest:
+        raise InputError(f"a gradient batch of {recipe.gradient_batch} cannot be shared by {ranks} processes evenly.")
+    pass_size = recipe.micro_batch or local
+    if local % pass_size:
+        raise InputError(f"a batch of {local} images per process cannot be split into micro-batches of {pass_size}.")
+    return local
+
+
+def _finite(losses: list[Tensor], first: int) -> float:
+    """Mean of the losses; raises where one is not finite, so that no state that it spoiled is saved."""
+    values = torch.stack(losses)
+    good = values.isfinite()
+    if not good.all():
+        step = first + int((~good).nonzero()[0, 0])
+        raise TrainingError(
+            f"the loss was not finite at step {step}: lower the learning rate; the last saved state is from before."
+        )
+    return values.mean().item()
+
+
+def _speed(recipe: Recipe, losses: list[Tensor], started: float) -> float:
+    return recipe.gradient_batch * len(losses) / (time.monotonic() - started)
+
+
+class _stop_on_sigterm:  # noqa: N801
+    """Within it, SIGTERM is noted, to be acted on after the step that is under way."""
+
+    def __enter__(self) -> Callable[[], bool]:
+        self.received = False
+        try:
+            self.before = signal.signal(signal.SIGTERM, self._note)
+        except ValueError:  # not the main thread, which alone may set handlers
+            self.before = None
+        return lambda: self.received
+
+    def _note(self, *_: Any) -> None:
+        self.received = True
+
+    def __exit__(self, *_: Any) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)

@@ -1,0 +1,53 @@
+"""Measures a checkpoint on a data set, in each statistics mode: top-1, top-5 and expected calibration error.
+
+python scripts/evaluate.py inception_cifar_bkn.cifar10 --data CIFAR_FOLDER
+python scripts/evaluate.py ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import bkn_zoo
+from bkn_zoo.data import evaluation_batches, load_data
+from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.evaluation import evaluate
+from bkn_zoo.norms import MODES
+from bkn_zoo.results import table, write_results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a name or a folder")
+    parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
+    parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
+    parser.add_argument("--split", choices=["validation", "test"], default="test")
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="default: results/evaluate/CHECKPOINT.json")
+    args = parser.parse_args()
+    model = bkn_zoo.from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
+    recipe = model.config.training.get("recipe", {})
+    dataset = args.dataset or recipe.get("dataset", "folder")
+    size = model.config.preprocessing.size if model.config.preprocessing else None
+    data = load_data(dataset, args.data, size)
+    if len(data.label_names) != model.num_classes:
+        raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")
+    device = torch.device(args.device)
+    batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
+    measured = evaluate(model, batches, args.statistics)
+    rows = [{"statistics": mode, "images": len(getattr(data, args.split)), **m} for mode, m in measured.items()]
+    name = Path(args.checkpoint).name
+    write_results(args.output or Path("results/evaluate") / f"{name}.json", rows, checkpoint=name, split=args.split)
+    print(table(rows, list(rows[0])))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BknZooError as error:
+        sys.exit(f"evaluate.py: {error}")

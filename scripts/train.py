@@ -1,0 +1,175 @@
+"""Trains a network by a recipe, and leaves a checkpoint folder and a record of the run.
+
+    python scripts/train.py recipes/inception_cifar_bkn.cifar10.toml --data CIFAR_FOLDER
+    python scripts/train.py recipes/... --data ... --resume                  # go on after an interruption
+    python scripts/train.py --data FOLDER_OF_CLASSES --init CHECKPOINT       # fine-tune on one's own images
+    torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs
+
+Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100. The
+output folder holds state.pt and log.jsonl while the training runs, and at the end curves.png and the folder
+`checkpoint`; the record goes to results/runs/. The statistics mode is chosen on the validation images; the test images
+are used once, at the end, on the weights as they are stored.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bkn_zoo
+from bkn_zoo.augmentation import Augmentation
+from bkn_zoo.data import Data, evaluation_batches, load_data
+from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.evaluation import evaluate
+from bkn_zoo.results import environment
+from bkn_zoo.training import Recipe, Training, begin, fit, load_state, read_recipe
+
+FINE_TUNING = {
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
+    "augmentation.crop": 0.1,
+}  # fmt: skip
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and the fields of the recipe that they override."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path, help="a file of recipes/")
+    parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
+    parser.add_argument("--init", help="a checkpoint to start from; its classifier is kept where the classes fit")
+    parser.add_argument("--output", type=Path, help="default: runs/NAME_OF_THE_RECIPE")
+    parser.add_argument("--results", type=Path, default=Path("results/runs"), help="where the record of the run goes")
+    parser.add_argument("--name", help="of the run; default: the recipe's")
+    parser.add_argument("--resume", action="store_true", help="go on with the training in the output folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode image files")
+    parser.add_argument("--save-minutes", type=float, default=5.0)
+    fields = parser.add_argument_group("fields of the recipe")
+    for field in dataclasses.fields(Recipe):
+        if field.name not in ("augmentation", "norm_options"):
+            fields.add_argument(f"--{field.name}", metavar="VALUE")
+    args, rest = parser.parse_known_args(arguments)
+    overrides = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name, None)}
+    while rest:
+        name, rest = rest[0].removeprefix("--"), rest[1:]
+        table, _, key = name.partition(".")
+        known = key in {f.name for f in dataclasses.fields(Augmentation)} if table == "augmentation" else False
+        if not rest or not (known or (table == "norm_options" and key)):
+            parser.error(f"unknown option or missing value: {name}")
+        overrides[name], rest = rest[0], rest[1:]
+    return args, {name: literal(value) for name, value in overrides.items()}
+
+
+def literal(text: str) -> Any:
+    """A number, true, false or null as such; all else is a string."""
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def build(recipe: Recipe, init: str | None, classes: int) -> bkn_zoo.Network:
+    model = bkn_zoo.create_model(recipe.model, classes, **recipe.norm_options)
+    if init is not None:
+        source = bkn_zoo.from_pretrained(init)
+        weights = source.state_dict()
+        if source.num_classes != classes:
+            weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.")}
+        missing, extra = model.load_state_dict(weights, strict=False)
+        if extra or any(not name.startswith("fc.") for name in missing):
+            raise InputError(
+                f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model."
+            )
+    return model
+
+
+def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str, seconds: float) -> None:
+    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
+    device = torch.device(args.device)
+    model = training.result.cpu()
+    validation = training.history[-1]["validation"]
+    best = max(validation, key=lambda mode: validation[mode]["top1"])
+    training_facts = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "init": args.init}
+    about: dict[str, Any] = {
+        "label_names": data.label_names,
+        "preprocessing": data.preprocessing,
+        "default_statistics": best,
+        "training": {**training_facts, **environment(recipe.seed)},
+    }
+    folder = args.output / "checkpoint"
+    bkn_zoo.save_pretrained(model, folder, **about)
+    stored = bkn_zoo.from_pretrained(folder).to(device).to(memory_format=torch.channels_last)
+    test = evaluate(stored, evaluation_batches(data, data.test, 500, device, args.workers))
+    accuracy = {mode: {k: round(metrics[k], 3) for k in ("top1", "top5", "ece")} for mode, metrics in test.items()}
+    bkn_zoo.save_pretrained(model, folder, **about, accuracy=accuracy)
+    record = {
+        "name": name, "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
+        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
+        "epochs": recipe.epochs, "seconds": seconds, "chosen_statistics": best, "test": test,
+        "test_images": "validation" if data.test is data.validation else "test",
+        "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
+    }  # fmt: skip
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(training.history, args.output / "curves.png", name)
+    for mode, metrics in test.items():
+        chosen = " (chosen on the validation images)" if mode == best else ""
+        print(f"test, {mode}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{chosen}")
+    print(f"saved to {folder}")
+
+
+def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no curves.png: pip install bkn-zoo[train] for matplotlib", file=sys.stderr)
+        return
+    epochs = [line["epoch"] for line in history]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(epochs, [line["loss"] for line in history])
+    left.set(xlabel="epoch", ylabel="training loss", title=title)
+    for mode in history[-1]["validation"]:
+        right.plot(epochs, [line["validation"][mode]["top1"] for line in history], label=mode)
+    right.set(xlabel="epoch", ylabel="validation top-1 (%)")
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    args, overrides = parse(sys.argv[1:])
+    if args.recipe is None:
+        overrides = FINE_TUNING | ({"model": bkn_zoo.from_pretrained(args.init).name} if args.init else {}) | overrides
+    recipe = read_recipe(args.recipe, overrides)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(recipe.seed)
+    torch.backends.cudnn.benchmark = True
+    device = torch.device(args.device)
+    name = args.name or (args.recipe.stem if args.recipe else f"{recipe.model}.{args.data.name}")
+    args.output = args.output or Path("runs") / name
+    data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
+    training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
+    if args.resume:
+        load_state(training, recipe, args.output, device)
+    started = time.monotonic()
+    fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        finish(training, recipe, data, args, name, time.monotonic() - started)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BknZooError as error:
+        sys.exit(f"train.py: {error}")
