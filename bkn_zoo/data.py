@@ -9,7 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from bkn_zoo.config import Preprocessing
 from bkn_zoo.errors import InputError
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises on a bad file
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 MEAN_STD = {
@@ -53,10 +54,11 @@ class ArrayImages:
 
 @dataclass(frozen=True)
 class FileImages:
-    """A data set of image files: paths and labels."""
+    """A data set of image files: paths and labels, and which of the files turned out to be unreadable."""
 
     paths: list[Path]
     labels: list[int]
+    unreadable: set[Path] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -137,8 +139,11 @@ def _cifar(name: str, root: Path, size: int | None) -> tuple[ArrayImages, ArrayI
         path = root / folder / file
         if not path.is_file():
             raise InputError(f"{path} does not exist: put the official files of {name} (python version) there.")
-        with path.open("rb") as stream:
-            return _CifarUnpickler(stream, encoding="bytes").load()
+        try:
+            with path.open("rb") as stream:
+                return _CifarUnpickler(stream, encoding="bytes").load()
+        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError, TypeError) as error:
+            raise InputError(f"{path} is not the official file ({error}): download it again.") from None
 
     def images(files: list[str]) -> ArrayImages:
         parts = [read(file) for file in files]
@@ -157,14 +162,17 @@ class _CifarUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
             return super().find_class(module, name)
-        raise InputError(f"a CIFAR file asks for {module}.{name}: it is not the official one; download it again.")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def _tiny_imagenet(
     name: str, root: Path, size: int | None
 ) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:
-    if not (root / "wnids.txt").is_file():
-        raise InputError(f"{root}/wnids.txt does not exist: name the folder tiny-imagenet-200 of the official archive.")
+    for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
+        if not (root / file).is_file():
+            raise InputError(
+                f"{root / file} does not exist: name the folder tiny-imagenet-200 of the official archive."
+            )
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
     words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)
@@ -180,17 +188,24 @@ def _tiny_imagenet(
 def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
     pixels = torch.empty(len(files), 3, side, side, dtype=torch.uint8)
 
-    def decode(k: int) -> None:
-        with Image.open(files[k][0]) as image:
-            pixels[k] = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    def decode(k: int) -> bool:
+        try:
+            with Image.open(files[k][0]) as image:
+                pixels[k] = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        except (*UNREADABLE, RuntimeError):  # torch's word for an image of another size
+            return False
+        return True
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(decode, range(len(files))))
-    return ArrayImages(pixels, torch.tensor([label for _, label in files]))
+        good = torch.tensor(list(pool.map(decode, range(len(files)))), dtype=torch.bool)
+    every = FileImages([path for path, _ in files], [label for _, label in files])
+    _report_broken(every, (~good).nonzero().flatten())
+    return ArrayImages(pixels[good], torch.tensor(every.labels)[good])
 
 
 def _folder(name: str, root: Path, size: int | None) -> tuple[FileImages, FileImages | None, list[str], Preprocessing]:
-    has_split = (root / "train").is_dir()
+    # Folders within `train`, since a class may be called that, too.
+    has_split = (root / "train").is_dir() and any(path.is_dir() for path in (root / "train").iterdir())
     train_root = root / "train" if has_split else root
     label_names = sorted(path.name for path in train_root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not label_names:
@@ -266,8 +281,13 @@ def evaluation_batches(
 
 
 def _report_broken(images: FileImages, broken: Tensor) -> None:
+    """Name and count every unreadable file once, however many epochs meet it."""
     for row in broken[broken >= 0].tolist():
-        warnings.warn(f"{images.paths[row]} cannot be read as an image: it is left out", RuntimeWarning, stacklevel=3)
+        path = images.paths[row]
+        if path not in images.unreadable:
+            images.unreadable.add(path)
+            count = f"{len(images.unreadable)} so far"
+            warnings.warn(f"{path} cannot be read as an image: it is left out ({count})", RuntimeWarning, stacklevel=3)
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
@@ -289,18 +309,21 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
             try:
                 with Image.open(self.images.paths[candidate]) as image:
                     pixels = self._square(image.convert("RGB"))
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            except UNREADABLE:
                 continue
             if self.augmentation is not None:
                 source = generator("cpu", self.seed, self.epoch, row)
                 pixels = vary(pixels[None], self.augmentation, self.preprocessing, source)[0]
+            else:
+                pixels = _resize(pixels[None], self.preprocessing.size)[0]
             return pixels, self.images.labels[candidate], -1 if step == 0 else row
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _square(self, image: Image.Image) -> Tensor:
-        """The central square, at the network's size (in training a little larger, to be cropped)."""
-        size = self.preprocessing.size
-        if self.augmentation is not None:
+        """The central square, at the network's size (a little larger where training will crop or turn it)."""
+        size = self.preprocessing.native_size or self.preprocessing.size
+        resampled = self.augmentation is not None and (self.augmentation.scale < 1 or self.augmentation.rotate)
+        if resampled and self.preprocessing.native_size is None:
             size = round(size * 8 / 7)
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2

@@ -24,11 +24,14 @@ def evaluate(model: Network, batches: Iterable[Batch], modes: Sequence[str] = MO
     model.eval()
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
-    for images, targets in batches:
-        labels.append(targets.argmax(1))
-        for mode in modes:
-            logits[mode].append(model(images.contiguous(memory_format=torch.channels_last), statistics=mode).float())
-    model.train(was_training)
+    try:
+        for images, targets in batches:
+            images = images.contiguous(memory_format=torch.channels_last)
+            labels.append(targets.argmax(1))
+            for mode in modes:
+                logits[mode].append(model(images, statistics=mode).float())
+    finally:
+        model.train(was_training)
     if not labels:
         raise InputError("there are no images to evaluate on: check the data folder.")
     return {mode: measure(torch.cat(outputs), torch.cat(labels)) for mode, outputs in logits.items()}

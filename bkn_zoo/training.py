@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bkn_zoo.augmentation import Augmentation, Batch
-from bkn_zoo.data import Data, evaluation_batches, training_batches
+from bkn_zoo.data import Data, FileImages, evaluation_batches, training_batches
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.evaluation import evaluate
 from bkn_zoo.models import Network
@@ -80,13 +80,40 @@ class Recipe:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
+        _check_types(self)
+        _check_types(self.augmentation, "augmentation.")
         choices = {"optimizer": ("sgd", "adamw"), "schedule": ("one_cycle", "cosine")}
         choices |= {"precision": ("bfloat16", "float32")}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(f"recipe: {name} is {getattr(self, name)!r}, but must be {' or '.join(allowed)}.")
-        if self.epochs < 1 or self.gradient_batch < 1:
-            raise InputError("recipe: epochs and gradient_batch must be at least 1.")
+            _check(getattr(self, name) in allowed, name, getattr(self, name), " or ".join(allowed))
+        for name in ("epochs", "gradient_batch", "statistics_batch", "micro_batch", "size"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, value, "at least 1")
+        for name in ("validation", "momentum"):
+            _check(0 < getattr(self, name) < 1, name, getattr(self, name), "between 0 and 1")
+        for name in ("label_smoothing", "ema"):
+            _check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        _check(0 <= self.warmup <= 1, "warmup", self.warmup, "a share of the steps, 0 to 1")
+        for name in ("lr", "weight_decay", "kalman_lr", "clip", "seed"):
+            _check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
+        for name, value in dataclasses.asdict(self.augmentation).items():
+            _check(0 <= value < math.inf, f"augmentation.{name}", value, "a number of at least 0")
+        _check(0 < self.augmentation.scale <= 1, "augmentation.scale", self.augmentation.scale, "above 0, up to 1")
+
+
+def _check_types(settings: Any, prefix: str = "") -> None:
+    instances: dict[Any, Any] = {float: int | float, dict[str, Any]: dict}  # for which isinstance has to ask
+    for known in dataclasses.fields(settings):
+        value = getattr(settings, known.name)
+        valid = isinstance(value, instances.get(known.type, known.type))
+        valid = valid and (known.type is bool or not isinstance(value, bool))  # which Python counts as a whole number
+        kind = known.type.__name__ if isinstance(known.type, type) else str(known.type)
+        _check(valid, prefix + known.name, value, f"of type {kind}")
+
+
+def _check(valid: bool, name: str, value: Any, wanted: str) -> None:
+    if not valid:
+        raise InputError(f"recipe: {name} is {value!r}, but must be {wanted}.")
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -97,7 +124,7 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file.") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # of TOML, or of UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     for name, value in (overrides or {}).items():
         table, _, key = name.rpartition(".")
@@ -132,7 +159,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
-    return torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True)
+    on_gpu = device.type == "cuda"  # where a CUDA graph may capture its steps
+    return torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
@@ -169,6 +197,13 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
 
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     """Write everything that going on needs: complete, or not at all."""
+    for name, parameter in training.model.named_parameters():
+        spoiled = parameter.isnan() if name.endswith(".raw_gain") else ~parameter.isfinite()  # a gain of 1 is infinite
+        if spoiled.any():
+            raise TrainingError(
+                f"{name} was not finite after step {training.step - 1}: lower the learning rate; "
+                "the last saved state is from before."
+            )
     state = {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
@@ -197,17 +232,23 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+        theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): start the training anew.") from None
-    theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read ({reason}): start the training anew.") from None
     changed = [name for name in ours if ours[name] != theirs.get(name) and name not in ("graph", "compile")]
     if changed:
         name = changed[0]
         raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
-    training.model.load_state_dict(state["model"])
-    if training.averaged is not None:
-        training.averaged.load_state_dict(state["averaged"])
-    training.optimizer.load_state_dict(state["optimizer"])
+    try:
+        training.model.load_state_dict(state["model"])
+        if training.averaged is not None:
+            training.averaged.load_state_dict(state["averaged"])
+        training.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError):
+        raise CheckpointError(
+            f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
+        ) from None
     training.step, training.history = state["step"], json.loads(state["history"])
 
 
@@ -215,7 +256,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
     """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
     network: Any = training.model
     if dist.is_initialized():
-        # Every process keeps its own running averages, which `share_running_averages` averages where they are used.
+        # Every process normalizes by its own groups; `share_running_averages` joins what they remember.
         network = DistributedDataParallel(training.model, broadcast_buffers=False)
     if recipe.compile:
         network = torch.compile(network)
@@ -236,6 +277,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         if recipe.clip:
             nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
         training.optimizer.step()
+        share_running_averages(training.model)
         if training.averaged is not None:
             average(training.averaged, training.model, 1 - recipe.ema)
         return total
@@ -277,18 +319,27 @@ def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
     def values(module: nn.Module) -> list[Tensor]:
         return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
 
+    def counts(module: nn.Module) -> list[Tensor]:
+        return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+
     torch._foreach_lerp_(values(averaged), values(model), share)
+    if counts(model):
+        torch._foreach_copy_(counts(averaged), counts(model))
 
 
 @torch.no_grad()
-def share_running_averages(*models: Network | None) -> None:
-    """Give every process the mean of all processes' running averages."""
-    if dist.is_initialized():
-        for model in models:
-            for buffer in [] if model is None else model.buffers():
-                if buffer.is_floating_point():
-                    dist.all_reduce(buffer)
-                    buffer /= dist.get_world_size()
+def share_running_averages(model: nn.Module) -> None:
+    """Give every process the mean of all processes' running averages.
+
+    After every step, in one message: done only where a state is saved, the clock would decide what they become.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if dist.is_initialized() and buffers:
+        together = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.all_reduce(together)
+        together /= dist.get_world_size()
+        parts = together.split([buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
 
 def fit(
@@ -303,22 +354,33 @@ def fit(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     local = _local_batch(recipe, ranks)
     per_epoch = len(data.train) // recipe.gradient_batch
+    if not per_epoch:
+        raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
     step = make_step(training, recipe, device)
     folder.mkdir(parents=True, exist_ok=True)
     saved = time.monotonic()
 
-    def save() -> None:
+    if rank == 0:  # lines of epochs that are about to be repeated go
+        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in training.history))
+
+    def save_if_needed() -> None:
         nonlocal saved
-        share_running_averages(training.model, training.averaged)
-        if rank == 0:
-            save_state(training, recipe, folder)
-        saved = time.monotonic()
+        wish = 2 if stopping() else int(time.monotonic() - saved > 60 * save_minutes)
+        wish = _largest(wish)  # clocks and signals differ between processes, which have to act as one
+        if wish:
+            _finite(losses, first)
+            if rank == 0:
+                save_state(training, recipe, folder)
+            saved = time.monotonic()
+        if wish == 2:
+            raise SystemExit(f"stopped at step {training.step}; go on with --resume")
 
     with (
         _stop_on_sigterm() as stopping,
         tqdm(total=steps, initial=training.step, unit="step", disable=quiet or rank > 0) as bar,
     ):
+        shown: dict[str, str] = {}
         while training.step < steps:
             epoch, skip = divmod(training.step, per_epoch)
             started, first = time.monotonic(), training.step
@@ -333,16 +395,11 @@ def fit(
                 training.step += 1
                 bar.update()
                 if len(losses) % 50 == 0:
-                    bar.set_postfix(
-                        loss=f"{_finite(losses, first):.3f}", images=f"{_speed(recipe, losses, started):.0f}/s"
-                    )
-                if stopping() or time.monotonic() - saved > 60 * save_minutes:
-                    _finite(losses, first)
-                    save()
-                    if stopping():
-                        raise SystemExit(f"stopped at step {training.step}; go on with --resume")
+                    shown |= {"loss": f"{_finite(losses, first):.3f}"}
+                    bar.set_postfix(shown | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
+                if training.step % per_epoch:  # after an epoch's last step only with its line in the history
+                    save_if_needed()
             loss = _finite(losses, first)
-            share_running_averages(training.model, training.averaged)
             line: dict[str, Any] = {
                 "epoch": epoch + 1,
                 "step": training.step,
@@ -350,16 +407,31 @@ def fit(
                 "seconds": time.monotonic() - started,
             }
             line["images_per_s"] = _speed(recipe, losses, started)
+            if isinstance(data.train, FileImages):
+                line["unreadable_images"] = len(data.train.unreadable)
             line["validation"] = evaluate(
                 training.result, evaluation_batches(data, data.validation, 500, device, workers)
             )
             training.history.append(line)
             best = max(metrics["top1"] for metrics in line["validation"].values())
-            bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
+            shown |= {"top1": f"{best:.2f}"}
+            if not bar.disable:
+                bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
             if rank == 0:
                 with (folder / LOG).open("a") as log:
                     log.write(json.dumps(line) + "\n")
-        save()
+            save_if_needed()
+        if rank == 0:
+            save_state(training, recipe, folder)
+
+
+def _largest(number: int) -> int:
+    """Of all processes' numbers."""
+    if not dist.is_initialized():
+        return number
+    everyone = torch.tensor(number)
+    dist.all_reduce(everyone, dist.ReduceOp.MAX)
+    return int(everyone)
 
 
 def _local_batch(recipe: Recipe, ranks: int) -> int:
@@ -373,8 +445,11 @@ def _local_batch(recipe: Recipe, ranks: int) -> int:
 
 
 def _finite(losses: list[Tensor], first: int) -> float:
-    """Mean of the losses; raises where one is not finite, so that no state that it spoiled is saved."""
+    """Mean of all processes' losses; raises where one is not finite, so that no state that it spoiled is saved."""
     values = torch.stack(losses)
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
     good = values.isfinite()
     if not good.all():
         step = first + int((~good).nonzero()[0, 0])

@@ -6,6 +6,7 @@ python scripts/evaluate.py ./folder --dataset folder --data FOLDER_OF_CLASSES --
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,8 +34,10 @@ def main() -> None:
     model = bkn_zoo.from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.training.get("recipe", {})
     dataset = args.dataset or recipe.get("dataset", "folder")
-    size = model.config.preprocessing.size if model.config.preprocessing else None
-    data = load_data(dataset, args.data, size)
+    preprocessing = model.config.preprocessing
+    # The same share as in training, so that what was held out then is held out now.
+    data = load_data(dataset, args.data, preprocessing and preprocessing.size, recipe.get("validation", 0.1))
+    data = replace(data, preprocessing=preprocessing or data.preprocessing)
     if len(data.label_names) != model.num_classes:
         raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")
     device = torch.device(args.device)

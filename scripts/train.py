@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import bkn_zoo
-from bkn_zoo.augmentation import Augmentation
 from bkn_zoo.data import Data, evaluation_batches, load_data
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.evaluation import evaluate
@@ -54,16 +53,19 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     for field in dataclasses.fields(Recipe):
         if field.name not in ("augmentation", "norm_options"):
             fields.add_argument(f"--{field.name}", metavar="VALUE")
-    args, rest = parser.parse_known_args(arguments)
+    # Taken out first: argparse would take the value of an option that it does not know for the recipe.
+    dotted, rest, words = {}, [], iter(arguments)
+    for word in words:
+        if not word.startswith(("--augmentation.", "--norm_options.")):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        dotted[name] = value if equals else next(words, "")
+        if not dotted[name]:
+            parser.error(f"--{name} needs a value")
+    args = parser.parse_args(rest)
     overrides = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name, None)}
-    while rest:
-        name, rest = rest[0].removeprefix("--"), rest[1:]
-        table, _, key = name.partition(".")
-        known = key in {f.name for f in dataclasses.fields(Augmentation)} if table == "augmentation" else False
-        if not rest or not (known or (table == "norm_options" and key)):
-            parser.error(f"unknown option or missing value: {name}")
-        overrides[name], rest = rest[0], rest[1:]
-    return args, {name: literal(value) for name, value in overrides.items()}
+    return args, {name: literal(value) for name, value in (overrides | dotted).items()}
 
 
 def literal(text: str) -> Any:
@@ -74,6 +76,14 @@ def literal(text: str) -> Any:
         return text
 
 
+def like(init: str) -> dict[str, Any]:
+    """The fields of the recipe that a checkpoint to start from decides, unless they are given."""
+    config = bkn_zoo.from_pretrained(init).config
+    size = {"size": config.preprocessing.size} if config.preprocessing else {}
+    options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
+    return {"model": config.architecture, **size, **options}
+
+
 def build(recipe: Recipe, init: str | None, classes: int) -> bkn_zoo.Network:
     model = bkn_zoo.create_model(recipe.model, classes, **recipe.norm_options)
     if init is not None:
@@ -81,10 +91,13 @@ def build(recipe: Recipe, init: str | None, classes: int) -> bkn_zoo.Network:
         weights = source.state_dict()
         if source.num_classes != classes:
             weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.")}
-        missing, extra = model.load_state_dict(weights, strict=False)
+        try:
+            missing, extra = model.load_state_dict(weights, strict=False)
+        except RuntimeError:  # a tensor of another shape
+            missing, extra = [], list(weights)
         if extra or any(not name.startswith("fc.") for name in missing):
             raise InputError(
-                f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model."
+                f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model and options."
             )
     return model
 
@@ -145,10 +158,10 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
 def main() -> None:
     args, overrides = parse(sys.argv[1:])
     if args.recipe is None:
-        overrides = FINE_TUNING | ({"model": bkn_zoo.from_pretrained(args.init).name} if args.init else {}) | overrides
+        overrides = FINE_TUNING | (like(args.init) if args.init else {}) | overrides
     recipe = read_recipe(args.recipe, overrides)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(recipe.seed)

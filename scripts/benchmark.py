@@ -1,0 +1,345 @@
+"""Measures BKN against BN.
+
+    python scripts/benchmark.py train          # training steps on a GPU
+    python scripts/benchmark.py train-cpu      # and on the CPU
+    python scripts/benchmark.py infer          # images through the engines
+
+All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
+spreads are over the rounds, and the ratios are medians of the ratios within a round.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import bkn_zoo
+from bkn_zoo import engines
+from bkn_zoo.norms import MODES
+from bkn_zoo.norms.baselines import GroupNorm2d
+from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.results import table, write_results
+
+COLUMNS = [
+    "model", "norm", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",
+    "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn_eager", "ratio_to_bn_compiled",
+]  # fmt: skip
+INFER_COLUMNS = [
+    "model", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
+    "ratio_to_population", "ratio_to_bn_folded", "ratio_to_torch",
+]  # fmt: skip
+KERNELS = ("moments", "believe", "normalize", "sums", "disbelieve", "gradient")
+
+
+class Contestant(NamedTuple):
+    row: dict[str, Any]
+    step: Callable[[], None]
+
+
+def timed(step: Callable[[], None], steps: int) -> float:
+    """Milliseconds per step, over `steps` of them."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize()
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step, captured once in a CUDA graph: no Python between its kernels."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def training_step(
+    name: str, statistics_batch: int | None, mode: str, images: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.nn.Module, Callable[[], None]]:
+    device = images.device
+    model = bkn_zoo.create_model(name, num_classes=1000).to(device).to(memory_format=torch.channels_last)
+    model.statistics_batch_size = statistics_batch
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
+    run = torch.compile(model) if mode == "compiled" else model
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+            loss = F.cross_entropy(run(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def enter(
+    network: str, norm: str, statistics_batch: int | None, mode: str, images: torch.Tensor, labels: torch.Tensor
+) -> list[Contestant]:
+    """A model as two contestants: launched from Python, and replayed from a CUDA graph."""
+    batch = images.shape[0]
+    allocated = torch.cuda.memory_allocated()
+    model, step = training_step(f"{network}_{norm}", statistics_batch, mode, images, labels)
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    static = torch.cuda.memory_allocated() - allocated
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before + static
+    # A and its momentum, which BN has no use for; gradients are not there yet when memory peaks.
+    extra = 2 * sum(4 * p.numel() for n, p in model.named_parameters() if n.endswith("transition"))
+    row = {
+        "model": network, "norm": norm, "gradient_batch": batch, "statistics_batch": statistics_batch or batch,
+        "layout": "channels_last", "dtype": "bfloat16", "mode": mode, "first_step_s": first,
+        "peak_gib": peak / 2**30, "transition_gib": extra / 2**30,
+    }  # fmt: skip
+    print(
+        f"{network}_{norm} {statistics_batch} {mode}: first step {first:.1f} s, peak {peak / 2**30:.2f} GiB", flush=True
+    )
+    python, graph = {**row, "launch": "python"}, {**row, "launch": "graph", "first_step_s": None}
+    return [Contestant(python, step), Contestant(graph, graphed(step))]
+
+
+def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
+    """Time all contestants in turns and write what they took into their rows."""
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(rounds):
+        for contestant, taken in zip(contestants, times, strict=True):
+            taken.append(timed(contestant.step, steps))
+    for contestant, taken in zip(contestants, times, strict=True):
+        row = contestant.row
+        row["ms_per_step"] = statistics.median(taken)
+        row["spread_ms"] = max(taken) - min(taken)
+        row["images_per_s"] = 1e3 * row["gradient_batch"] / row["ms_per_step"]
+
+    def ratios(taken: list[float], mode: str, launches: tuple[str, ...]) -> float | None:
+        """Against BN in that mode; where BN entered in two ways, against the faster."""
+        rivals = [
+            t for c, t in zip(contestants, times, strict=True)
+            if c.row["norm"] == "bn" and c.row["mode"] == mode and c.row["launch"] in launches
+        ]  # fmt: skip
+        found = [statistics.median(a / b for a, b in zip(taken, rival, strict=True)) for rival in rivals]
+        return max(found) if found else None
+
+    for contestant, taken in zip(contestants, times, strict=True):
+        contestant.row["ratio_to_bn_eager"] = ratios(taken, "eager", ("python",))
+        contestant.row["ratio_to_bn_compiled"] = ratios(taken, "compiled", ("python", "graph"))
+
+
+def roofline(contestant: Contestant, model: torch.nn.Module, images: torch.Tensor) -> dict[str, Any]:
+    """Bytes that the norm layers must move (each input read once, each output written once) and the time they took."""
+    must = 0
+
+    def count(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal must
+        features = args[0].numel() * args[0].element_size()
+        # forward x, y; backward dy, x, dx; with a residual also itself, y and its gradient
+        must += features * (8 if kwargs.get("residual") is not None else 5)
+
+    norms = [m for m in model.modules() if isinstance(m, RunningNorm | GroupNorm2d)]
+    hooks = [m.register_forward_hook(count, with_kwargs=True) for m in norms]
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        contestant.step()
+        torch.cuda.synchronize()
+    events = profiled.key_averages()
+    in_norms = sum(e.device_time_total for e in events if e.key in KERNELS) / 1e3
+    for event in sorted(events, key=lambda e: -e.device_time_total)[:12]:
+        print(f"  {event.key[:60]:60s} {event.count:5d} x {event.device_time_total / 1e3:8.3f} ms")
+    buffer = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(buffer)
+    copy = statistics.median(timed(lambda: other.copy_(buffer), 5) for _ in range(5))
+    bandwidth = 2 * buffer.numel() / copy / 1e6
+    return {
+        **{k: contestant.row[k] for k in ("model", "norm", "statistics_batch", "mode", "launch")},
+        "norm_gigabytes": must / 1e9, "norm_ms": in_norms, "norm_gb_per_s": must / in_norms / 1e6,
+        "copy_gb_per_s": bandwidth, "share_of_copy_bandwidth": must / in_norms / 1e6 / bandwidth,
+    }  # fmt: skip
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.benchmark = True
+    rows, rooflines = [], []
+    for network in args.networks:
+        images = torch.randn(args.batch, 3, args.size, args.size, device="cuda")
+        images = images.contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(0, 1000, (args.batch,), device="cuda")
+        # Eager BN goes first, so that cuDNN's search for convolutions is in no one else's first step.
+        contestants = enter(network, "bn", None, "eager", images, labels)
+        for group in args.groups:
+            contestants += enter(network, "bkn", group, "kernels", images, labels)
+        if args.compiled:
+            contestants += enter(network, "bn", None, "compiled", images, labels)
+        race(contestants, args.rounds, args.steps)
+        for contestant in contestants[3 : 3 + 2 * len(args.groups) : 2]:
+            model = bkn_zoo.create_model(f"{network}_bkn").cuda().to(memory_format=torch.channels_last)
+            model.statistics_batch_size = contestant.row["statistics_batch"]
+            rooflines.append(roofline(contestant, model, images))
+        rows += [contestant.row for contestant in contestants]
+        del contestants, images
+        torch.cuda.empty_cache()
+        write_results(args.output, rows, args.seed, rooflines=rooflines)
+        print(table([row for row in rows if row["model"] == network], COLUMNS), flush=True)
+    print(table(rooflines, list(rooflines[0])))
+
+
+def train_cpu(args: argparse.Namespace) -> None:
+    """BKN's PyTorch version against BN on the CPU, in float32."""
+    torch.manual_seed(args.seed)
+    images = torch.randn(args.batch, 3, args.size, args.size).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (args.batch,))
+    contestants = []
+    for norm, group in [("bn", None), *(("bkn", group) for group in args.groups)]:
+        _, step = training_step(f"{args.network}_{norm}", group, "eager", images, labels)
+        step()
+        row = {
+            "model": args.network, "norm": norm, "gradient_batch": args.batch, "statistics_batch": group or args.batch,
+            "layout": "channels_last", "dtype": "float32", "mode": "eager", "launch": "python",
+        }  # fmt: skip
+        contestants.append(Contestant(row, step))
+    race(contestants, args.rounds, steps=1)
+    rows = [contestant.row for contestant in contestants]
+    write_results(args.output, rows, args.seed)
+    print(table(rows, [column for column in COLUMNS if column in rows[0]]))
+
+
+@torch.no_grad()
+def calibrated(name: str, images: torch.Tensor) -> bkn_zoo.Network:
+    """An untrained network that remembers statistics of images, in evaluation mode."""
+    model = bkn_zoo.create_model(name).to(images.device)
+    model.statistics_batch_size = 2
+    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    for share in (1.0, 0.5):
+        for norm in norms:
+            norm.momentum = share
+        model(images + torch.randn_like(images))
+    return model.eval()
+
+
+def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor) -> list[Contestant]:
+    """BKN at all statistics, and BN at the population's: eager as they are, then prepared by every engine."""
+    device = images.device.type
+    names = ["torch"] if device == "cuda" else ["torch", "openvino"]
+    if engines.ov is None and "openvino" in names:
+        print("openvino is not installed, and left out")
+        names.remove("openvino")
+    contestants = []
+    for norm, modes in (("bkn", MODES), ("bn", MODES[:1])):
+        model = calibrated(f"{network}_{norm}", samples)
+        eager = torch.inference_mode()(model)
+        runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {("eager", "f32"): eager}
+        for name in names:
+            for precision in ("f32", "f16") if name == "openvino" or device == "cuda" else ("f32",):
+                runs[name, precision] = engines.create_engine(model, name, device, precision)
+        for (name, precision), run in runs.items():
+            for mode in modes:
+                start = time.perf_counter()
+                logits = run(images, mode)
+                row = {
+                    "model": network, "norm": norm, "engine": name, "precision": precision, "statistics": mode,
+                    "batch": len(images), "size": images.shape[-1], "first_call_s": time.perf_counter() - start,
+                    "max_difference": (logits - eager(images, mode)).abs().max().item(),
+                }  # fmt: skip
+                contestants.append(Contestant(row, partial(run, images, mode)))
+    return contestants
+
+
+def race_engines(contestants: list[Contestant], rounds: int) -> None:
+    """As `race`, with turns of about a fifth of a second, and with the ratios that matter at inference."""
+    steps = [max(1, round(200 / timed(contestant.step, 1))) for contestant in contestants]
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(rounds):
+        for contestant, count, taken in zip(contestants, steps, times, strict=True):
+            taken.append(timed(contestant.step, count))
+    fields = ("norm", "engine", "precision", "statistics")
+    found = {tuple(c.row[field] for field in fields): taken for c, taken in zip(contestants, times, strict=True)}
+    for (norm, engine, precision, mode), taken, contestant in zip(found, times, contestants, strict=True):
+
+        def ratio(rival: tuple[str, ...], taken: list[float] = taken) -> float:
+            return statistics.median(a / b for a, b in zip(taken, found[rival], strict=True))
+
+        contestant.row.update(
+            ms_per_image=statistics.median(taken) / contestant.row["batch"],
+            spread_ms=(max(taken) - min(taken)) / contestant.row["batch"],
+            ratio_to_population=ratio((norm, engine, precision, "population")),
+            ratio_to_bn_folded=None if engine == "eager" else ratio(("bn", engine, precision, "population")),
+            ratio_to_torch=ratio((norm, "torch", "f32", mode)),
+        )
+
+
+def infer(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    rows: list[dict[str, Any]] = []
+    for network in args.networks:
+        size = 32 if network == "inception_cifar" else 224
+        # A brightness and a contrast of its own for each image, as photographs have.
+        samples = torch.randn(4, 3, 1, 1) + (0.5 + torch.rand(4, 3, 1, 1)) * torch.randn(4, 3, size, size)
+        samples = samples.to(args.device)
+        contestants = enter_engines(network, samples[:1].repeat(args.batch, 1, 1, 1), samples)
+        race_engines(contestants, args.rounds)
+        rows += [contestant.row for contestant in contestants]
+        write_results(args.output, rows, args.seed)
+    print(table(rows, INFER_COLUMNS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("train", help="training steps, BKN's kernels against eager and compiled BN")
+    command.add_argument("--networks", nargs="+", default=["resnet101", "inception_v2"])
+    command.add_argument("--groups", nargs="+", type=int, default=[32, 4, 1], help="statistics batches of BKN")
+    command.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="race compiled BN too")
+    command.add_argument("--batch", type=int, default=256)
+    command.add_argument("--size", type=int, default=224)
+    command.add_argument("--rounds", type=int, default=10)
+    command.add_argument("--steps", type=int, default=3)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_train.json"))
+    command.set_defaults(run=train)
+    command = commands.add_parser("train-cpu", help="training steps on the CPU, BKN's PyTorch version against BN")
+    command.add_argument("--network", default="inception_cifar")
+    command.add_argument("--groups", nargs="+", type=int, default=[32, 2, 1], help="statistics batches of BKN")
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--size", type=int, default=32)
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_train_cpu.json"))
+    command.set_defaults(run=train_cpu)
+    command = commands.add_parser("infer", help="images through the engines: BKN at all statistics, BN folded")
+    command.add_argument("--networks", nargs="+", default=["resnet101", "inception_v2", "inception_cifar"])
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--rounds", type=int, default=10)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
+    command.set_defaults(run=infer)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Writes the documents that show measurements, from the JSON files under results/.
+
+python scripts/report.py            # rewrite docs/performance.md
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bkn_zoo.results import table
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+
+INTRODUCTION = """\
+# How fast it is
+
+This page is written by `python scripts/report.py` from the files under `results/`; a test fails when the two disagree.
+Contestants take turns within one run, and every ratio is the median of the ratios within a round.
+"""
+
+TRAIN = """\
+## Training on a GPU
+
+One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
+batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says whether Python launches the kernels one
+by one or replays them from a CUDA graph: on this machine's processor the launching alone takes longer than the GPU for
+all but eager BN, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN launched from
+Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph. `peak_gib`
+includes `transition_gib`, A and its momentum, which BN does not have.
+"""
+
+ROOFLINE = """\
+The norm layers alone: bytes that must move (each input read once, each output written once, forward and backward)
+against the time spent in the kernels, and against the speed of a plain copy. Statistics are needed before the first
+value can be normalized, so that features too large for the cache are read twice: 0.625 of the copy's speed would be the
+most for layers without a residual, 0.73 with one.
+"""
+
+CPU = """\
+## Training on a CPU
+
+The PyTorch version of BKN against BN, the small network, float32.
+"""
+
+INFER = """\
+## Inference on a CPU
+
+One network, three engines: the network as it was trained, folded PyTorch, and OpenVINO. Per-image time; ratios are
+against `population` on the same engine, against the folded BN twin on the same engine, and of OpenVINO to PyTorch.
+"""
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def source(name: str, result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return f"`results/{name}`: `{result['command']}`, {result['hardware']}, {versions}.\n"
+
+
+def columns(rows: list[dict[str, Any]], leave_out: tuple[str, ...] = ()) -> list[str]:
+    """All that the rows say, in their order, but for what is the same in all of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in leave_out))
+    return [name for name in names if len({str(row.get(name)) for row in rows}) > 1]
+
+
+def performance() -> str:
+    train, cpu, infer = (read(f"benchmark_{name}.json") for name in ("train", "train_cpu", "infer"))
+    parts = [INTRODUCTION]
+    for title, name, result, leave_out in [
+        (TRAIN, "train", train, ("images_per_s",)),
+        (CPU, "train_cpu", cpu, ("images_per_s",)),
+        (INFER, "infer", infer, ()),
+    ]:
+        parts += [
+            title,
+            source(f"benchmark_{name}.json", result),
+            table(result["rows"], columns(result["rows"], leave_out)) + "\n",
+        ]
+        if "rooflines" in result:
+            parts += [ROOFLINE, table(result["rooflines"], columns(result["rooflines"])) + "\n"]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(performance())

@@ -1,0 +1,374 @@
+"""Folding, and engines against the networks that they run."""
+
+import copy
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from bkn_zoo import BknZooError, InputError, Network, UnknownNameError, create_model, engines, list_models
+from bkn_zoo.engines import Engine, ImageNorm, OpenVINOEngine, Symbol, TorchEngine, create_engine, fold
+from bkn_zoo.models.network import ConvNorm
+from bkn_zoo.models.resnet import ResNet
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, GroupNorm2d, Statistics
+from bkn_zoo.norms.running import RunningNorm
+
+needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
+NAMES = ["torch", pytest.param("openvino", marks=needs_openvino)]
+each_engine = pytest.mark.parametrize("name", NAMES)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+def photographs(count: int, height: int, width: int | None = None) -> Tensor:
+    """Noise, different in brightness and contrast from image to image."""
+    noise = torch.randn(count, 3, height, width or height)
+    return torch.randn(count, 3, 1, 1) + (0.3 + torch.rand(count, 3, 1, 1)) * noise
+
+
+def size(model: Network) -> int:
+    return 16 if model.stride == 2 else 64
+
+
+def shorten(model: Network) -> None:
+    """Take out blocks that are like others, which only cost time here."""
+    for name in ("inception_4b", "inception_4d", "inception_5b"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if isinstance(model, ResNet):
+        for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+            del stage[1 + (stage is model.layer1) :]
+
+
+def trained_model(name: str, away_from_start: Callable[[nn.Module], None]) -> Network:
+    """A network with parameters away from their starting values, and with the statistics of two training batches."""
+    torch.manual_seed(0)
+    model = create_model(name, num_classes=5)
+    shorten(model)
+    away_from_start(model)
+    model.statistics_batch_size = 2
+    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    for share in (1.0, 0.5):
+        for norm in norms:
+            norm.momentum = share
+        with torch.no_grad():
+            model(photographs(4, size(model)))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=list_models())
+def model(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
+    return trained_model(request.param, away_from_start)
+
+
+@pytest.fixture(scope="module")
+def small(away_from_start: Callable[[nn.Module], None]) -> Network:
+    return trained_model("inception_cifar_bkn", away_from_start)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def engine(request: pytest.FixtureRequest, small: Network) -> Engine:
+    return create_engine(small, request.param)
+
+
+@torch.no_grad()
+def assert_agrees(engine: Callable[..., Tensor], model: Network, images: Tensor, mode: str) -> None:
+    tolerance = 1e-4 if mode == "population" else 1e-3
+    assert_close(engine(images, mode), model(images, mode), atol=tolerance, rtol=0)
+
+
+def test_folding_leaves_the_logits_as_they_were(model: Network) -> None:
+    folded = fold(model)
+    side = size(model)
+    assert_agrees(folded, model, photographs(2, side), "population")
+    assert_agrees(folded, model, photographs(1, side + 3, side + 8), "population")
+
+
+def test_folding_takes_in_every_norm_but_group_normalization(model: Network) -> None:
+    def count(network: Network, kind: type[nn.Module]) -> int:
+        return sum(isinstance(module, kind) for module in network.modules())
+
+    folded = fold(model)
+    assert count(folded, RunningNorm) == 0
+    assert count(folded, GroupNorm2d) == count(model, GroupNorm2d)
+
+
+def test_folding_adds_the_shift_after_a_pooling(away_from_start: Callable[[nn.Module], None]) -> None:
+    model = trained_model("inception_v2_bn", away_from_start)
+    pooled = [module for module in fold(model).modules() if isinstance(module, ConvNorm) and module.pool is not None]
+    assert pooled
+    for layer in pooled:
+        assert layer.norm.shift.abs().min() > 0
+        assert not layer.conv.bias.any()
+
+
+def test_folding_keeps_the_bias_of_a_convolution(small: Network) -> None:
+    model = copy.deepcopy(small)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.bias = nn.Parameter(0.3 * torch.randn(module.out_channels))
+    assert_agrees(fold(model), model, photographs(2, 16), "population")
+
+
+def test_a_folded_network_refuses_the_statistics_of_an_image(small: Network) -> None:
+    with pytest.raises(InputError, match="a folded network knows statistics='population' only, not 'sample'"):
+        fold(small)(photographs(1, 16), "sample")
+
+
+@each_engine
+def test_engines_agree_with_the_network(model: Network, name: str) -> None:
+    engine = create_engine(model, name)
+    images = photographs(2, size(model))
+    for mode in MODES if model.stride == 2 else ("population", "expected"):  # which has all that `sample` has
+        assert_agrees(engine, model, images, mode)
+
+
+@each_engine
+def test_engines_take_any_size(name: str, away_from_start: Callable[[nn.Module], None]) -> None:
+    model = trained_model("inception_v2_bkn", away_from_start)
+    engine = create_engine(model, name)
+    for height, width in ((65, 64), (70, 97)):
+        assert_agrees(engine, model, photographs(1, height, width), "population")
+
+
+@modes
+def test_engines_take_any_number_of_images(engine: Engine, small: Network, mode: str) -> None:
+    for count in (1, 5):
+        assert_agrees(engine, small, photographs(count, 16), mode)
+    assert engine(photographs(0, 16), mode).shape == (0, small.num_classes)
+
+
+@modes
+def test_an_image_gets_the_same_logits_in_any_batch(engine: Engine, mode: str) -> None:
+    images = photographs(4, 16)
+    alone = torch.cat([engine(image[None], mode) for image in images])
+    assert_close(engine(images, mode), alone, atol=1e-5, rtol=0)
+
+
+def test_without_a_choice_the_statistics_are_those_of_the_model(engine: Engine, small: Network) -> None:
+    images = photographs(2, 16)
+    assert_close(engine(images), engine(images, "population"))
+    model = copy.deepcopy(small)
+    model.default_statistics = "sample"
+    assert_close(TorchEngine(model)(images), engine(images, "sample"), atol=1e-4, rtol=0)
+
+
+@each_engine
+def test_expected_without_a_group_is_the_population(small: Network, name: str) -> None:
+    model = copy.deepcopy(small)
+    model.statistics_batch_size = None
+    engine = create_engine(model, name)
+    images = photographs(2, 16)
+    assert_close(engine(images, "expected"), engine(images, "population"), atol=0, rtol=0)
+
+
+@each_engine
+def test_one_process_noise_for_all_layers_is_prepared_too(
+    name: str, away_from_start: Callable[[nn.Module], None]
+) -> None:
+    model = create_model("inception_cifar_bkn", shared_process_noise=True)
+    away_from_start(model)
+    assert_agrees(create_engine(model, name), model.eval(), photographs(1, 16), "sample")
+
+
+@each_engine
+def test_threads_may_mix_modes_from_the_first_call_on(small: Network, name: str) -> None:
+    engine = create_engine(small, name)
+    calls = [(photographs(1 + number % 2, 16), MODES[number % 3]) for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        logits = list(pool.map(lambda call: engine(*call), calls))
+    for (images, mode), found in zip(calls, logits, strict=True):
+        assert_close(found, engine(images, mode), atol=1e-5, rtol=0)
+
+
+@each_engine
+def test_an_engine_leaves_the_model_alone(small: Network, name: str) -> None:
+    model = copy.deepcopy(small).train()
+    before = copy.deepcopy(model.state_dict())
+    engine = create_engine(model, name)
+    for mode in ("population", "sample"):
+        engine(photographs(1, 16).requires_grad_(), mode)
+    assert model.training
+    assert_close(dict(model.state_dict()), dict(before), atol=0, rtol=0)
+
+
+@each_engine
+def test_the_oldest_preparation_gives_way(small: Network, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "KEPT", 2)
+    engine = create_engine(small, name)
+    for height in (16, 17, 18, 16):
+        assert_agrees(engine, small, photographs(1, height, 16), "population")
+    assert len(engine._prepared) == (1 if name == "torch" else 2)
+
+
+@modes
+def test_f16_is_close_in_pytorch(small: Network, mode: str) -> None:
+    images = photographs(4, 16)
+    logits = create_engine(small, "torch", precision="f16")(images, mode)
+    exact = TorchEngine(small)(images, mode)
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - exact).abs().max() < 0.02 * exact.std()
+
+
+@needs_openvino
+@modes
+def test_f16_is_close_in_openvino_where_the_processor_has_it(small: Network, mode: str) -> None:
+    images = photographs(4, 16)
+    exact = TorchEngine(small)(images, mode)
+    assert (OpenVINOEngine(small, precision="f16")(images, mode) - exact).abs().max() < 0.05 * exact.std()
+
+
+@needs_openvino
+def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(small: Network) -> None:
+    model = copy.deepcopy(small)
+    model.inception_b.branches[0][0].norm.image_var[3] = 1e4
+    engine = create_engine(model, "openvino", precision="f16")
+    with pytest.raises(InputError, match=r"the variances at inception_b\.branches\.0\.0\.norm are too large"):
+        engine(photographs(1, 16), "sample")
+    engine(photographs(1, 16), "population")
+
+
+def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
+    """`x` through an ImageNorm, run by the engine of that name."""
+    lean, statistics = ImageNorm(norm.requires_grad_(False), Statistics("sample")), Statistics("sample")
+    if name == "torch":
+        return lean(x, None, statistics)[0]
+    parameter = engines.ops.parameter(list(x.shape))
+    y = lean(Symbol(parameter), None, statistics)[0]
+    return torch.from_numpy(run_graph(y, parameter, x))
+
+
+def run_graph(y: Symbol, parameter: object, x: Tensor) -> object:
+    graph = engines.ov.Model([y.node], [parameter])
+    options = {"INFERENCE_PRECISION_HINT": "f32"}
+    return engines.ov.Core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
+
+
+@each_engine
+def test_large_means_do_not_spoil_the_variance(name: str) -> None:
+    x = 1e3 + 0.1 * torch.randn(1, 5, 12, 12).contiguous(memory_format=torch.channels_last)
+    exact, _ = BatchNorm2d(5).double().eval()(x.double(), None, Statistics("sample"))
+    assert_close(image_norm(BatchNorm2d(5), x, name), exact.float(), atol=1e-2, rtol=0)
+
+
+@each_engine
+def test_a_constant_channel_is_normalized_to_its_shift(name: str) -> None:
+    norm = BatchKalmanNorm2d(4)
+    nn.init.normal_(norm.bias)
+    y = image_norm(norm, torch.full((1, 4, 3, 3), 2.5), name)
+    assert_close(y, norm.bias[None, :, None, None].expand(1, 4, 3, 3), atol=1e-4, rtol=0)
+
+
+@needs_openvino
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("shape", [(8, 8), (7, 9), (5, 12)])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (3, 1), (2, 2), (3, 3), (2, 3)])
+def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(
+    kernel: int, stride: int, shape: tuple[int, int], ceil_mode: bool, padding: int
+) -> None:
+    x = torch.randn(1, 3, *shape)
+    parameter = engines.ops.parameter(list(x.shape))
+    options = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode}
+    found = run_graph(F.max_pool2d(Symbol(parameter), kernel, **options), parameter, x)
+    assert_close(torch.from_numpy(found), F.max_pool2d(x, kernel, **options), atol=0, rtol=0)
+
+
+@needs_openvino
+def test_what_openvino_cannot_translate_is_named(small: Network) -> None:
+    model = copy.deepcopy(small)
+    model.head = lambda x: torch.cumsum(x, 1)
+    with pytest.raises(InputError, match="cannot translate cumsum: choose engine='torch'"):
+        OpenVINOEngine(model)(photographs(1, 16))
+    symbol = Symbol(engines.ops.parameter([1, 4, 8, 8]))
+    with pytest.raises(InputError, match="cannot translate grouped convolutions"):
+        nn.Conv2d(4, 4, 3, groups=4)(symbol)
+    with pytest.raises(InputError, match="cannot translate this average pooling"):
+        F.avg_pool2d(symbol, 3, ceil_mode=True)
+
+
+def test_auto_is_the_fastest_engine_that_is_installed(small: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(create_engine(small)) is (TorchEngine if engines.ov is None else OpenVINOEngine)
+    monkeypatch.setattr(engines, "ov", None)
+    assert type(create_engine(small)) is TorchEngine
+
+
+def test_openvino_states_its_precision(small: Network) -> None:
+    pytest.importorskip("openvino")
+    engine = OpenVINOEngine(small)
+    engine(photographs(1, 16))
+    (graph,) = engine._prepared.values()
+    assert graph.compiled.get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
+
+
+def test_a_missing_openvino_is_said(small: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ov", None)
+    with pytest.raises(InputError, match=r"needs openvino: install it with pip install 'bkn-zoo\[openvino\]'"):
+        create_engine(small, "openvino")
+
+
+def test_the_module_imports_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert runpy.run_path(engines.__file__)["ov"] is None
+
+
+def test_unknown_names_are_said(small: Network) -> None:
+    with pytest.raises(UnknownNameError, match="unknown engine 'onnx': choose one of auto, torch, openvino"):
+        create_engine(small, "onnx")
+    with pytest.raises(UnknownNameError, match="unknown precision 'int8': choose one of f32, f16"):
+        create_engine(small, precision="int8")
+    with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
+        create_engine(small)(photographs(1, 16), "batch")
+
+
+def test_devices_that_are_not_there_are_said(small: Network) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="PyTorch finds no GPU here: choose device='cpu'"):
+            create_engine(small, device="cuda")
+    if engines.ov is not None:
+        with pytest.raises(InputError, match="OpenVINO runs on device='cpu' here, not on 'cuda'"):
+            create_engine(small, "openvino", "cuda")
+
+
+@pytest.mark.parametrize(
+    "images",
+    [torch.zeros(3, 16, 16), torch.zeros(1, 1, 16, 16), torch.zeros(1, 3, 1, 16), torch.zeros(1, 3, 16, 16).int()],
+)
+def test_engines_refuse_the_images_that_the_network_refuses(engine: Engine, small: Network, images: Tensor) -> None:
+    with pytest.raises(BknZooError) as refused:
+        small(images)
+    with pytest.raises(type(refused.value), match="images") as refused_too:
+        engine(images)
+    assert str(refused_too.value) == str(refused.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@modes
+def test_pytorch_on_a_gpu_agrees_with_the_network(model: Network, mode: str) -> None:
+    images = photographs(3, size(model))
+    with torch.no_grad():
+        expected = model(images, mode)
+    assert_close(create_engine(model, device="cuda")(images, mode).cpu(), expected, atol=2e-3, rtol=0)
+
+
+def test_the_benchmark_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ov", None)
+    script = Path(__file__).parent.parent / "scripts" / "benchmark.py"
+    output = tmp_path / "infer.json"
+    command = [str(script), "infer", "--networks", "inception_cifar", "--rounds", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(script), run_name="__main__")
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["norm"], row["engine"], row["statistics"]) for row in rows] == [
+        *(("bkn", engine, mode) for engine in ("eager", "torch") for mode in MODES),
+        *(("bn", engine, "population") for engine in ("eager", "torch")),
+    ]
+    assert all(row["max_difference"] < 1e-3 for row in rows)
+    assert all(row["ms_per_image"] > 0 and row["ratio_to_torch"] > 0 for row in rows)

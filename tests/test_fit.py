@@ -1,0 +1,716 @@
+"""The training loop: recipes, parameter groups, schedules, averages, accumulation, and whatever interrupts it."""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import two_processes
+from PIL import Image
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bkn_zoo
+from bkn_zoo import create_model, list_models, training
+from bkn_zoo.augmentation import Augmentation, Batch
+from bkn_zoo.data import evaluation_batches, load_data
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.evaluation import calibration_error, evaluate, measure
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchRenorm2d
+from bkn_zoo.training import (
+    Recipe,
+    Training,
+    TrainingError,
+    average,
+    begin,
+    fit,
+    learning_rate,
+    load_state,
+    make_step,
+    parameter_groups,
+    read_recipe,
+    save_state,
+)
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+CPU = torch.device("cpu")
+RECIPE = dataclasses.replace(two_processes.RECIPE, ema=0.9, augmentation=Augmentation(crop=0.2, mixup=0.2))
+network, data = two_processes.network, two_processes.data
+
+
+def batch(count: int = 8, classes: int = 2) -> Batch:
+    labels = torch.arange(count) % classes
+    return Batch(torch.randn(count, 3, 8, 8), F.one_hot(labels, classes).float())
+
+
+def started(recipe: Recipe = RECIPE) -> Training:
+    return begin(recipe, network(), CPU)
+
+
+def run(folder: Path, recipe: Recipe = RECIPE, resume: bool = False, save_minutes: float = 1e4) -> Training:
+    state = started(recipe)
+    if resume:
+        load_state(state, recipe, folder, CPU)
+    fit(state, recipe, data(), folder, CPU, save_minutes, quiet=True)
+    return state
+
+
+def weights(state: Training) -> dict[str, Tensor]:
+    averaged = {} if state.averaged is None else state.averaged.state_dict()
+    return state.model.state_dict() | {f"averaged.{name}": tensor for name, tensor in averaged.items()}
+
+
+def assert_identical(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return run(tmp_path_factory.mktemp("uninterrupted"))
+
+
+# Evaluation
+
+
+def test_top1_and_top5_count_the_labels_among_the_best_logits() -> None:
+    logits = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3], [1.0, 2, 3, 4, 5, 6, 7], [0.0, 0, 0, 9, 0, 0, 1]])
+    found = measure(logits, torch.tensor([0, 2, 3]))  # the best, the fifth best, the best
+    assert found["top1"] == pytest.approx(200 / 3)
+    assert found["top5"] == pytest.approx(100)
+    assert measure(logits[1:2], torch.tensor([1]))["top5"] == 0  # the sixth best
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, torch.tensor([0, 2, 3])).item())
+
+
+def test_with_fewer_than_five_classes_every_label_is_among_the_best() -> None:
+    assert measure(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))["top5"] == 100
+
+
+def test_the_calibration_error_is_the_weighted_gap_per_bin() -> None:
+    """Fifteen bins: 0.70 and 0.72 share one (mean 0.71, one of two right), 0.95 is alone and right."""
+    confidence, right = torch.tensor([0.70, 0.72, 0.95]), torch.tensor([True, False, True])
+    expected = 2 / 3 * abs(0.71 - 0.5) + 1 / 3 * abs(0.95 - 1)
+    assert calibration_error(confidence, right) == pytest.approx(expected, abs=1e-6)
+    # Two classes, with the logits that give those confidences.
+    logits = torch.stack([torch.log(confidence), torch.log1p(-confidence)], dim=1)
+    assert measure(logits, torch.tensor([0, 1, 0]))["ece"] == pytest.approx(100 * expected, abs=1e-4)
+
+
+def test_certain_and_right_is_perfectly_calibrated() -> None:
+    assert calibration_error(torch.ones(5), torch.ones(5, dtype=torch.bool)) == 0
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_evaluation_leaves_the_model_in_the_mode_that_it_was_in(mode: bool) -> None:
+    model = network().train(mode)
+    before = copy.deepcopy(model.state_dict())
+    evaluate(model, [batch()])
+    assert model.training is mode
+    with pytest.raises(InputError):
+        evaluate(model, [Batch(torch.zeros(1, 1, 8, 8), torch.eye(1))])
+    assert model.training is mode
+    assert_identical(model.state_dict(), before)
+
+
+def test_an_evaluation_does_not_depend_on_its_batch_size(away_from_start: Any) -> None:
+    model = network()
+    away_from_start(model)
+    model.statistics_batch_size = 2
+    model(batch().images)  # so that the running averages are not those it starts with
+    found = [evaluate(model, evaluation_batches(data(), data().test, size, CPU)) for size in (1, 7, 24)]
+    assert found[0].keys() == {"population", "sample", "expected"}
+    for mode, metrics in found[0].items():
+        for other in found[1:]:
+            assert other[mode] == pytest.approx(metrics, abs=1e-3)
+    assert found[0]["population"]["loss"] != pytest.approx(found[0]["sample"]["loss"], abs=1e-3)
+
+
+def test_an_evaluation_without_images_is_an_error() -> None:
+    with pytest.raises(InputError, match="no images to evaluate"):
+        evaluate(network(), [])
+
+
+# Parameters, schedules, averages
+
+
+def test_only_convolutions_and_linear_layers_decay_and_kalman_parameters_have_their_own_rate() -> None:
+    recipe = dataclasses.replace(RECIPE, kalman_lr=0.3, weight_decay=0.01)
+    model = network()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {names[id(p)]: group for group in parameter_groups(model, recipe) for p in group["params"]}
+    assert groups.keys() == set(names.values())
+    kalman = [name for name in groups if name.endswith((".transition", ".raw_process_noise", ".raw_gain"))]
+    decayed = [name for name in groups if name.endswith(".conv.weight") or name in ("hidden.weight", "fc.weight")]
+    norms = [name for name in groups if ".norm." in name and name not in kalman]
+    biases = ["hidden.bias", "fc.bias"]
+    assert len(kalman) == 3 * 18
+    assert sorted(kalman + decayed + norms + biases) == sorted(groups)
+    for chosen, decay, scale in ((kalman, 0, 0.3), (decayed, 0.01, 1), (norms, 0, 1), (biases, 0, 1)):
+        assert {(groups[name]["weight_decay"], groups[name]["scale"]) for name in chosen} == {(decay, scale)}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_scale_of_the_kalman_learning_rate_reaches_the_step(optimizer: str, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, optimizer=optimizer, kalman_lr=0.0, epochs=1, ema=0.0)
+    state = run(tmp_path, recipe)
+    before = dict(network().named_parameters())
+    moved = {name for name, parameter in state.model.named_parameters() if not torch.equal(parameter, before[name])}
+    kalman = {name for name in before if name.rpartition(".")[2] in training.KALMAN}
+    assert moved == before.keys() - kalman
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "cosine"])
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing(schedule: str) -> None:
+    recipe = dataclasses.replace(RECIPE, schedule=schedule, lr=0.4, warmup=0.2)
+    rates = [learning_rate(recipe, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.4 / 20)
+    assert rates[9] == pytest.approx(0.2)
+    assert rates[19] == max(rates) == pytest.approx(0.4)
+    assert rates[99] == pytest.approx(0, abs=1e-9)
+    assert rates[59] == pytest.approx(0.2)  # half-way down, where both schedules meet
+    quarter = 0.3 if schedule == "one_cycle" else 0.2 * (1 + math.cos(math.pi / 4))
+    assert rates[39] == pytest.approx(quarter)
+    assert all(rate >= 0 for rate in rates)
+    assert rates[19:] == sorted(rates[19:], reverse=True)
+
+
+def test_a_training_without_warm_up_or_of_one_step_has_a_learning_rate() -> None:
+    sudden = dataclasses.replace(RECIPE, warmup=0.0, lr=0.4)
+    assert learning_rate(sudden, 0, 100) == 0.4
+    assert learning_rate(RECIPE, 0, 1) == RECIPE.lr
+    only_up = dataclasses.replace(RECIPE, warmup=1.0, lr=0.4)
+    assert learning_rate(only_up, 9, 10) == 0.4
+
+
+def test_the_average_moves_by_its_share_and_counts_are_copied() -> None:
+    averaged, model = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+    with torch.no_grad():
+        averaged.weight.copy_(torch.tensor([1.0, 2.0]))
+        model.weight.copy_(torch.tensor([3.0, 0.0]))
+        model.running_var.fill_(5.0)
+        model.num_batches_tracked.fill_(7)
+    average(averaged, model, 0.25)
+    assert averaged.weight.tolist() == [1.5, 1.5]
+    assert averaged.running_var.tolist() == [2.0, 2.0]
+    assert averaged.num_batches_tracked == 7
+    assert model.weight.tolist() == [3.0, 0.0]
+
+
+def test_the_weights_that_are_evaluated_are_the_exponential_average() -> None:
+    state = started()
+    expected = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
+    step = make_step(state, RECIPE, CPU)
+    for group in state.optimizer.param_groups:
+        group["lr"].fill_(0.05)
+    for _ in range(2):
+        step(batch())
+        for name, parameter in state.model.named_parameters():
+            expected[name] = 0.9 * expected[name] + 0.1 * parameter.detach()
+    assert state.result is state.averaged
+    assert_close(dict(state.averaged.named_parameters()), expected, rtol=1e-4, atol=1e-6)
+    plain = started(dataclasses.replace(RECIPE, ema=0.0))
+    assert plain.result is plain.model
+
+
+# Steps
+
+
+def gradients(recipe: Recipe, chosen: Batch) -> tuple[dict[str, Tensor], float]:
+    state = started(recipe)
+    loss = make_step(state, recipe, CPU)(chosen)
+    return {name: parameter.grad for name, parameter in state.model.named_parameters()}, loss.item()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch_in_the_same_groups() -> None:
+    chosen = batch()
+    whole, whole_loss = gradients(RECIPE, chosen)
+    parts, parts_loss = gradients(dataclasses.replace(RECIPE, micro_batch=4), chosen)
+    assert parts_loss == pytest.approx(whole_loss, abs=1e-6)
+    assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    other, _ = gradients(dataclasses.replace(RECIPE, statistics_batch=4), chosen)  # other groups, another gradient
+    assert (other["conv.conv.weight"] - whole["conv.conv.weight"]).abs().max() > 1e-4
+
+
+def test_label_smoothing_reaches_the_loss() -> None:
+    chosen = batch()
+    state = started()
+    logits = state.model(chosen.images)
+    smoothed = -(0.85 * chosen.targets + 0.15 * (1 - chosen.targets)) * logits.log_softmax(1)
+    _, loss = gradients(dataclasses.replace(RECIPE, label_smoothing=0.3), chosen)
+    assert loss == pytest.approx(smoothed.sum(1).mean().item(), abs=1e-5)
+
+
+def test_a_gradient_that_is_too_long_is_clipped() -> None:
+    found, _ = gradients(dataclasses.replace(RECIPE, clip=0.01), batch())
+    length = torch.stack([gradient.square().sum() for gradient in found.values()]).sum().sqrt()
+    assert length.item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.02), ("adamw", 1e-3)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_both_optimizers_reduce_the_loss(optimizer: str, lr: float, precision: str) -> None:
+    recipe = dataclasses.replace(RECIPE, optimizer=optimizer, precision=precision)
+    state, chosen = started(recipe), batch(4)
+    for group in state.optimizer.param_groups:
+        group["lr"].fill_(lr)
+    step = make_step(state, recipe, CPU)
+    losses = [step(chosen).item() for _ in range(5)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_statistics_batch_reaches_the_model_and_its_average() -> None:
+    state = started()
+    assert state.model.statistics_batch_size == state.averaged.statistics_batch_size == 2
+    assert started(dataclasses.replace(RECIPE, statistics_batch=None)).model.statistics_batch_size is None
+    with pytest.raises(InputError, match="cannot be split into statistics groups of 2"):
+        make_step(state, RECIPE, CPU)(batch(3))
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_names_a_registered_model(path: Path) -> None:
+    recipe = read_recipe(path)
+    assert recipe.model in list_models()
+    assert path.stem.startswith(f"{recipe.model}.")
+    assert recipe.gradient_batch % (recipe.statistics_batch or 1) == 0
+
+
+def test_there_are_recipes() -> None:
+    assert "inception_cifar_bkn.cifar10" in {path.stem for path in RECIPES}
+
+
+def test_overrides_go_on_top_of_the_file_and_into_its_tables(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        'model = "inception_cifar_brn"\ndataset = "cifar10"\nepochs = 3\ngradient_batch = 8\n'
+        "[augmentation]\ncrop = 0.1\nerase = 0.2\n[norm_options]\nwarmup = 10\n"
+    )
+    overrides = {"epochs": 5, "augmentation.crop": 0.3, "augmentation.cutmix": 1, "norm_options.r_steps": 30}
+    recipe = read_recipe(path, overrides)
+    assert (recipe.epochs, recipe.gradient_batch) == (5, 8)
+    assert recipe.augmentation == Augmentation(crop=0.3, erase=0.2, cutmix=1)
+    assert recipe.norm_options == {"warmup": 10, "r_steps": 30}
+
+
+def test_the_schedule_of_brn_reaches_its_layers() -> None:
+    model = create_model("inception_cifar_brn", 2, **{"warmup": 10, "r_steps": 30, "d_steps": 20})
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchRenorm2d)]
+    assert {(layer.warmup, layer.r_steps, layer.d_steps) for layer in layers} == {(10, 30, 20)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("epochs", 0, "epochs is 0, but must be at least 1"),
+        ("epochs", "many", "epochs is 'many', but must be of type int"),
+        ("epochs", True, "epochs is True"),
+        ("gradient_batch", 2.5, "gradient_batch is 2.5, but must be of type int"),
+        ("statistics_batch", 0, "statistics_batch is 0"),
+        ("micro_batch", -1, "micro_batch is -1"),
+        ("size", 0, "size is 0"),
+        ("optimizer", "lion", "optimizer is 'lion', but must be sgd or adamw"),
+        ("schedule", "flat", "schedule is 'flat', but must be one_cycle or cosine"),
+        ("precision", "float16", "precision is 'float16', but must be bfloat16 or float32"),
+        ("lr", "fast", "lr is 'fast', but must be of type float"),
+        ("lr", -0.1, "lr is -0.1"),
+        ("lr", math.nan, "lr is nan"),
+        ("momentum", 0, "momentum is 0"),
+        ("warmup", 1.5, "warmup is 1.5"),
+        ("ema", 1, "ema is 1"),
+        ("label_smoothing", -0.1, "label_smoothing is -0.1"),
+        ("validation", 1, "validation is 1"),
+        ("graph", 1, "graph is 1, but must be of type bool"),
+        ("augmentation.scale", 0, "augmentation.scale is 0"),
+        ("augmentation.crop", "big", "augmentation.crop is 'big', but must be of type float"),
+        ("augmentation.mixup", -1, "augmentation.mixup is -1"),
+        ("augmentation.blur", 1, "unexpected keyword argument 'blur'"),
+        ("augmentation", 1, "augmentation"),
+        ("learning_rate", 1, "unexpected keyword argument 'learning_rate'"),
+    ],
+)
+def test_a_bad_field_of_a_recipe_is_one_sentence(field: str, value: Any, says: str) -> None:
+    good = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 1, "gradient_batch": 8}
+    with pytest.raises(InputError) as caught:
+        read_recipe(None, good | {field: value})
+    assert says in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_recipe_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere.toml cannot be read"):
+        read_recipe(tmp_path / "nowhere.toml")
+    path = tmp_path / "bad.toml"
+    for content in (b"epochs = = 3", b"\xff\xfe\x00"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"bad.toml is not a recipe"):
+            read_recipe(path)
+    path.write_text('model = "resnet101_bkn"')
+    with pytest.raises(InputError, match="missing 3 required"):
+        read_recipe(path)
+
+
+# Fitting
+
+
+def test_a_training_learns_logs_and_leaves_a_state(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, epochs=3, ema=0.0, augmentation=Augmentation(), lr=0.05)
+    state = run(tmp_path, recipe)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == state.history
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [3, 6, 9]
+    assert all(line["images_per_s"] > 0 and line["seconds"] > 0 for line in lines)
+    assert lines[0]["validation"].keys() == {"population", "sample", "expected"}
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (tmp_path / "state.pt").is_file()
+    assert not (tmp_path / ".state.pt.tmp").exists()
+    assert state.model.training
+
+
+def test_the_same_recipe_gives_the_same_weights(uninterrupted: Training, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    assert_identical(weights(run(tmp_path)), weights(uninterrupted))
+    other = run(tmp_path, dataclasses.replace(RECIPE, seed=1))
+    assert not torch.equal(other.model.fc.weight, uninterrupted.model.fc.weight)
+
+
+def test_too_few_images_for_a_step_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="24 training images do not fill a batch of 32"):
+        run(tmp_path, dataclasses.replace(RECIPE, gradient_batch=32))
+
+
+def test_batches_that_cannot_be_shared_evenly_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be split into micro-batches of 3"):
+        run(tmp_path, dataclasses.replace(RECIPE, micro_batch=3))
+
+
+def test_a_corrupt_image_does_not_stop_a_training_and_is_counted_in_its_log(tmp_path: Path) -> None:
+    write_tree(tmp_path / "tree", 10)
+    found = load_data("folder", tmp_path / "tree", size=8, validation=0.2)
+    found.train.paths[5].write_bytes(b"not an image")
+    state = started()
+    with pytest.warns(RuntimeWarning, match=f"{found.train.paths[5].name} cannot be read"):
+        fit(state, RECIPE, found, tmp_path / "out", CPU, quiet=True)
+    assert state.step == 4
+    assert state.history[-1]["unreadable_images"] == 1
+
+
+def write_tree(root: Path, per_class: int) -> None:
+    """Two classes, told apart by their brightness."""
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "light")):
+        (root / name).mkdir(parents=True)
+        for k in range(per_class):
+            image = rng.integers(120 * label, 120 * label + 120, (12, 12, 3), dtype=np.uint8)
+            Image.fromarray(image).save(root / name / f"{k}.png")
+
+
+# Interruptions
+
+
+def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
+    """Let `act` see, and change, the batch of that number, counted over all epochs that follow."""
+    plain, seen = training.training_batches, 0
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal seen
+        for found in plain(*arguments):
+            yield act(found) if seen == number else found
+            seen += 1
+
+    monkeypatch.setattr(training, "training_batches", watched)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_sigterm_saves_says_so_and_resuming_gives_the_same_weights(
+    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Within an epoch, in its last step (2 of 0, 1, 2) and in the first of the next."""
+
+    def terminate(found: Batch) -> Batch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        at_batch(patch, number, terminate)
+        with pytest.raises(SystemExit, match=f"stopped at step {number + 1}; go on with --resume"):
+            run(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+    resumed = run(tmp_path, resume=True)
+    assert_identical(weights(resumed), weights(uninterrupted))
+    assert [line["epoch"] for line in resumed.history] == [1, 2]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_resuming_a_finished_training_changes_nothing(uninterrupted: Training, tmp_path: Path) -> None:
+    save_state(uninterrupted, RECIPE, tmp_path)
+    again = run(tmp_path, resume=True)
+    assert_identical(weights(again), weights(uninterrupted))
+    assert again.history == uninterrupted.history
+
+
+def test_a_step_that_is_repeated_leaves_one_line_per_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the first epoch's line was written, and resumed from a state from before."""
+
+    def die(found: Batch) -> Batch:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        at_batch(patch, 4, die)
+        state = started()
+        save_state(state, RECIPE, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            fit(state, RECIPE, data(), tmp_path, CPU, 1e4, quiet=True)
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+    run(tmp_path, resume=True)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
+def test_a_full_disk_keeps_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    state = started()
+    save_state(state, RECIPE, tmp_path)
+    good = (tmp_path / "state.pt").read_bytes()
+
+    def full(_: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise failure
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(TrainingError, match=r"state.pt could not be written .*make room; the last one stays"):
+        fit(state, RECIPE, data(), tmp_path, CPU, save_minutes=0, quiet=True)
+    assert state.step == 1
+    assert (tmp_path / "state.pt").read_bytes() == good
+    assert not (tmp_path / ".state.pt.tmp").exists()
+
+
+@pytest.mark.filterwarnings("ignore:a training batch was not finite")
+@pytest.mark.parametrize("save_minutes", [0, 1e4])
+def test_a_loss_that_is_not_finite_stops_says_the_step_and_keeps_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_minutes: float
+) -> None:
+    state = started()
+    save_state(state, RECIPE, tmp_path)
+    at_batch(monkeypatch, 1, lambda found: Batch(found.images * math.nan, found.targets))
+    with pytest.raises(TrainingError, match=r"loss was not finite at step 1\b"):
+        fit(state, RECIPE, data(), tmp_path, CPU, save_minutes, quiet=True)
+    kept = started()
+    load_state(kept, RECIPE, tmp_path, CPU)
+    assert kept.step == (1 if save_minutes == 0 else 0)
+    assert all(tensor.isfinite().all() for tensor in weights(kept).values())
+
+
+def test_weights_that_a_finite_loss_spoiled_are_not_saved(tmp_path: Path) -> None:
+    state = started()
+    save_state(state, RECIPE, tmp_path)
+    good = (tmp_path / "state.pt").read_bytes()
+    with torch.no_grad():
+        state.model.fc.bias[0] = math.inf
+    with pytest.raises(TrainingError, match=r"fc\.bias was not finite"):
+        save_state(state, RECIPE, tmp_path)
+    assert (tmp_path / "state.pt").read_bytes() == good
+
+
+def test_a_gain_of_one_can_be_saved(tmp_path: Path) -> None:
+    """q = 1 is an infinite raw gain, and means it."""
+    state = started()
+    layer = next(m for m in state.model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features)
+    layer.set_gain(1.0)
+    save_state(state, RECIPE, tmp_path)
+    assert (tmp_path / "state.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "inception_cifar_bn"}, "model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
+        ({"lr": 0.5}, "lr = 0.02, not 0.5"),
+        ({"augmentation": Augmentation(erase=0.5)}, "augmentation = "),
+        ({"ema": 0.0}, "ema = 0.9, not 0.0"),
+        ({"seed": 4}, "seed = 0, not 4"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    save_state(started(), RECIPE, tmp_path)
+    recipe = dataclasses.replace(RECIPE, **change)
+    state = begin(recipe, create_model(recipe.model, 2), CPU)
+    before = copy.deepcopy(weights(state))
+    with pytest.raises(CheckpointError) as caught:
+        load_state(state, recipe, tmp_path, CPU)
+    assert says in str(caught.value)
+    assert_identical(weights(state), before)
+
+
+def test_resuming_with_other_classes_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    save_state(started(), RECIPE, tmp_path)
+    with pytest.raises(CheckpointError, match="perhaps for other classes") as caught:
+        load_state(begin(RECIPE, create_model(RECIPE.model, 5), CPU), RECIPE, tmp_path, CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_missing_or_foreign_state_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match) as caught:
+            load_state(started(), RECIPE, tmp_path, CPU)
+        assert "\n" not in str(caught.value)
+
+    refused("state.pt does not exist")
+    save_state(started(), RECIPE, tmp_path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused("state.pt cannot be read")
+    path.write_bytes(b"")
+    refused("state.pt cannot be read")
+    torch.save(network().state_dict(), path)
+    refused("state.pt cannot be read")
+
+
+# Other processes
+
+
+def environment(**more: str) -> dict[str, str]:
+    # Without the tests' Triton interpreter, which only costs time here.
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | more
+
+
+def test_killed_in_the_middle_and_resumed_a_training_ends_with_the_very_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tree(tmp_path / "tree", 10)
+
+    def command(output: str) -> list[str]:
+        return [
+            str(ROOT / "scripts" / "train.py"), "--data", str(tmp_path / "tree"), "--model", "inception_cifar_bkn",
+            "--device", "cpu", "--size", "8", "--epochs", "3", "--gradient_batch", "8", "--statistics_batch", "2",
+            "--validation", "0.2", "--ema", "0.9", "--augmentation.colour", "0.2", "--augmentation.mixup", "0.2",
+            "--save-minutes", "0.0001", "--output", str(tmp_path / output), "--results", str(tmp_path / "results"),
+            "--name", output,
+        ]  # fmt: skip
+
+    def final(output: str) -> dict[str, Any]:
+        return torch.load(tmp_path / output / "state.pt", weights_only=True)
+
+    def here(arguments: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    killed = subprocess.Popen(
+        [sys.executable, *command("run")], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while killed.poll() is None and not (tmp_path / "run" / "state.pt").exists():
+        time.sleep(0.01)
+    killed.kill()
+    output = killed.communicate()[0].decode()
+    assert killed.returncode == -signal.SIGKILL, output
+    assert 0 < final("run")["step"] < 6
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the process that was killed
+    here([*command("run"), "--resume"])
+    here(command("whole"))
+    torch.set_num_threads(threads)
+    first, second = final("whole"), final("run")
+    assert first["step"] == second["step"] == 6
+    for part in ("model", "averaged"):
+        assert_identical(first[part], second[part])
+    for one, two in zip(first["optimizer"]["state"].values(), second["optimizer"]["state"].values(), strict=True):
+        assert_identical(one, two)
+    stored = [bkn_zoo.from_pretrained(tmp_path / name / "checkpoint").state_dict() for name in ("whole", "run")]
+    assert_identical(*stored)
+
+
+def train_in_two_processes(folder: Path) -> list[dict[str, Any]]:
+    """What each process found; they also train on folder/tree, into folder/run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    script = str(ROOT / "tests" / "two_processes.py")
+    both = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(folder)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=150)[0].decode() for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
+    return [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_processes_train_as_one_would(tmp_path: Path) -> None:
+    write_tree(tmp_path / "tree", 12)
+    found = train_in_two_processes(tmp_path)
+    assert_same_gradient([process["step"] for process in found])
+    assert_shared_running_averages([process["step"] for process in found])
+    assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
+    # And through the script, as torchrun starts it: one of them leaves the checkpoint.
+    assert bkn_zoo.from_pretrained(tmp_path / "run" / "checkpoint").config.label_names == ("dark", "light")
+    record = json.loads((tmp_path / "results" / "pair.json").read_text())
+    assert record["curve"][-1]["step"] == 2
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 1
+
+
+def assert_same_gradient(steps: list[dict[str, Any]]) -> None:
+    """As that of a single process on the same groups."""
+    alone, loss = gradients(two_processes.RECIPE, two_processes.batch())
+    for step in steps:
+        assert_close(step["gradients"], alone, rtol=1e-5, atol=1e-6)
+    assert (steps[0]["loss"] + steps[1]["loss"]).item() / 2 == pytest.approx(loss, abs=1e-6)
+    assert abs((steps[0]["loss"] - steps[1]["loss"]).item()) > 1e-3  # each had images of its own
+
+
+def assert_shared_running_averages(steps: list[dict[str, Any]]) -> None:
+    halves = []
+    for images in two_processes.batch().images.split(4):
+        model = network()
+        model.statistics_batch_size = 2
+        model(images)
+        halves.append(dict(model.named_buffers()))
+    assert (halves[0]["conv.norm.running_mean"] - halves[1]["conv.norm.running_mean"]).abs().max() > 1e-4
+    for step in steps:
+        for name, tensor in step["buffers"].items():
+            if tensor.is_floating_point():
+                assert_close(tensor, (halves[0][name] + halves[1][name]) / 2, rtol=1e-5, atol=1e-6)
+            else:
+                assert tensor == halves[0][name]
+
+
+def assert_stopped_together(ends: list[dict[str, Any]], folder: Path) -> None:
+    """One of them heard SIGTERM and the other's clock asked for a save, yet neither waits for the other forever."""
+    assert [end["message"] for end in ends] == ["stopped at step 2; go on with --resume"] * 2
+    assert [end["resumed_at"] for end in ends] == [2, 2]
+    assert_identical(ends[0]["weights"], ends[1]["weights"])
+    alone = run(folder, two_processes.RECIPE).model
+    for name, parameter in alone.named_parameters():
+        assert_close(ends[0]["weights"][name], parameter.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_errors_of_a_training_belong_to_the_family() -> None:
+    assert issubclass(TrainingError, BknZooError)

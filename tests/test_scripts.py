@@ -1,0 +1,243 @@
+"""scripts/train.py and scripts/evaluate.py, from the command line to the files that they leave."""
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bkn_zoo
+from bkn_zoo.config import Preprocessing
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+Script = Callable[..., None]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
+    """Runs a script as the command line would, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *arguments: Any) -> None:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / name), *map(str, arguments)])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def parse() -> Callable[[list[str]], tuple[Any, dict[str, Any]]]:
+    return runpy.run_path(str(SCRIPTS / "train.py"))["parse"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two classes of photographs, told apart by their brightness."""
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "light")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for k in range(12):
+            image = rng.integers(120 * label, 120 * label + 120, (24, 30, 3), dtype=np.uint8)
+            Image.fromarray(image).save(tmp_path / "photos" / name / f"{k}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A network for 8 px images of five classes."""
+    model = bkn_zoo.create_model("inception_cifar_bkn", 5)
+    model.statistics_batch_size = 2
+    model(torch.randn(4, 3, 8, 8))
+    about = {"label_names": list("abcde"), "preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3)}
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "start", **about)
+    return tmp_path / "start"
+
+
+def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evaluate_confirms(
+    script: Script, tree: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    before = bkn_zoo.from_pretrained(checkpoint)
+    more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
+    script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "1", *more)
+
+    output = tmp_path / "runs" / "inception_cifar_bkn.photos"
+    model = bkn_zoo.from_pretrained(output / "checkpoint")
+    assert model.name == "inception_cifar_bkn"
+    assert model.num_classes == 2
+    assert model.statistics_batch_size == 1
+    assert model.config.label_names == ("dark", "light")
+    assert model.config.preprocessing.size == 8
+    assert set(model.config.accuracy) == {"population", "sample", "expected"}
+    assert model.config.training["init"] == str(checkpoint)
+    assert model.config.training["recipe"]["statistics_batch"] == 1
+    # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
+    moved = (model.conv.conv.weight - before.conv.conv.weight).norm() / before.conv.conv.weight.norm()
+    assert 0 < moved < 0.3
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((output / "log.jsonl").read_text().splitlines()) == 1
+
+    record = json.loads((tmp_path / "results" / "runs" / "inception_cifar_bkn.photos.json").read_text())
+    facts = {"model": "inception_cifar_bkn", "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 1}
+    facts |= {"statistics_batch": 1, "seed": 0, "test_images": "validation"}
+    assert {name: record[name] for name in facts} == facts
+    assert record["seconds"] > 0
+    assert "--init" in record["command"]
+    assert record["hardware"]
+    assert "torch" in record["versions"]
+    assert [line["epoch"] for line in record["curve"]] == [1]
+    assert record["test"].keys() == {"population", "sample", "expected"}
+    validation = record["curve"][-1]["validation"]
+    chosen = record["chosen_statistics"]
+    assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
+    assert model.default_statistics == model.config.default_statistics == chosen
+
+    script("evaluate.py", output / "checkpoint", "--data", tree, "--device", "cpu", "--output", "measured.json")
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert {"command", "hardware", "versions", "rows"} <= measured.keys()
+    rows = {row["statistics"]: row for row in measured["rows"]}
+    assert rows.keys() == record["test"].keys()
+    for mode, metrics in record["test"].items():
+        assert rows[mode]["images"] == 7  # the same share was held out
+        for name in ("top1", "top5", "ece"):
+            assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
+        assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
+        assert model.config.accuracy[mode]["top1"] == pytest.approx(metrics["top1"], abs=0.1)
+
+
+def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked(
+    script: Script, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bkn_zoo.create_model("inception_cifar_bkn", 2)
+    odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "odd", preprocessing=odd)
+    seen = []
+    plain = bkn_zoo.Network.forward
+
+    def forward(self: Any, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+        seen.append((images, statistics))
+        return plain(self, images, statistics)
+
+    monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
+    script("evaluate.py", tmp_path / "odd", "--data", tree, "--statistics", "sample", "--device", "cpu")
+    (images, statistics), *rest = seen
+    assert (statistics, rest) == ("sample", [])
+    pixels = images * torch.tensor(odd.std).view(1, 3, 1, 1) + torch.tensor(odd.mean).view(1, 3, 1, 1)
+    assert images.shape[2:] == (8, 8)
+    assert pixels.min() >= -1e-6
+    assert pixels.max() <= 1 + 1e-6
+    assert (pixels * 255 - (pixels * 255).round()).abs().max() < 1e-3  # bytes, once the mean and std are undone
+    rows = json.loads((tmp_path / "results" / "evaluate" / "odd.json").read_text())["rows"]
+    assert [row["statistics"] for row in rows] == ["sample"]
+
+
+def test_options_override_the_recipe_wherever_they_stand(parse: Any) -> None:
+    line = (
+        "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --statistics_batch None"
+    )
+    line += " --graph False --model resnet101_bkn --augmentation.flip true --ema 0"
+    args, overrides = parse(line.split())
+    assert args.recipe == Path("recipes/x.toml")
+    assert args.data == Path("D")
+    assert overrides == {
+        "augmentation.crop": 0.25,
+        "augmentation.flip": True,
+        "norm_options.warmup": 100,
+        "lr": 0.05,
+        "statistics_batch": None,
+        "graph": False,
+        "model": "resnet101_bkn",
+        "ema": 0,
+    }
+
+
+def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe(parse: Any) -> None:
+    args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
+    assert args.recipe is None
+    assert overrides == {"augmentation.crop": 0.25}
+
+
+@pytest.mark.parametrize("wrong", [["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["one", "two"]], ids=str)
+def test_an_option_that_does_not_exist_or_lacks_its_value_is_refused(
+    parse: Any, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--data", "D", *wrong])
+    assert caught.value.code == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert any(word in complaint for word in wrong)
+
+
+def sentence(script: Script, *arguments: Any) -> str:
+    """What a script that cannot do its work says."""
+    with pytest.raises(SystemExit) as caught:
+        script(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_bad_input_ends_train_with_one_sentence(script: Script, tree: Path, checkpoint: Path, tmp_path: Path) -> None:
+    start = ("train.py", "--data", tree, "--init", checkpoint, "--device", "cpu")
+    assert "there is no folder" in sentence(script, "train.py", "--data", "nowhere", "--init", checkpoint)
+    assert "missing 1 required" in sentence(script, "train.py", "--data", tree)
+    assert "nowhere.toml cannot be read" in sentence(script, "train.py", "nowhere.toml", "--data", tree)
+    assert "unknown checkpoint" in sentence(script, "train.py", "--data", tree, "--init", "no_such_thing")
+    assert "unknown model 'alexnet'" in sentence(script, *start, "--model", "alexnet")
+    assert "epochs is 'x'" in sentence(script, *start, "--epochs", "x")
+    assert "do not fill a batch of 64" in sentence(script, *start, "--gradient_batch", "64")
+    assert "there is no training to resume" in sentence(script, *start, "--resume")
+    assert "unexpected keyword argument 'blur'" in sentence(script, *start, "--augmentation.blur", "1")
+    assert "does not take the options 'warmup'" in sentence(script, *start, "--norm_options.warmup", "1")
+    assert "do not fit inception_cifar_bn" in sentence(script, *start, "--model", "inception_cifar_bn")
+    options = ("--norm_options.shared_process_noise", "true")
+    assert "do not fit inception_cifar_bkn" in sentence(script, *start, *options)
+    assert not (tmp_path / "runs" / "inception_cifar_bkn.photos" / "state.pt").exists()
+
+
+def test_bad_input_ends_evaluate_with_one_sentence(script: Script, tree: Path, checkpoint: Path) -> None:
+    start = ("evaluate.py", checkpoint, "--device", "cpu", "--data")
+    assert "there is no folder" in sentence(script, *start, "nowhere")
+    assert "has 2 classes" in sentence(script, *start, tree)
+    assert "unknown data set" in sentence(script, *start, tree, "--dataset", "mnist")
+    assert "unknown checkpoint" in sentence(script, "evaluate.py", "no_such_thing", "--data", tree)
+
+
+def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_path: Path) -> None:
+    options = ("--norm_options.warmup", "3", "--norm_options.r_steps", "9", "--norm_options.d_steps", "7")
+    script(
+        "train.py", "--data", tree, "--model", "inception_cifar_brn", "--size", "8", "--epochs", "1", "--device", "cpu",
+        "--gradient_batch", "8", "--statistics_batch", "4", "--output", "out", "--ema", "0.5", *options,
+    )  # fmt: skip
+    model = bkn_zoo.from_pretrained(tmp_path / "out" / "checkpoint")
+    norm = model.conv.norm
+    assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
+    assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
+    assert model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
+
+
+def test_the_cost_of_imagenet_follows_from_the_measured_speeds() -> None:
+    """Each row of docs/imagenet.md: 90 epochs of 99 % of the training images at the speeds of the benchmark."""
+    root = SCRIPTS.parent
+    measured = json.loads((root / "results" / "benchmark_train.json").read_text())["rows"]
+    speed = {
+        (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
+        for row in measured
+        if (row["norm"], row["mode"]) == ("bkn", "kernels")
+    }
+    lines = [line for line in (root / "docs" / "imagenet.md").read_text().splitlines() if "| (256," in line]
+    assert len(lines) == 6
+    for line in lines:
+        _, name, sizes, graph, python, one, eight, large, _ = (cell.strip() for cell in line.split("|"))
+        key = name.strip("`").removesuffix("_bkn"), int(sizes.strip("()").partition(",")[2])
+        fast, slow = speed[*key, "graph"], speed[*key, "python"]
+        assert (int(graph), int(python)) == (round(fast), round(slow))
+        hours = [90 * 1_268_355 / images_per_s / 3600 for images_per_s in (fast, slow, 8 * slow)]
+        assert [float(cell.split(" h")[0]) for cell in (one, eight, large)] == [round(value, 1) for value in hours]
+        assert f"({8 * hours[1]:.0f} GPU-hours)" in eight
+        assert f"({8 * hours[2]:.0f} GPU-hours)" in large

@@ -1,0 +1,101 @@
+"""One of two processes that train together over gloo; test_fit.py starts both and judges what they leave.
+
+python tests/two_processes.py RANK FOLDER
+"""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bkn_zoo import create_model, training
+from bkn_zoo.augmentation import Augmentation, Batch
+from bkn_zoo.config import Preprocessing
+from bkn_zoo.data import ArrayImages, Data
+from bkn_zoo.training import Recipe, begin, fit, load_state, make_step
+
+CPU = torch.device("cpu")
+TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
+RECIPE = Recipe(
+    model="inception_cifar_bkn", dataset="folder", epochs=2, gradient_batch=8, statistics_batch=2, precision="float32",
+    lr=0.02, augmentation=Augmentation(flip=False),
+)  # fmt: skip
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return create_model(RECIPE.model, 2)
+
+
+def batch() -> Batch:
+    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return Batch(images, torch.eye(2)[torch.arange(8) % 2])
+
+
+def data() -> Data:
+    """Two classes, told apart by their brightness; 24 images, so 3 steps an epoch."""
+    source = torch.Generator().manual_seed(2)
+    labels = torch.arange(24) % 2
+    images = torch.randint(0, 100, (24, 3, 8, 8), dtype=torch.uint8, generator=source) + 100 * labels.view(-1, 1, 1, 1)
+    everything = ArrayImages(images.to(torch.uint8), labels)
+    return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(8, (0.5,) * 3, (0.3,) * 3))
+
+
+def one_step(rank: int) -> dict[str, Any]:
+    """The gradient and the running averages after a step on this process's half of the batch."""
+    state = begin(RECIPE, network(), CPU)
+    images, targets = batch()
+    half = slice(4 * rank, 4 * rank + 4)
+    loss = make_step(state, RECIPE, CPU)(Batch(images[half], targets[half]))
+    gradients = {name: parameter.grad for name, parameter in state.model.named_parameters()}
+    return {"gradients": gradients, "buffers": dict(state.model.named_buffers()), "loss": loss}
+
+
+def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """Only process 1 hears SIGTERM, in its second step, and only process 0 is told to save often."""
+    plain = training.training_batches
+
+    def terminated(*arguments: Any) -> Any:
+        for number, found in enumerate(plain(*arguments)):
+            if number == 1 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield found
+
+    save_minutes = 1e-4 if rank == 0 else 1e4
+    training.training_batches = terminated
+    message = ""
+    try:
+        fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, CPU, save_minutes, quiet=True)
+    except SystemExit as stop:
+        message = str(stop)
+    training.training_batches = plain
+    dist.barrier()  # process 0 has written the state
+    state = begin(RECIPE, network(), CPU)
+    load_state(state, RECIPE, folder, CPU)
+    at = state.step
+    fit(state, RECIPE, data(), folder, CPU, save_minutes, quiet=True)
+    return {"message": message, "resumed_at": at, "weights": state.model.state_dict()}
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {"step": one_step(rank), "fit": interrupted_and_resumed(rank, folder / "fit")}
+    torch.save(found, folder / f"found_{rank}.pt")
+    dist.destroy_process_group()
+    # As torchrun would start it; the address comes with the environment.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    sys.argv = [
+        str(TRAIN), "--data", str(folder / "tree"), "--model", RECIPE.model, "--device", "cpu", "--epochs", "1",
+        "--size", "8", "--gradient_batch", "8", "--validation", "0.25", "--output", str(folder / "run"),
+        "--results", str(folder / "results"), "--name", "pair",
+    ]  # fmt: skip
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
