@@ -10,7 +10,7 @@ test: lint types unit
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet uv
-	$(VENV)/bin/python -m uv pip install --quiet --python $(VENV)/bin/python --editable '.[serve,train,openvino,dev]'
+	$(VENV)/bin/python -m uv pip install --quiet --compile-bytecode --python $(VENV)/bin/python --editable '.[serve,train,openvino,dev]'
 	touch $@
 
 lint: $(READY)

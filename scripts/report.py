@@ -24,8 +24,8 @@ TRAIN = """\
 
 One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
 batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says whether Python launches the kernels one
-by one or replays them from a CUDA graph: on this machine's processor the launching alone takes longer than the GPU for
-all but eager BN, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN launched from
+by one or replays them from a CUDA graph: on this machine's processor the launching alone often takes longer than the
+GPU's work, BKN's most of all, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN launched from
 Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph. `peak_gib`
 includes `transition_gib`, A and its momentum, which BN does not have.
 """
@@ -46,8 +46,9 @@ The PyTorch version of BKN against BN, the small network, float32.
 INFER = """\
 ## Inference on a CPU
 
-One network, three engines: the network as it was trained, folded PyTorch, and OpenVINO. Per-image time; ratios are
-against `population` on the same engine, against the folded BN twin on the same engine, and of OpenVINO to PyTorch.
+The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/engines.py`). Time per image; the ratios
+are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine in the same
+mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here.
 """
 
 

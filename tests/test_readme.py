@@ -1,5 +1,6 @@
 """The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
 
+import importlib.util
 import re
 import textwrap
 from pathlib import Path
@@ -52,3 +53,13 @@ def test_named_tests_exist(document: Path) -> None:
         if not path.exists() or not re.search(rf"^\s*def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
             missing.append(f"{file}::{name}")
     assert missing == []
+
+
+def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
+    """`python scripts/report.py` writes docs/performance.md again."""
+    spec = importlib.util.spec_from_file_location("report", ROOT / "scripts" / "report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    assert report.DOCUMENT.read_text() == report.performance()
