@@ -25,9 +25,9 @@ TRAIN = """\
 One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
 batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says whether Python launches the kernels one
 by one or replays them from a CUDA graph: on this machine's processor the launching alone often takes longer than the
-GPU's work, BKN's most of all, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN launched from
-Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph. `peak_gib`
-includes `transition_gib`, A and its momentum, which BN does not have.
+GPU's work, BKN's most of all, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN
+launched from Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph.
+`peak_gib` includes `transition_gib`, A and its momentum, which BN does not have.
 """
 
 ROOFLINE = """\
