@@ -15,3 +15,19 @@ class InputError(BknZooError):
 
 class CheckpointError(BknZooError):
     """A checkpoint folder that is missing, incomplete, damaged or of another network."""
+
+
+class ImageError(InputError):
+    """An image that cannot be used."""
+
+
+class ImageFormatError(ImageError):
+    """Not an image, or of a format that is not accepted."""
+
+
+class ImageTooLargeError(ImageError):
+    """More bytes or pixels than allowed; found before anything is decoded."""
+
+
+class BrokenImageError(ImageError):
+    """An image of an accepted format that cannot be decoded."""

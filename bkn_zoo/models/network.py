@@ -23,6 +23,8 @@ class Network(nn.Module):
         statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
             inference; None means the whole batch.
         default_statistics: what normalizes at inference when a call does not say.
+        config: what the checkpoint that it was loaded from says of it.
+        revision: the commit of the repository that it was downloaded from.
     """
 
     stride: int  # of the whole network; smaller images have no positions left at the top
@@ -34,7 +36,8 @@ class Network(nn.Module):
         self.num_classes = num_classes
         self.statistics_batch_size: int | None = None
         self.default_statistics = "population"
-        self.config: Any = None  # what the checkpoint that it was loaded from says of it
+        self.config: Any = None
+        self.revision: str | None = None
 
     def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
         """Logits, (images, classes).
