@@ -5,9 +5,9 @@ With population statistics every norm folds into the convolution before it. With
 """
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -145,7 +145,7 @@ class OpenVINOEngine(Engine):
         logits: Any = prepare(self.model, statistics).cpu()(stand_in, statistics.mode)
         model = ov.Model([logits.node], [images])
         _merge_products(model)
-        return Graph(ov.Core().compile_model(model, "CPU", self.options))
+        return Graph(_core().compile_model(model, "CPU", self.options))
 
     def _check_range(self, statistics: Statistics) -> None:
         if self.dtype == torch.float32 or statistics.mode == "population":
@@ -228,7 +228,7 @@ def _convolutions(network: Network) -> dict[str, tuple[nn.Conv2d, bool]]:
             source[id(output)] = source[id(args[0])][0], True
 
     hooks = [
-        module.register_forward_hook(partial(watch, name))
+        module.register_forward_hook(functools.partial(watch, name))
         for name, module in network.named_modules()
         if isinstance(module, nn.Conv2d | nn.AvgPool2d | RunningNorm)
     ]
@@ -317,6 +317,16 @@ def _observe(x: Any) -> Belief:
     # It takes one image, and in channels_last is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)
     return Belief(mean.unsqueeze(0), var.unsqueeze(0))
+
+
+@functools.cache
+def _core() -> Any:
+    """OpenVINO, once for the whole process.
+
+    Each Core gives the thread an alternate stack for signals and takes the one before back when it ends. Two that ended
+    in the order in which they began left a stack that was gone, and the next signal (a child's end, say) was a crash.
+    """
+    return ov.Core()
 
 
 class Symbol:

@@ -3,7 +3,9 @@
 import copy
 import json
 import runpy
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,7 +250,7 @@ def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
 def run_graph(y: Symbol, parameter: object, x: Tensor) -> object:
     graph = engines.ov.Model([y.node], [parameter])
     options = {"INFERENCE_PRECISION_HINT": "f32"}
-    return engines.ov.Core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
+    return engines._core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
 
 
 @each_engine
@@ -372,3 +374,25 @@ def test_the_benchmark_writes_its_rows(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert all(row["max_difference"] < 1e-3 for row in rows)
     assert all(row["ms_per_image"] > 0 and row["ratio_to_torch"] > 0 for row in rows)
+
+
+def test_a_signal_finds_a_stack_after_engines_have_come_and_gone() -> None:
+    """In a process of its own, which would crash."""
+    pytest.importorskip("openvino")
+    program = """
+        import gc, os, signal, torch, bkn_zoo
+        from bkn_zoo.engines import create_engine
+
+        signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+        model = bkn_zoo.create_model("inception_cifar_gn").eval()
+        engines = [create_engine(model, "openvino") for _ in range(2)]
+        while engines:
+            [engine(torch.zeros(1, 3, 32, 32)) for engine in engines]
+            del engines[0]
+            gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "handled\n"), result.stderr
