@@ -24,7 +24,7 @@ unit: $(READY)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal --cov --cov-report=term --durations=10
 
 serve: $(READY)
-	@echo "make serve: the inference service does not exist yet; use bkn_zoo from Python (see README.md)." >&2; exit 1
+	$(VENV)/bin/bkn-zoo serve
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info

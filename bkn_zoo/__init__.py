@@ -1,8 +1,14 @@
 """Batch Kalman Normalization: the layer, networks that use it, and their checkpoints."""
 
-from bkn_zoo.checkpoints import from_pretrained, list_checkpoints, save_pretrained
+from typing import TYPE_CHECKING, Any
+
+from bkn_zoo.checkpoints import list_checkpoints, save_pretrained
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.hub import from_pretrained, push_to_hub
 from bkn_zoo.models import Network, create_model, list_models
+
+if TYPE_CHECKING:
+    from bkn_zoo.classifier import Classifier
 
 __version__ = "0.1.0"
 
@@ -12,9 +18,20 @@ __all__ = [
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
+    "push_to_hub",
+    "Classifier",
     "Network",
     "BknZooError",
     "UnknownNameError",
     "InputError",
     "CheckpointError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The classifier when it is first used: it imports OpenVINO, which training and the layers do not need."""
+    if name == "Classifier":
+        from bkn_zoo.classifier import Classifier
+
+        return Classifier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,17 +1,24 @@
-"""Variations of training images, computed for a whole batch at once on whatever device it is on.
+"""Variations of training images: of a whole batch at once on the device that it is on, or of image files one by one.
 
-All of them draw from a generator that they are given, so that the same numbers give the same batch.
+Whatever is drawn depends on numbers that are given, so that the same numbers give the same batch.
 """
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.config import Preprocessing
+from bkn_zoo.images import per_channel
+
+MAX_STRETCH = 0.5  # of a random part: the logarithm of its width over its height
 
 
 class Batch(NamedTuple):
@@ -26,8 +33,8 @@ class Augmentation:
     """How training images are varied. Every range is symmetric, and zero switches its part off.
 
     Attributes:
-        crop: shift by up to this share of the side (the padded random crop of CIFAR, continuous).
-        scale: smallest share of the area that a random crop keeps; 1 keeps all.
+        crop: shift by up to this share of the side (the padded random crop of CIFAR).
+        scale: smallest share of the area that a random part keeps; 1 keeps all.
         rotate: degrees.
         colour: brightness, contrast and saturation, each by a factor within 1 +- this.
         flip: mirror half of the images.
@@ -47,70 +54,108 @@ class Augmentation:
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     """A source of random numbers that depends on `numbers` alone."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(_seed(*numbers))
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:
     """Geometry (in one sampling, straight to the network's size), colour and erasing; another draw for each image."""
-    count, device = pixels.shape[0], pixels.device
-
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return torch.rand((count, *shape), generator=source, device=device) * (high - low) + low
-
-    zoom = uniform(augmentation.scale, 1.0).sqrt()
-    stretch = torch.exp(uniform(-1, 1) * (0.25 if augmentation.scale < 1 else 0.0))
-    angle = torch.deg2rad(uniform(-augmentation.rotate, augmentation.rotate))
-    mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0) if augmentation.flip else torch.ones(count, device=device)
-    across, down = zoom * stretch, zoom / stretch
-    reach = 2 * augmentation.crop + (1 - torch.stack([across, down], dim=1)).clamp_min(0)
-    shift = uniform(-1, 1, 2) * reach
+    count, device, size = pixels.shape[0], pixels.device, preprocessing.size
+    # Everything in one draw and few operations: on a GPU, their number is what they cost.
+    draws = torch.rand((11, count), generator=source, device=device) * 2 - 1
+    zoom, stretch, angle, mirror, shift, tint, middle = draws.split([1, 1, 1, 1, 2, 3, 2])
+    area = (1 + augmentation.scale) / 2 + zoom * ((1 - augmentation.scale) / 2)
+    half_stretch = MAX_STRETCH / 2 if augmentation.scale < 1 else 0.0
+    sides = area.sqrt() * torch.exp(torch.cat([stretch, -stretch]) * half_stretch)  # across, down
+    shift = shift * (2 * augmentation.crop + (1 - sides).clamp_min(0))
     if augmentation.scale == 1 and not augmentation.rotate:
         half = pixels.shape[-1] / 2
         shift = torch.round(shift * half) / half  # by whole pixels, which blurs nothing
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    rows = [
-        torch.stack([mirror * across * cos, -down * sin, shift[:, 0]], dim=1),
-        torch.stack([mirror * across * sin, down * cos, shift[:, 1]], dim=1),
-    ]
-    size = preprocessing.size
-    grid = F.affine_grid(torch.stack(rows, dim=1), [count, 3, size, size], align_corners=False)
+    if augmentation.flip:
+        sides[0].copysign_(mirror[0])
+    angle = angle * math.radians(augmentation.rotate)
+    straight, slanted = sides * torch.cos(angle), sides * torch.sin(angle)
+    rows = [straight[0], -slanted[1], shift[0], slanted[0], straight[1], shift[1]]
+    affine = torch.stack(rows, dim=1).view(count, 2, 3)
+    grid = F.affine_grid(affine, [count, 3, size, size], align_corners=False)
     pixels = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
     if augmentation.colour:
-        low, high = 1 - augmentation.colour, 1 + augmentation.colour
-        pixels = pixels * uniform(low, high, 1, 1, 1)
+        brightness, contrast, saturation = (1 + augmentation.colour * tint).view(3, count, 1, 1, 1)
+        pixels = pixels * brightness
         centre = pixels.mean(dim=(1, 2, 3), keepdim=True)
-        pixels = centre + (pixels - centre) * uniform(low, high, 1, 1, 1)
+        pixels = centre + (pixels - centre) * contrast
         grey = pixels.mean(dim=1, keepdim=True)
-        pixels = (grey + (pixels - grey) * uniform(low, high, 1, 1, 1)).clamp(0, 1)
+        pixels = (grey + (pixels - grey) * saturation).clamp(0, 1)
     if augmentation.erase:
-        middle = uniform(0, size, 2)
-        at = torch.arange(size, device=device) + 0.5
-        inside = (at[None, None] - middle[:, :, None]).abs() <= augmentation.erase * size / 2
-        blank = inside[:, 0, None, :, None] & inside[:, 1, None, None, :]
-        mean = torch.tensor(preprocessing.mean, device=device).view(1, 3, 1, 1)
-        pixels = torch.where(blank, mean, pixels)
+        at = (torch.arange(size, device=device) + 0.5) * (2 / size) - 1
+        inside = (at - middle[:, :, None]).abs() <= augmentation.erase
+        blank = inside[0, :, None, :, None] & inside[1, :, None, None, :]
+        pixels = torch.where(blank, per_channel(preprocessing.mean, device), pixels)
     return pixels
 
 
-def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, source: torch.Generator) -> Batch:
-    """Mixup or cutmix of the batch with itself in another order."""
+def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable[[Image.Image | Tensor], Tensor]:
+    """The same variations for one image: a photograph of any size, where random parts are asked for, else its square.
+
+    They draw from PyTorch's own generator (`drawing_from`), and give pixels of the native size, if there is one.
+    """
+    from torchvision.transforms import v2  # here, since it takes seconds that images on the device need not wait
+
+    size = preprocessing.native_size or preprocessing.size
+    steps: list[Any] = []
+    if augmentation.scale < 1:
+        ratio = math.exp(-MAX_STRETCH), math.exp(MAX_STRETCH)
+        steps.append(v2.RandomResizedCrop(size, (augmentation.scale, 1.0), ratio))
+    if augmentation.crop:
+        steps.append(v2.RandomCrop(size, round(augmentation.crop * size), padding_mode="reflect"))
+    if augmentation.rotate:
+        corners = math.ceil(0.21 * size)  # what the longest diagonal needs
+        turn = v2.RandomRotation(augmentation.rotate, v2.InterpolationMode.BILINEAR)
+        steps += [v2.Pad(corners, padding_mode="reflect"), turn, v2.CenterCrop(size)]
+    if augmentation.flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if augmentation.colour:
+        steps.append(v2.ColorJitter(augmentation.colour, augmentation.colour, augmentation.colour))
+    steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    if augmentation.erase:
+        area = augmentation.erase**2
+        steps.append(v2.RandomErasing(1.0, (area, area), (1.0, 1.0), list(preprocessing.mean)))
+    return v2.Compose([*steps, v2.ToPureTensor()])
+
+
+@contextmanager
+def drawing_from(*numbers: int) -> Iterator[None]:
+    """Within it, whatever draws from PyTorch's own generator depends on `numbers` alone; after it, nothing is moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_seed(*numbers))
+        yield
+
+
+def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: int) -> Batch:
+    """Mixup or cutmix of the batch with itself, shifted; what is drawn depends on `numbers` alone.
+
+    The draws are numpy's: the host needs them, and would have to wait for a GPU's.
+    """
     mixers = [name for name in ("mixup", "cutmix") if getattr(augmentation, name)]
     if not mixers:
         return Batch(images, targets)
-    device, size = images.device, images.shape[-1]
-    kind = mixers[int(torch.randint(len(mixers), (), generator=source, device=device))]
-    # numpy, since torch draws Beta values from its global generator only
-    seed = int(torch.randint(2**31, (), generator=source, device=device))
+    rng = np.random.default_rng(numbers)
+    kind = mixers[rng.integers(len(mixers))]
     alpha = getattr(augmentation, kind)
-    keep = float(np.random.default_rng(seed).beta(alpha, alpha))
-    partner = torch.randperm(len(images), generator=source, device=device)
+    keep = float(rng.beta(alpha, alpha))
+    # The batch is in random order already. Not always by one, which would join neighbours of one statistics group.
+    shift = int(rng.integers(1, max(len(images), 2)))
     if kind == "mixup":
-        images = keep * images + (1 - keep) * images[partner]
+        images = keep * images + (1 - keep) * images.roll(shift, 0)
     else:
+        size = images.shape[-1]
         side = round(size * (1 - keep) ** 0.5)
-        top, left = torch.randint(size - side + 1, (2,), generator=source, device=device).tolist()
-        images = images.clone()
-        images[:, :, top : top + side, left : left + side] = images[partner, :, top : top + side, left : left + side]
+        top, left = rng.integers(size - side + 1, size=2).tolist()
+        part = slice(None), slice(None), slice(top, top + side), slice(left, left + side)
+        images, before = images.clone(), images
+        images[part] = before[part].roll(shift, 0)
         keep = 1 - (side / size) ** 2
-    return Batch(images, keep * targets + (1 - keep) * targets[partner])
+    return Batch(images, keep * targets + (1 - keep) * targets.roll(shift, 0))

@@ -65,6 +65,7 @@ class Config:
         training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
         versions: of the libraries that wrote the checkpoint.
+        sha256: of each file of weights; empty if it is not known.
     """
 
     format_version: int
@@ -79,6 +80,7 @@ class Config:
     training: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[str, dict[str, float]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(_is_count(self.format_version), "format_version", self.format_version, "a whole number of at least 1")
@@ -93,12 +95,14 @@ class Config:
         _check_choice("default_statistics", self.default_statistics, MODES)
         valid = self.preprocessing is None or isinstance(self.preprocessing, Preprocessing)
         _check(valid, "preprocessing", self.preprocessing, "a Preprocessing")
-        for name in ("norm_options", "training", "versions"):
+        for name in ("norm_options", "training", "versions", "sha256"):
             value = getattr(self, name)
             valid = isinstance(value, dict) and all(isinstance(key, str) for key in value)
             _check(valid, name, value, "an object with strings as keys")
         valid = all(isinstance(version, str) for version in self.versions.values())
         _check(valid, "versions", self.versions, "a string for each library")
+        valid = all(isinstance(digest, str) for digest in self.sha256.values())
+        _check(valid, "sha256", self.sha256, "a string for each file")
         self._check_labels()
         self._check_accuracy()
 

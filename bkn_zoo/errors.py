@@ -31,3 +31,27 @@ class ImageTooLargeError(ImageError):
 
 class BrokenImageError(ImageError):
     """An image of an accepted format that cannot be decoded."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file of weights whose SHA-256 is not the one in config.json."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class HubError(BknZooError):
+    """The Hugging Face Hub, or the disk that its files go to, stands in the way."""
+
+
+class HubAccessError(HubError):
+    """The token is missing, wrong or without the right (401, 403)."""
+
+
+class HubNotFoundError(HubError):
+    """No such repository or revision (404)."""
+
+
+class HubUnavailableError(HubError):
+    """The Hub is busy, failing, out of reach or switched off by HF_HUB_OFFLINE: later it may work."""

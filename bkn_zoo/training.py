@@ -7,8 +7,8 @@ import math
 import os
 import signal
 import time
-import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,120 +20,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from bkn_zoo.augmentation import Augmentation, Batch
-from bkn_zoo.data import Data, FileImages, evaluation_batches, training_batches
+from bkn_zoo.augmentation import Batch
+from bkn_zoo.data import evaluation_batches, training_batches
+from bkn_zoo.datasets import Data, FileImages
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.evaluation import evaluate
 from bkn_zoo.models import Network
+from bkn_zoo.recipes import Recipe
 
 KALMAN = ("transition", "raw_process_noise", "raw_gain")
 STATE, LOG = "state.pt", "log.jsonl"
+REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
 
 
 class TrainingError(BknZooError):
     """A training that cannot go on."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that a training depends on, beside the data. One TOML file each under recipes/.
-
-    Attributes:
-        model, norm_options: as `create_model` takes them.
-        dataset, size, validation: as `load_data` takes them.
-        gradient_batch: images per optimizer step, over all processes.
-        statistics_batch: images per statistics group; None is all that a process holds at a time.
-        micro_batch: images per forward pass, where the gradient batch does not fit; None is all at once.
-        optimizer: "sgd" (with Nesterov momentum) or "adamw".
-        schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
-        warmup: share of the steps that go up.
-        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none.
-        kalman_lr: learning rate of A, R and q relative to the others'.
-        precision: "bfloat16" (autocast) or "float32".
-        graph: replay steps from a CUDA graph.
-        compile: run the network through torch.compile.
-    """
-
-    model: str
-    dataset: str
-    epochs: int
-    gradient_batch: int
-    statistics_batch: int | None = None
-    micro_batch: int | None = None
-    size: int | None = None
-    validation: float = 0.1
-    optimizer: str = "sgd"
-    lr: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    schedule: str = "one_cycle"
-    warmup: float = 0.2
-    label_smoothing: float = 0.0
-    ema: float = 0.0
-    kalman_lr: float = 1.0
-    clip: float = 0.0
-    precision: str = "bfloat16"
-    graph: bool = False
-    compile: bool = False
-    seed: int = 0
-    norm_options: dict[str, Any] = field(default_factory=dict)
-    augmentation: Augmentation = field(default_factory=Augmentation)
-
-    def __post_init__(self) -> None:
-        _check_types(self)
-        _check_types(self.augmentation, "augmentation.")
-        choices = {"optimizer": ("sgd", "adamw"), "schedule": ("one_cycle", "cosine")}
-        choices |= {"precision": ("bfloat16", "float32")}
-        for name, allowed in choices.items():
-            _check(getattr(self, name) in allowed, name, getattr(self, name), " or ".join(allowed))
-        for name in ("epochs", "gradient_batch", "statistics_batch", "micro_batch", "size"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, name, value, "at least 1")
-        for name in ("validation", "momentum"):
-            _check(0 < getattr(self, name) < 1, name, getattr(self, name), "between 0 and 1")
-        for name in ("label_smoothing", "ema"):
-            _check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
-        _check(0 <= self.warmup <= 1, "warmup", self.warmup, "a share of the steps, 0 to 1")
-        for name in ("lr", "weight_decay", "kalman_lr", "clip", "seed"):
-            _check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
-        for name, value in dataclasses.asdict(self.augmentation).items():
-            _check(0 <= value < math.inf, f"augmentation.{name}", value, "a number of at least 0")
-        _check(0 < self.augmentation.scale <= 1, "augmentation.scale", self.augmentation.scale, "above 0, up to 1")
-
-
-def _check_types(settings: Any, prefix: str = "") -> None:
-    instances: dict[Any, Any] = {float: int | float, dict[str, Any]: dict}  # for which isinstance has to ask
-    for known in dataclasses.fields(settings):
-        value = getattr(settings, known.name)
-        valid = isinstance(value, instances.get(known.type, known.type))
-        valid = valid and (known.type is bool or not isinstance(value, bool))  # which Python counts as a whole number
-        kind = known.type.__name__ if isinstance(known.type, type) else str(known.type)
-        _check(valid, prefix + known.name, value, f"of type {kind}")
-
-
-def _check(valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not valid:
-        raise InputError(f"recipe: {name} is {value!r}, but must be {wanted}.")
-
-
-def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
-    fields: dict[str, Any] = {}
-    if path is not None:
-        try:
-            fields = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file.") from None
-        except ValueError as error:  # of TOML, or of UTF-8
-            raise InputError(f"{path} is not a recipe: {error}.") from None
-    for name, value in (overrides or {}).items():
-        table, _, key = name.rpartition(".")
-        (fields.setdefault(table, {}) if table else fields)[key] = value
-    try:
-        augmentation = Augmentation(**fields.pop("augmentation", {}))
-        return Recipe(**fields, augmentation=augmentation)
-    except TypeError as error:
-        raise InputError(f"recipe {path or ''}: {str(error).split('__init__() ')[-1]}.") from None
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
@@ -160,7 +61,9 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
     on_gpu = device.type == "cuda"  # where a CUDA graph may capture its steps
-    return torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    adamw._warned_capturable_if_run_uncaptured = True  # no warning of the steps before the capture, which must be
+    return adamw
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
@@ -181,6 +84,7 @@ class Training:
     averaged: Network | None
     optimizer: torch.optim.Optimizer
     step: int = 0
+    seconds: float = 0.0  # that the steps took, and the validation after each epoch
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -200,15 +104,13 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     for name, parameter in training.model.named_parameters():
         spoiled = parameter.isnan() if name.endswith(".raw_gain") else ~parameter.isfinite()  # a gain of 1 is infinite
         if spoiled.any():
-            raise TrainingError(
-                f"{name} was not finite after step {training.step - 1}: lower the learning rate; "
-                "the last saved state is from before."
-            )
+            raise TrainingError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "step": training.step,
+        "seconds": training.seconds,
         "history": json.dumps(training.history),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
@@ -223,6 +125,17 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         scratch.unlink(missing_ok=True)
         raise TrainingError(
             f"{folder / STATE} could not be written ({error}): make room; the last one stays."
+        ) from error
+
+
+def write_log(history: list[dict[str, Any]], folder: Path) -> None:
+    """One line per epoch."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
+    except OSError as error:
+        raise TrainingError(
+            f"{folder / LOG} could not be written ({error.strerror}): make room; the last saved state stays."
         ) from error
 
 
@@ -249,15 +162,18 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         raise CheckpointError(
             f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
         ) from None
-    training.step, training.history = state["step"], json.loads(state["history"])
+    training.step, training.seconds = state["step"], state["seconds"]
+    training.history = json.loads(state["history"])
 
 
 def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
     """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
     network: Any = training.model
+    alone: Callable[[], Any] = nullcontext  # within it, gradients are not yet shared with other processes
     if dist.is_initialized():
         # Every process normalizes by its own groups; `share_running_averages` joins what they remember.
         network = DistributedDataParallel(training.model, broadcast_buffers=False)
+        alone = network.no_sync
     if recipe.compile:
         network = torch.compile(network)
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
@@ -268,11 +184,13 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         micro = recipe.micro_batch or len(batch.images)
         parts = list(zip(batch.images.split(micro), batch.targets.split(micro), strict=True))
         total = torch.zeros((), device=device)
-        for images, targets in parts:
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                logits = network(images.contiguous(memory_format=torch.channels_last))
-            loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
-            loss.backward()
+        for number, (images, targets) in enumerate(parts, start=1):
+            with alone() if number < len(parts) else nullcontext():
+                # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
+                with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+                    logits = network(images.contiguous(memory_format=torch.channels_last))
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
+                loss.backward()
             total += loss.detach()
         if recipe.clip:
             nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
@@ -301,7 +219,8 @@ def _graphed(step: Callable[[Batch], Tensor], eager_steps: int = 3) -> Callable[
             return result
         if buffers is None:
             buffers = Batch(*(part.clone() for part in batch))
-            with torch.cuda.graph(graph):
+            # "thread_local": the thread in which a DataLoader pins memory may go on meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = step(buffers)
         for buffer, part in zip(buffers, batch, strict=True):
             buffer.copy_(part)
@@ -358,11 +277,10 @@ def fit(
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
     step = make_step(training, recipe, device)
-    folder.mkdir(parents=True, exist_ok=True)
     saved = time.monotonic()
-
-    if rank == 0:  # lines of epochs that are about to be repeated go
-        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in training.history))
+    begun = saved - training.seconds  # as if what came before an interruption had come just before now
+    if rank == 0:
+        write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
 
     def save_if_needed() -> None:
         nonlocal saved
@@ -370,6 +288,7 @@ def fit(
         wish = _largest(wish)  # clocks and signals differ between processes, which have to act as one
         if wish:
             _finite(losses, first)
+            training.seconds = time.monotonic() - begun
             if rank == 0:
                 save_state(training, recipe, folder)
             saved = time.monotonic()
@@ -400,26 +319,22 @@ def fit(
                 if training.step % per_epoch:  # after an epoch's last step only with its line in the history
                     save_if_needed()
             loss = _finite(losses, first)
-            line: dict[str, Any] = {
-                "epoch": epoch + 1,
-                "step": training.step,
-                "loss": loss,
-                "seconds": time.monotonic() - started,
-            }
+            line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step, "loss": loss}
             line["images_per_s"] = _speed(recipe, losses, started)
             if isinstance(data.train, FileImages):
                 line["unreadable_images"] = len(data.train.unreadable)
-            line["validation"] = evaluate(
-                training.result, evaluation_batches(data, data.validation, 500, device, workers)
-            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
+                batches = evaluation_batches(data, data.validation, 500, device, workers)
+                line["validation"] = evaluate(training.result, batches)
+            training.seconds = time.monotonic() - begun
+            line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
             best = max(metrics["top1"] for metrics in line["validation"].values())
             shown |= {"top1": f"{best:.2f}"}
             if not bar.disable:
                 bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
             if rank == 0:
-                with (folder / LOG).open("a") as log:
-                    log.write(json.dumps(line) + "\n")
+                write_log(training.history, folder)
             save_if_needed()
         if rank == 0:
             save_state(training, recipe, folder)
@@ -453,9 +368,7 @@ def _finite(losses: list[Tensor], first: int) -> float:
     good = values.isfinite()
     if not good.all():
         step = first + int((~good).nonzero()[0, 0])
-        raise TrainingError(
-            f"the loss was not finite at step {step}: lower the learning rate; the last saved state is from before."
-        )
+        raise TrainingError(f"the loss was not finite at step {step}: {REMEDY}.")
     return values.mean().item()
 
 

@@ -3,6 +3,7 @@
     python scripts/benchmark.py train          # training steps on a GPU
     python scripts/benchmark.py train-cpu      # and on the CPU
     python scripts/benchmark.py infer          # images through the engines
+    python scripts/benchmark.py serve          # and through the service, beside LitServe
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
 spreads are over the rounds, and the ratios are medians of the ratios within a round.
@@ -306,6 +307,12 @@ def infer(args: argparse.Namespace) -> None:
     print(table(rows, INFER_COLUMNS))
 
 
+def serve(args: argparse.Namespace) -> None:
+    from benchmark_serve import serve  # needs the service's own dependencies
+
+    serve(args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -337,6 +344,16 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
     command.set_defaults(run=infer)
+    command = commands.add_parser("serve", help="the service under load, beside its bare engine and LitServe")
+    command.add_argument("--model", help="a checkpoint; default: an untrained network")
+    command.add_argument("--network", default="inception_v2", help="of the untrained one")
+    command.add_argument("--size", type=int, default=128, help="of its input")
+    command.add_argument("--side", type=int, default=64, help="of the image that the clients send")
+    command.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--seconds", type=float, default=4.0, help="of each turn")
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_serve.json"))
+    command.set_defaults(run=serve)
     args = parser.parse_args()
     args.run(args)
 

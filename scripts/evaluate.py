@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 import bkn_zoo
-from bkn_zoo.data import evaluation_batches, load_data
+from bkn_zoo.data import evaluation_batches
+from bkn_zoo.datasets import load_data
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.evaluation import evaluate
 from bkn_zoo.norms import MODES
@@ -40,6 +41,9 @@ def main() -> None:
     data = replace(data, preprocessing=preprocessing or data.preprocessing)
     if len(data.label_names) != model.num_classes:
         raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")
+    for theirs, ours in zip(data.label_names, model.config.label_names or data.label_names, strict=True):
+        if theirs != ours:
+            raise InputError(f"{args.data} has {theirs!r} for {ours!r} of {args.checkpoint}: name the classes alike.")
     device = torch.device(args.device)
     batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
     measured = evaluate(model, batches, args.statistics)

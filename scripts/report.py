@@ -1,16 +1,22 @@
-"""Writes the documents that show measurements, from the JSON files under results/.
+"""Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py            # rewrite docs/performance.md
+python scripts/report.py            # rewrite docs/performance.md, MODEL_CARD.md and checkpoints/*/README.md
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+from bkn_zoo.cards import read_runs
+from bkn_zoo.config import Config
+from bkn_zoo.publishing import card_from_results
 from bkn_zoo.results import table
+from bkn_zoo.zoo_card import zoo_card
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
+MODEL_CARD = ROOT / "MODEL_CARD.md"
+CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 
 INTRODUCTION = """\
 # How fast it is
@@ -85,5 +91,15 @@ def performance() -> str:
     return "\n".join(parts)
 
 
+def cards() -> dict[Path, str]:
+    """The text of every model card."""
+    folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
+    configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
+    texts = {folder / "README.md": card_from_results(folder, folder.name, RESULTS) for folder in folders}
+    return {MODEL_CARD: zoo_card(configs, read_runs(RESULTS / "runs")), **texts}
+
+
 if __name__ == "__main__":
     DOCUMENT.write_text(performance())
+    for path, text in cards().items():
+        path.write_text(text)

@@ -5,10 +5,15 @@
     python scripts/train.py --data FOLDER_OF_CLASSES --init CHECKPOINT       # fine-tune on one's own images
     torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs
 
-Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100. The
+Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
+--statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
 output folder holds state.pt and log.jsonl while the training runs, and at the end curves.png and the folder
 `checkpoint`; the record goes to results/runs/. The statistics mode is chosen on the validation images; the test images
 are used once, at the end, on the weights as they are stored.
+
+--resume takes the same command once more, and on the same hardware and versions ends with the very same weights as if
+nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses them by rule rather
+than by a race, which another process might decide otherwise.
 """
 
 import argparse
@@ -16,7 +21,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,15 @@ import torch
 import torch.distributed as dist
 
 import bkn_zoo
-from bkn_zoo.data import Data, evaluation_batches, load_data
+from bkn_zoo.data import evaluation_batches
+from bkn_zoo.datasets import Data, load_data
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.evaluation import evaluate
+from bkn_zoo.hub import check_repository
+from bkn_zoo.publishing import card_from_results, publish
+from bkn_zoo.recipes import Recipe, read_recipe
 from bkn_zoo.results import environment
-from bkn_zoo.training import Recipe, Training, begin, fit, load_state, read_recipe
+from bkn_zoo.training import Training, TrainingError, begin, fit, load_state
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
@@ -42,9 +50,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("recipe", nargs="?", type=Path, help="a file of recipes/")
     parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
     parser.add_argument("--init", help="a checkpoint to start from; its classifier is kept where the classes fit")
-    parser.add_argument("--output", type=Path, help="default: runs/NAME_OF_THE_RECIPE")
+    parser.add_argument("--output", type=Path, help="default: runs/NAME")
     parser.add_argument("--results", type=Path, default=Path("results/runs"), help="where the record of the run goes")
-    parser.add_argument("--name", help="of the run; default: the recipe's")
+    parser.add_argument("--name", help="of the run; default: the recipe's, and what is overridden")
+    parser.add_argument(
+        "--publish", metavar="NAMESPACE", help="at the end, publish the checkpoint on the Hub as NAMESPACE/NAME"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the training in the output folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that decode image files")
@@ -102,7 +113,16 @@ def build(recipe: Recipe, init: str | None, classes: int) -> bkn_zoo.Network:
     return model
 
 
-def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str, seconds: float) -> None:
+def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe) -> str:
+    """One that no other recipe's run has, so that a twin does not take the place of the run it is compared with."""
+    if args.name:
+        return args.name
+    if args.recipe is None:
+        return f"{recipe.model}.{args.data.name}"
+    return args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
+
+
+def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
     """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
     device = torch.device(args.device)
     model = training.result.cpu()
@@ -124,7 +144,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     record = {
         "name": name, "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
-        "epochs": recipe.epochs, "seconds": seconds, "chosen_statistics": best, "test": test,
+        "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
         "test_images": "validation" if data.test is data.validation else "test",
         "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
     }  # fmt: skip
@@ -134,7 +154,10 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     for mode, metrics in test.items():
         chosen = " (chosen on the validation images)" if mode == best else ""
         print(f"test, {mode}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{chosen}")
+    (folder / "README.md").write_text(card_from_results(folder, name, args.results.parent))
     print(f"saved to {folder}")
+    if args.publish:
+        publish(folder, name, args.publish, args.results.parent)
 
 
 def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -165,18 +188,24 @@ def main() -> None:
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(recipe.seed)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     device = torch.device(args.device)
-    name = args.name or (args.recipe.stem if args.recipe else f"{recipe.model}.{args.data.name}")
+    name = run_name(args, overrides, recipe)
+    if args.publish:
+        check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
     args.output = args.output or Path("runs") / name
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
     if args.resume:
         load_state(training, recipe, args.output, device)
-    started = time.monotonic()
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        finish(training, recipe, data, args, name, time.monotonic() - started)
+        try:
+            finish(training, recipe, data, args, name)
+        except OSError as error:
+            raise TrainingError(
+                f"the results could not be written ({error}): make room, and repeat the command with --resume."
+            ) from error
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -100,6 +100,7 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
     path = folder / "model.safetensors"
     weights = safetensors.torch.load(path.read_bytes()) | {name.replace("__", "."): x for name, x in changes.items()}
     path.write_bytes(safetensors.torch.save({name: x for name, x in weights.items() if x is not None}))
+    edit_config(folder, sha256={})  # so that what is wrong with the tensors is found, not that they were changed
 
 
 def assert_refused(folder: Path, *words: str) -> None:
@@ -138,11 +139,12 @@ def test_saving_a_loaded_model_writes_the_same_weights_labels_and_preprocessing(
 
 def test_accuracy_and_training_are_not_claimed_for_weights_that_are_saved_anew(tmp_path: Path) -> None:
     accuracy = {"sample": {"top1": 71.25, "top5": 90}}
-    save_pretrained(make(), tmp_path / "a", accuracy=accuracy, training={"epochs": 3, "data": ["CIFAR-10"]})
+    about = {"accuracy": accuracy, "default_statistics": "sample"}
+    save_pretrained(make(), tmp_path / "a", **about, training={"epochs": 3, "data": ["CIFAR-10"]})
     loaded = from_pretrained(tmp_path / "a")
     assert loaded.config.accuracy == accuracy
     assert loaded.config.training == {"epochs": 3, "data": ["CIFAR-10"]}
-    assert "- sample: top1 71.25, top5 90" in (tmp_path / "a" / "README.md").read_text()
+    assert "| sample (default) | 71.25 | 90 |" in (tmp_path / "a" / "README.md").read_text()
     save_pretrained(loaded, tmp_path / "b")
     assert from_pretrained(tmp_path / "b").config.accuracy == {}
     assert from_pretrained(tmp_path / "b").config.training == {}
@@ -497,6 +499,7 @@ def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
         ({"accuracy": []}, ["config.json", "accuracy is []"]),
         ({"training": "long"}, ["config.json", "training is 'long'"]),
         ({"versions": {"torch": 2}}, ["config.json", "versions"]),
+        ({"sha256": {"model.safetensors": 2}}, ["config.json", "sha256"]),
         ({"preprocessing": [32]}, ["config.json", "preprocessing is [32]"]),
         ({"preprocessing": {"size": 32}}, ["config.json", "preprocessing.mean is missing"]),
         ({"preprocessing": {"size": 32, "crop": 1, "mean": [0], "std": [1]}}, ["config.json", "preprocessing.crop"]),
@@ -570,6 +573,29 @@ def test_truncated_weights_are_refused(folder: Path, length: int) -> None:
     assert_refused(folder, str(path), "truncated")
 
 
+@pytest.mark.parametrize("place", [8, 200, -1])
+def test_a_flipped_byte_in_the_weights_is_refused_with_the_files_name(folder: Path, place: int) -> None:
+    """In the header or in a tensor, where nothing else would notice it."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    assert_refused(folder, str(path))
+
+
+def test_weights_of_another_checkpoint_are_refused(folder: Path, tmp_path: Path) -> None:
+    save_pretrained(bkn_zoo.create_model(SMALL), tmp_path / "other", preprocessing=CIFAR)
+    (folder / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    assert_refused(folder, str(folder / "model.safetensors"), "SHA-256", "config.json")
+
+
+def test_a_folder_that_keeps_no_hashes_still_loads(folder: Path) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    del data["sha256"]
+    (folder / "config.json").write_text(json.dumps(data))
+    assert from_pretrained(folder).config.sha256 == {}
+
+
 def test_weights_with_something_behind_them_are_refused(folder: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"more")
@@ -609,6 +635,7 @@ def sharded(folder: Path) -> Path:
         shard = {name: x for name, x in weights.items() if files[name] == file}
         safetensors.torch.save_file(shard, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    edit_config(folder, sha256={})
     return folder
 
 

@@ -15,9 +15,11 @@ from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 
-from bkn_zoo.augmentation import Augmentation, generator, mix, vary
+from bkn_zoo import datasets
+from bkn_zoo.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.config import Preprocessing
-from bkn_zoo.data import ArrayImages, Data, evaluation_batches, load_data, normalize, training_batches
+from bkn_zoo.data import evaluation_batches, normalize, training_batches
+from bkn_zoo.datasets import ArrayImages, Data, load_data
 from bkn_zoo.errors import InputError
 
 CPU = torch.device("cpu")
@@ -120,6 +122,14 @@ def test_a_truncated_or_missing_cifar_file_is_named(tmp_path: Path) -> None:
         load_data("cifar10", tmp_path)
 
 
+@pytest.mark.parametrize(("file", "lacks"), [("data_batch_4", "labels"), ("batches.meta", "label_names")])
+def test_a_cifar_file_that_lacks_a_part_is_named(tmp_path: Path, file: str, lacks: str) -> None:
+    write_cifar10(tmp_path)
+    pickled(tmp_path / "cifar-10-batches-py" / file, {b"data": np.zeros((4, 3072), dtype=np.uint8)})
+    with pytest.raises(InputError, match=rf"{file} is not the official file \(it lacks b'{lacks}'\)"):
+        load_data("cifar10", tmp_path)
+
+
 def write_tiny_imagenet(root: Path, per_class: int = 5) -> None:
     identifiers = ["n02", "n01"]  # in the official file they are not sorted either
     for label, identifier in enumerate(identifiers):
@@ -144,9 +154,45 @@ def test_tiny_imagenet_is_numbered_as_wnids_and_tested_on_its_annotated_images(t
         assert (split.images[:, 2] > 200).all()
 
 
-def test_tiny_imagenet_leaves_out_a_corrupt_image_and_names_it(tmp_path: Path) -> None:
+def test_tiny_imagenet_in_grey_and_with_a_name_that_two_classes_share(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path)
-    (tmp_path / "train" / "n01" / "images" / "n01_2.JPEG").write_bytes(b"no image")
+    Image.new("L", (64, 64), 77).save(tmp_path / "val" / "images" / "val_0.JPEG")  # as some of the official ones are
+    (tmp_path / "words.txt").write_text("n01\tcrane, a bird\nn02\tcrane\n")
+    data = load_data("tiny_imagenet", tmp_path)
+    assert data.label_names == ["crane", "crane, a bird"]
+    assert (data.test.images[1] == 77).all()
+
+
+def test_tiny_imagenet_with_an_annotation_of_an_unknown_class_is_an_error(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path)
+    for line in ("val_0.JPEG\tn99\t0\t0\t9\t9", "nonsense", ""):
+        (tmp_path / "val" / "val_annotations.txt").write_text(f"val_1.JPEG\tn01\t0\t0\t9\t9\n{line}\n")
+        with pytest.raises(InputError, match=rf"val_annotations.txt has '{line[:4]}.*of no class in wnids.txt"):
+            load_data("tiny_imagenet", tmp_path)
+
+
+def test_tiny_imagenet_is_the_same_when_many_processes_decode_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_imagenet(tmp_path)
+    for k, path in enumerate(sorted(tmp_path.rglob("*.JPEG"))):
+        write_image(path, (20 * k, 10, 240), (64, 64))
+    alone = load_data("tiny_imagenet", tmp_path)
+    monkeypatch.setattr(datasets, "CHUNK", 3)
+    together = load_data("tiny_imagenet", tmp_path)
+    for split in ("train", "validation", "test"):
+        assert torch.equal(getattr(alone, split).images, getattr(together, split).images)
+        assert torch.equal(getattr(alone, split).labels, getattr(together, split).labels)
+    assert len(set(alone.train.images[:, 0, 0, 0].tolist())) == 9
+
+
+@pytest.mark.parametrize("bad", ["not an image", "of another size"])
+def test_tiny_imagenet_leaves_out_a_corrupt_image_and_names_it(tmp_path: Path, bad: str) -> None:
+    write_tiny_imagenet(tmp_path)
+    path = tmp_path / "train" / "n01" / "images" / "n01_2.JPEG"
+    write_image(path, (1, 2, 3), (64, 65))
+    if bad == "not an image":
+        path.write_bytes(b"no image")
     with pytest.warns(RuntimeWarning, match=r"n01_2.JPEG cannot be read .*1 so far"):
         data = load_data("tiny_imagenet", tmp_path, validation=0.2)
     assert len(data.train) + len(data.validation) == 9
@@ -450,7 +496,7 @@ def test_mixup_joins_images_and_targets_by_the_same_share() -> None:
     images, targets = torch.zeros(4, 3, 8, 8), torch.eye(4)
     for k in range(4):
         images[k] = 10**k
-    mixed = mix(images, targets, Augmentation(mixup=1.0), generator("cpu", 1))
+    mixed = mix(images, targets, Augmentation(mixup=1.0), 1)
     assert_close(mixed.targets.sum(1), torch.ones(4))
     assert (mixed.targets.max(1).values < 1).any()
     expected = mixed.targets @ torch.tensor([1.0, 10.0, 100.0, 1000.0])
@@ -462,7 +508,7 @@ def test_cutmix_targets_are_the_mixed_areas() -> None:
     before = images.clone()
     mixed_at_all = 0
     for number in range(10):
-        mixed = mix(images, torch.eye(4), Augmentation(cutmix=1.0), generator("cpu", number))
+        mixed = mix(images, torch.eye(4), Augmentation(cutmix=1.0), number)
         areas = torch.stack([(mixed.images[:, 0] == k).float().mean((1, 2)) for k in range(4)], dim=1)
         assert_close(mixed.targets, areas)
         mixed_at_all += bool((areas.max(1).values < 1).any())
@@ -474,16 +520,87 @@ def test_mixup_and_cutmix_take_turns() -> None:
     images = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 16, 16)
     cut = 0
     for number in range(60):
-        mixed = mix(images, torch.eye(4), Augmentation(cutmix=1.0, mixup=1.0), generator("cpu", number))
+        mixed = mix(images, torch.eye(4), Augmentation(cutmix=1.0, mixup=1.0), number)
         cut += bool((mixed.images == mixed.images.round()).all())
     assert 15 < cut < 45
 
 
 def test_without_a_mixer_nothing_is_mixed() -> None:
     images, targets = pixels(4), torch.eye(4)
-    mixed = mix(images, targets, Augmentation(), generator("cpu", 1))
+    mixed = mix(images, targets, Augmentation(), 1)
     assert mixed.images is images
     assert mixed.targets is targets
+
+
+# The same for files
+
+
+def varied(image: Image.Image | Tensor, count: int, size: int = 16, **change: Any) -> Tensor:
+    """Many variations of one image, by the numbers 0, 1, 2, ..."""
+    vary_one = transforms(Augmentation(**{"flip": False} | change), dataclasses.replace(PLAIN, size=size))
+    found = []
+    for number in range(count):
+        with drawing_from(number):
+            found.append(vary_one(image))
+    return torch.stack(found)
+
+
+def photograph(width: int = 30, height: int = 20) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4}, {"crop": 0.25}], ids=str
+)
+def test_every_variation_of_a_file_is_drawn_by_its_numbers_and_stays_in_range(change: dict[str, float]) -> None:
+    image = photograph() if "scale" in change else pixels(1)[0]
+    before = torch.get_rng_state()
+    found = varied(image, 8, **change)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert torch.equal(varied(image, 8, **change), found)
+    assert type(found[0]) is Tensor
+    assert found.shape == (8, 3, 16, 16)
+    assert found.min() >= 0
+    assert found.max() <= 1
+    assert len({tuple(one.flatten().tolist()) for one in found}) > 5  # two may fall on the same place
+
+
+def test_a_random_part_of_a_file_is_as_large_and_as_narrow_as_that_of_an_image_on_the_device() -> None:
+    """And lies anywhere in the photograph, not in its central square alone."""
+    columns = np.broadcast_to(np.linspace(0, 255, 128)[None, :, None], (64, 128, 3)).astype(np.uint8)
+    found = varied(Image.fromarray(columns.copy()), 100, scale=0.25)[:, 0]
+    widths = 2 * (found.amax((1, 2)) - found.amin((1, 2)))  # in heights of the photograph
+    assert widths.min() > 0.5 * 2**0.5 * 0.77 * 0.9  # sqrt(a quarter of the area), by exp(-0.25), and the smoothing
+    assert widths.min() < 0.8
+    assert found.min() < 0.1
+    assert found.max() > 0.9
+
+
+def test_a_file_is_shifted_by_whole_pixels_mirrored_and_blanked_as_it_would_be_on_the_device() -> None:
+    image = pixels(1)[0]
+    padded = F.pad(image[None], (2, 2, 2, 2), mode="reflect")[0]
+    shifts = {(dy, dx): padded[:, dy : dy + 16, dx : dx + 16] for dy in range(5) for dx in range(5)}
+    for one in varied(image, 20, crop=0.125):
+        assert sum(torch.equal(one, shifted) for shifted in shifts.values()) == 1
+    mirrored = [torch.equal(one, image.flip(2)) for one in varied(image, 60, flip=True)]
+    assert 15 < sum(mirrored) < 45
+    for one in varied(image, 20, erase=0.5):
+        blank = (one - torch.tensor(PLAIN.mean).view(3, 1, 1)).abs().amax(0) < 1e-6
+        assert blank.sum() == 64
+        assert torch.equal(one[:, ~blank], image[:, ~blank])
+
+
+def test_a_file_is_turned_about_its_centre_without_black_corners() -> None:
+    found = varied(torch.ones(3, 33, 33), 20, size=33, rotate=30.0)
+    assert (found > 0.99).all()
+    line = torch.zeros(3, 33, 33)
+    line[:, 16] = 1
+    ends = varied(line, 50, size=33, rotate=20.0)[:, 0, :, 30].argmax(1) - 16
+    angles = torch.rad2deg(torch.atan(ends / 14.0))
+    assert angles.abs().max() < 20 + 3
+    assert angles.min() < -10
+    assert angles.max() > 10
 
 
 # Bad input

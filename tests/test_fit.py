@@ -26,12 +26,13 @@ from torch.testing import assert_close
 import bkn_zoo
 from bkn_zoo import create_model, list_models, training
 from bkn_zoo.augmentation import Augmentation, Batch
-from bkn_zoo.data import evaluation_batches, load_data
+from bkn_zoo.data import evaluation_batches, training_batches
+from bkn_zoo.datasets import load_data
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.evaluation import calibration_error, evaluate, measure
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchRenorm2d
+from bkn_zoo.recipes import Recipe, read_recipe
 from bkn_zoo.training import (
-    Recipe,
     Training,
     TrainingError,
     average,
@@ -41,7 +42,6 @@ from bkn_zoo.training import (
     load_state,
     make_step,
     parameter_groups,
-    read_recipe,
     save_state,
 )
 
@@ -57,15 +57,18 @@ def batch(count: int = 8, classes: int = 2) -> Batch:
     return Batch(torch.randn(count, 3, 8, 8), F.one_hot(labels, classes).float())
 
 
-def started(recipe: Recipe = RECIPE) -> Training:
-    return begin(recipe, network(), CPU)
+def started(recipe: Recipe = RECIPE, device: torch.device = CPU) -> Training:
+    torch.manual_seed(0)
+    return begin(recipe, create_model(recipe.model, 2), device)
 
 
-def run(folder: Path, recipe: Recipe = RECIPE, resume: bool = False, save_minutes: float = 1e4) -> Training:
-    state = started(recipe)
+def run(
+    folder: Path, recipe: Recipe = RECIPE, resume: bool = False, save_minutes: float = 1e4, device: torch.device = CPU
+) -> Training:
+    state = started(recipe, device)
     if resume:
-        load_state(state, recipe, folder, CPU)
-    fit(state, recipe, data(), folder, CPU, save_minutes, quiet=True)
+        load_state(state, recipe, folder, device)
+    fit(state, recipe, data().to(device), folder, device, save_minutes, quiet=True)
     return state
 
 
@@ -337,6 +340,8 @@ def test_the_schedule_of_brn_reaches_its_layers() -> None:
         ("validation", 1, "validation is 1"),
         ("graph", 1, "graph is 1, but must be of type bool"),
         ("augmentation.scale", 0, "augmentation.scale is 0"),
+        ("augmentation.crop", 0.6, "augmentation.crop is 0.6, but must be at most half of the side"),
+        ("augmentation.erase", 1.0, "augmentation.erase is 1.0, but must be below 1"),
         ("augmentation.crop", "big", "augmentation.crop is 'big', but must be of type float"),
         ("augmentation.mixup", -1, "augmentation.mixup is -1"),
         ("augmentation.blur", 1, "unexpected keyword argument 'blur'"),
@@ -421,6 +426,86 @@ def write_tree(root: Path, per_class: int) -> None:
             Image.fromarray(image).save(root / name / f"{k}.png")
 
 
+# On a GPU
+
+
+@pytest.fixture
+def gpu() -> Any:
+    """The device, with cuDNN as train.py sets it."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        yield torch.device("cuda")
+
+
+gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+GRAPHED = dataclasses.replace(
+    RECIPE, graph=True, epochs=4, clip=1.0, precision="bfloat16", label_smoothing=0.1,
+    augmentation=Augmentation(crop=0.2, erase=0.3, colour=0.2, mixup=0.2, cutmix=1.0),
+)  # fmt: skip
+
+
+@gpu_only
+@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "statistics_batch"),
+    [("bkn", "sgd", 2), ("bkn", "adamw", 2), ("bn", "sgd", None), ("bn", "adamw", 2), ("brn", "sgd", 2)],
+)
+def test_steps_from_a_graph_do_what_steps_from_python_do(
+    gpu: torch.device, tmp_path: Path, model: str, optimizer: str, statistics_batch: int | None, micro_batch: int | None
+) -> None:
+    """Twelve, of which nine are replayed: with another learning rate each, averages, mixing and clipping."""
+    changes = {"model": f"inception_cifar_{model}", "optimizer": optimizer, "lr": 0.02 if optimizer == "sgd" else 1e-3}
+    changes |= {"statistics_batch": statistics_batch, "micro_batch": micro_batch}
+    recipe = dataclasses.replace(GRAPHED, **changes)
+    replayed = run(tmp_path / "graph", recipe, device=gpu)
+    launched = run(tmp_path / "python", dataclasses.replace(recipe, graph=False), device=gpu)
+    assert replayed.step == launched.step == 12
+    assert [line["loss"] for line in replayed.history] == pytest.approx(
+        [line["loss"] for line in launched.history], rel=1e-3
+    )
+    assert_close(weights(replayed), weights(launched), rtol=1e-2, atol=1e-4)
+    moments = [list(state.optimizer.state_dict()["state"].values()) for state in (replayed, launched)]
+    assert_close(*moments, rtol=2e-2, atol=1e-4)
+    counts = {int(tensor) for name, tensor in weights(replayed).items() if name.endswith("num_batches_tracked")}
+    assert counts == {12 * (1 if micro_batch is None else 2)}
+
+
+@gpu_only
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resuming_on_a_gpu_gives_the_very_same_weights(
+    gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """Though the steps after the interruption are launched from Python again, until they are captured anew."""
+    recipe = dataclasses.replace(GRAPHED, optimizer=optimizer)
+    whole = run(tmp_path / "whole", recipe, device=gpu)
+
+    def die(found: Batch) -> Batch:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        at_batch(patch, 7, die)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "part", recipe, save_minutes=0, device=gpu)
+    resumed = run(tmp_path / "part", recipe, resume=True, device=gpu)
+    assert_identical(weights(resumed), weights(whole))
+
+
+@gpu_only
+def test_the_host_does_not_wait_for_the_gpu_between_batches(gpu: torch.device) -> None:
+    state, where = started(GRAPHED, gpu), data().to(gpu)
+    step = make_step(state, GRAPHED, gpu)
+    for epoch in range(4):
+        batches = training_batches(where, 8, epoch, 0, GRAPHED.augmentation, gpu)
+        step(next(batches))  # the order of an epoch is copied to the device once
+        torch.cuda.set_sync_debug_mode("error" if epoch == 3 else "default")
+        try:
+            for found in batches:
+                for group in state.optimizer.param_groups:
+                    group["lr"].fill_(0.01)
+                step(found)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 # Interruptions
 
 
@@ -462,6 +547,31 @@ def test_sigterm_saves_says_so_and_resuming_gives_the_same_weights(
     assert_identical(weights(resumed), weights(uninterrupted))
     assert [line["epoch"] for line in resumed.history] == [1, 2]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on by a second whenever it is asked, and by 1000 while the training is interrupted."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    def die(found: Batch) -> Batch:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.time, "monotonic", clock)
+    with monkeypatch.context() as patch:
+        at_batch(patch, 5, die)  # in the second epoch
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, save_minutes=0)
+    killed_at, now = now, now + 1000
+    resumed = run(tmp_path, resume=True)
+    assert [line["epoch"] for line in resumed.history] == [1, 2]
+    assert sum(line["seconds"] for line in resumed.history) == resumed.seconds
+    assert killed_at < resumed.seconds + 10 < now - 950
+    assert resumed.seconds < now - 1000 + 10
 
 
 def test_resuming_a_finished_training_changes_nothing(uninterrupted: Training, tmp_path: Path) -> None:
@@ -509,6 +619,15 @@ def test_a_full_disk_keeps_the_last_good_state(
     assert not (tmp_path / ".state.pt.tmp").exists()
 
 
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(TrainingError, match=r"log.jsonl could not be written \(No space left on device\): make room"):
+        run(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:a training batch was not finite")
 @pytest.mark.parametrize("save_minutes", [0, 1e4])
 def test_a_loss_that_is_not_finite_stops_says_the_step_and_keeps_the_last_good_state(
@@ -517,7 +636,7 @@ def test_a_loss_that_is_not_finite_stops_says_the_step_and_keeps_the_last_good_s
     state = started()
     save_state(state, RECIPE, tmp_path)
     at_batch(monkeypatch, 1, lambda found: Batch(found.images * math.nan, found.targets))
-    with pytest.raises(TrainingError, match=r"loss was not finite at step 1\b"):
+    with pytest.raises(TrainingError, match=r"loss was not finite at step 1: start anew with a lower learning rate"):
         fit(state, RECIPE, data(), tmp_path, CPU, save_minutes, quiet=True)
     kept = started()
     load_state(kept, RECIPE, tmp_path, CPU)
@@ -669,6 +788,10 @@ def test_two_processes_train_as_one_would(tmp_path: Path) -> None:
     write_tree(tmp_path / "tree", 12)
     found = train_in_two_processes(tmp_path)
     assert_same_gradient([process["step"] for process in found])
+    assert_same_gradient([process["accumulated"] for process in found])
+    # Of a share of four images in two passes, only the second sends its gradients.
+    assert [process["step"]["passes_alone"] for process in found] == [0, 0]
+    assert [process["accumulated"]["passes_alone"] for process in found] == [1, 1]
     assert_shared_running_averages([process["step"] for process in found])
     assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
     # And through the script, as torchrun starts it: one of them leaves the checkpoint.

@@ -2,9 +2,11 @@
 
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,48 @@ def test_options_override_the_recipe_wherever_they_stand(parse: Any) -> None:
     }
 
 
+def test_what_overrides_a_recipe_is_in_the_name_of_the_run(parse: Any) -> None:
+    """So that the twin of a run does not take its place."""
+    run_name = runpy.run_path(str(SCRIPTS / "train.py"))["run_name"]
+
+    def name(line: str) -> str:
+        args, overrides = parse(line.split())
+        return run_name(args, overrides, SimpleNamespace(model="resnet101_bn"))
+
+    recipe = "recipes/resnet101_bkn.tiny_imagenet.toml --data D"
+    assert name(recipe) == "resnet101_bkn.tiny_imagenet"
+    twin = f"{recipe} --statistics_batch None --model resnet101_bn"
+    assert name(twin) == "resnet101_bkn.tiny_imagenet-model=resnet101_bn-statistics_batch=None"
+    assert name(f"{twin} --name twin") == "twin"
+    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos"
+
+
+def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_its_own(
+    script: Script, tree: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "net.toml").write_text(
+        'model = "inception_cifar_bkn"\ndataset = "folder"\nepochs = 1\ngradient_batch = 8\nstatistics_batch = 2\n'
+        'size = 8\nprecision = "float32"\n[augmentation]\nscale = 0.5\n'
+    )
+    twin = ("--model", "inception_cifar_bn", "--statistics_batch", "None")
+    script("train.py", "net.toml", "--data", tree, "--device", "cpu", *twin, "--name", "net.bn")
+    record = json.loads((tmp_path / "results" / "runs" / "net.bn.json").read_text())
+    assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
+    assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
+    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "net.bn" / "checkpoint")
+    assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
+
+
+def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("a file where a folder should be")
+    command = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
+    command += ("--device", "cpu", "--output", "out")
+    assert "make room, and repeat the command with --resume" in sentence(script, *command)
+    (tmp_path / "results").unlink()
+    script(*command, "--resume")
+    assert (tmp_path / "results" / "runs" / "inception_cifar_bkn.photos.json").is_file()
+
+
 def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe(parse: Any) -> None:
     args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
     assert args.recipe is None
@@ -204,6 +248,11 @@ def test_bad_input_ends_evaluate_with_one_sentence(script: Script, tree: Path, c
     start = ("evaluate.py", checkpoint, "--device", "cpu", "--data")
     assert "there is no folder" in sentence(script, *start, "nowhere")
     assert "has 2 classes" in sentence(script, *start, tree)
+    for found, called in (("dark", "a"), ("light", "b")):
+        (tree / found).rename(tree / called)
+    for more in ("c", "d", "f"):
+        shutil.copytree(tree / "a", tree / more)
+    assert "has 'f' for 'e' of" in sentence(script, *start, tree)
     assert "unknown data set" in sentence(script, *start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in sentence(script, "evaluate.py", "no_such_thing", "--data", tree)
 

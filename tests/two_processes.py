@@ -7,17 +7,20 @@ import os
 import runpy
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo import create_model, training
 from bkn_zoo.augmentation import Augmentation, Batch
 from bkn_zoo.config import Preprocessing
-from bkn_zoo.data import ArrayImages, Data
-from bkn_zoo.training import Recipe, begin, fit, load_state, make_step
+from bkn_zoo.datasets import ArrayImages, Data
+from bkn_zoo.recipes import Recipe
+from bkn_zoo.training import begin, fit, load_state, make_step
 
 CPU = torch.device("cpu")
 TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
@@ -46,14 +49,25 @@ def data() -> Data:
     return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(8, (0.5,) * 3, (0.3,) * 3))
 
 
-def one_step(rank: int) -> dict[str, Any]:
+def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
     """The gradient and the running averages after a step on this process's half of the batch."""
-    state = begin(RECIPE, network(), CPU)
+    recipe = replace(RECIPE, micro_batch=micro_batch)
+    state = begin(recipe, network(), CPU)
     images, targets = batch()
     half = slice(4 * rank, 4 * rank + 4)
-    loss = make_step(state, RECIPE, CPU)(Batch(images[half], targets[half]))
+    plain, passes_alone = DistributedDataParallel.no_sync, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal passes_alone
+        passes_alone += 1
+        return plain(*arguments)
+
+    DistributedDataParallel.no_sync = counted
+    loss = make_step(state, recipe, CPU)(Batch(images[half], targets[half]))
+    DistributedDataParallel.no_sync = plain
     gradients = {name: parameter.grad for name, parameter in state.model.named_parameters()}
-    return {"gradients": gradients, "buffers": dict(state.model.named_buffers()), "loss": loss}
+    buffers = dict(state.model.named_buffers())
+    return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": passes_alone}
 
 
 def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
@@ -84,7 +98,8 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {"step": one_step(rank), "fit": interrupted_and_resumed(rank, folder / "fit")}
+    found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
+    found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")
     dist.destroy_process_group()
     # As torchrun would start it; the address comes with the environment.

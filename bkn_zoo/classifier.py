@@ -1,0 +1,206 @@
+"""An image -> predictions, by a checkpoint, with a choice of whose statistics normalize it."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+import bkn_zoo
+from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
+from bkn_zoo.config import Config
+from bkn_zoo.engines import OpenVINOEngine, create_engine
+from bkn_zoo.errors import CheckpointError, ImageError, InputError
+from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
+from bkn_zoo.models import Network
+from bkn_zoo.norms.statistics import choose_statistics
+
+PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"
+GPU_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A label and its probability."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Classification:
+    """What a network says of one image, the likeliest first, and how it was asked.
+
+    Attributes:
+        predictions: labels with their probabilities.
+        model: the checkpoint, by the name that it was loaded by.
+        revision: the commit of the repository that it was downloaded from; None if it was on disk.
+        statistics: the mode that normalized the image.
+        engine: what ran the network, "torch" or "openvino".
+    """
+
+    predictions: tuple[Prediction, ...]
+    model: str
+    revision: str | None
+    statistics: str
+    engine: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        return dataclasses.asdict(self)
+
+
+class Classifier:
+    """A network with its preprocessing and labels. Threads may share one, and mix statistics.
+
+    Args:
+        model: a network that a checkpoint was loaded into, with its config.
+        name: what to call it in results.
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        engine: "torch", "openvino", or "auto" for the fastest that is installed.
+        precision: "f32" or "f16".
+
+    Attributes:
+        name: of the checkpoint.
+        revision: the commit of the repository that it was downloaded from; None if it was on disk.
+        model: the network.
+        engine: what runs it.
+        engine_name: "torch" or "openvino".
+        device: where it runs.
+    """
+
+    def __init__(
+        self, model: Network, name: str, device: str = "auto", engine: str = "auto", precision: str = "f32"
+    ) -> None:
+        config: Config | None = model.config
+        if config is None or config.preprocessing is None:
+            raise CheckpointError(
+                f"{name} does not say how its images are preprocessed: save it with save_pretrained(..., "
+                "preprocessing=...)."
+            )
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.name, self.revision, self.model = name, model.revision, model
+        self.engine = create_engine(model, engine, device, precision)
+        self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
+        self.device = self.engine.device
+        self._preprocessing = config.preprocessing
+        self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
+        # On a CPU a batch gains next to nothing, and the first result would wait for the last.
+        self._batch = GPU_BATCH if self.device.type == "cuda" else 1
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "f32"
+    ) -> "Classifier":
+        """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
+        return cls(bkn_zoo.from_pretrained(name), os.fspath(name), device, engine, precision)
+
+    @overload
+    def __call__(
+        self, image_or_images: ImageSource, statistics: str | None = None, top_k: int = 5
+    ) -> Classification: ...
+
+    @overload
+    def __call__(
+        self, image_or_images: list[Any] | tuple[Any, ...], statistics: str | None = None, top_k: int = 5
+    ) -> list[Classification]: ...
+
+    def __call__(
+        self, image_or_images: Any, statistics: str | None = None, top_k: int = 5
+    ) -> Classification | list[Classification]:
+        """Classify an image or, given a list or tuple, several.
+
+        Args:
+            image_or_images: anything that `bkn_zoo.images.open_image` takes: bytes, a path, a PIL image or an array.
+            statistics: "population", "sample" or "expected"; by default the checkpoint's own choice.
+            top_k: predictions per image; all of them where there are fewer classes.
+        """
+        many = isinstance(image_or_images, list | tuple)
+        found = []
+        for k, result in enumerate(self.each(image_or_images if many else [image_or_images], statistics, top_k)):
+            if isinstance(result, ImageError):
+                raise type(result)(f"image {k} of {len(image_or_images)}: {result}") if many else result
+            found.append(result)
+        return found if many else found[0]
+
+    def each(
+        self, images: Iterable[ImageSource], statistics: str | None = None, top_k: int = 5
+    ) -> Iterator[Classification | ImageError]:
+        """The result for each image as it comes, in order; for one that cannot be used, its error."""
+        chosen = self.choose(statistics)
+        _check_top_k(top_k)
+        waiting = iter(images)
+        while batch := [self._try(image) for image in islice(waiting, self._batch)]:
+            good = [image for image in batch if isinstance(image, Tensor)]
+            rows = iter(self.scores(torch.stack(good), chosen) if good else ())
+            for image in batch:
+                if isinstance(image, ImageError):
+                    yield image
+                else:
+                    best = self.best(next(rows), top_k)
+                    yield Classification(best, self.name, self.revision, chosen, self.engine_name)
+
+    def choose(self, statistics: str | None = None) -> str:
+        """The statistics mode that a call gets: the checkpoint's own unless it names one."""
+        chosen = self.model.default_statistics if statistics is None else statistics
+        choose_statistics(False, chosen, self.model.statistics_batch_size)  # an error if there is no such mode
+        return chosen
+
+    def prepare(self, image: ImageSource, max_pixels: int = MAX_PIXELS) -> Tensor:
+        """One image as the network takes it, (3, size, size)."""
+        return preprocess(open_image(image, max_pixels), self._preprocessing)
+
+    def scores(self, images: Tensor, statistics: str | None = None) -> Tensor:
+        """Probabilities of all classes, (images, classes), in float32 on the CPU; images as `prepare` gives them."""
+        return self.engine(images, statistics).softmax(dim=1).cpu()
+
+    def best(self, scores: Tensor, top_k: int = 5) -> tuple[Prediction, ...]:
+        """The likeliest of one image's classes, from its row of `scores`."""
+        _check_top_k(top_k)
+        ordered = scores.sort(descending=True, stable=True)
+        pairs = zip(ordered.indices[:top_k].tolist(), ordered.values[:top_k].tolist(), strict=True)
+        return tuple(Prediction(self._labels[k], score) for k, score in pairs)
+
+    def _try(self, image: ImageSource) -> Tensor | ImageError:
+        try:
+            return self.prepare(image)
+        except ImageError as error:
+            return error
+
+
+def default_checkpoint() -> str:
+    """The name of the checkpoint to use where none is named.
+
+    The preferred one if it is there; otherwise, of those that can classify images, a BKN network before others, then
+    the one that tells most classes apart.
+    """
+    names = list_checkpoints()
+    if PREFERRED_CHECKPOINT in names:
+        return PREFERRED_CHECKPOINT
+    ranked = sorted((config.norm != "bkn", -config.num_classes, name) for name, config in _usable(names))
+    if not ranked:
+        raise CheckpointError(
+            "there is no checkpoint that classifies images: put one into a folder that the environment variable "
+            "BKN_ZOO_CHECKPOINTS names, or name one."
+        )
+    return ranked[0][-1]
+
+
+def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
+    for name in names:
+        try:
+            config = Config.read(find(name) / CONFIG)
+        except CheckpointError:  # who asks for it by name will be told
+            continue
+        if config.preprocessing is not None:
+            yield name, config
+
+
+def _check_top_k(top_k: int) -> None:
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+        raise InputError(f"top_k is {top_k!r}, but must be a whole number of at least 1.")

@@ -1,0 +1,287 @@
+"""The command `bkn-zoo`: classify images, compare the statistics modes, look at checkpoints, start the service."""
+
+import argparse
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+import bkn_zoo
+from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
+from bkn_zoo.classifier import Classification, Classifier, default_checkpoint
+from bkn_zoo.config import Config
+from bkn_zoo.engines import ENGINES
+from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
+from bkn_zoo.hub import locate
+from bkn_zoo.images import SUFFIXES
+from bkn_zoo.norms.statistics import MODES
+
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes; the last two as a shell reports signals
+TIMED_RUNS = 5
+
+DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
+EXAMPLES = """\
+examples:
+  bkn-zoo classify photo.jpg                       the five likeliest labels
+  bkn-zoo classify photos/ --format csv > out.csv  every image in a folder and in those within it
+  bkn-zoo compare photo.jpg                        the three statistics modes side by side
+  bkn-zoo list                                     the checkpoints that are here
+  bkn-zoo serve --port 8000                        the same over HTTP, with a page to try it on
+"""
+CLASSIFY_EXAMPLES = """\
+examples:
+  bkn-zoo classify cat.jpg dog.png --top-k 3
+  bkn-zoo classify photos/ --model ./my_network --statistics sample --format json
+
+The exit code is 0, or 1 if any image could not be used: those are named on stderr, and the others are still printed.
+"""
+COMPARE_EXAMPLES = """\
+example:
+  bkn-zoo compare photo.jpg --model inception_v2_bkn.tiny_imagenet
+
+The times are those of the network alone: the median of five runs after a first one that prepares it.
+"""
+INFO_EXAMPLES = """\
+examples:
+  bkn-zoo info inception_v2_bkn.tiny_imagenet
+  bkn-zoo info ./my_network --format json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
+    try:
+        if arguments[:1] == ["serve"]:  # whose options are the service's own
+            return _serve(arguments[1:])
+        args = _parser().parse_args(arguments)
+        code: int = args.run(args)
+        sys.stdout.flush()  # a closed pipe should show here, where it is expected
+        return code
+    except BknZooError as error:
+        print(f"bkn-zoo: {error}", file=sys.stderr)
+        return FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="bkn-zoo", description=DESCRIPTION, epilog=EXAMPLES)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, epilog: str = ""
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog)
+        command.set_defaults(run=run)
+        return command
+
+    classify = add("classify", _classify, "say what is on images", CLASSIFY_EXAMPLES)
+    classify.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images, and folders of them")
+    classify.add_argument(
+        "--statistics", choices=MODES, help="what normalizes an image (default: the checkpoint's choice)"
+    )
+    classify.add_argument("--format", choices=PRINTERS, default="table", help="default: %(default)s")
+    compare = add("compare", _compare, "show the three statistics modes side by side", COMPARE_EXAMPLES)
+    compare.add_argument("image", type=Path, metavar="IMAGE", help="an image file")
+    for command in (classify, compare):
+        command.add_argument(
+            "--model", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo (default: the best here)"
+        )
+        command.add_argument("--top-k", type=_count, default=5, metavar="K", help="labels to show (default: 5)")
+        command.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
+        command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add("list", _list, "list the checkpoints that are here")
+    info = add("info", _info, "describe a checkpoint", INFO_EXAMPLES)
+    info.add_argument("name", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo")
+    info.add_argument("--format", choices=("table", "json"), default="table", help="default: %(default)s")
+    commands.add_parser("serve", help="start the HTTP service (bkn-zoo serve --help lists its options)")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps the line breaks of examples; its commands are of the same kind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _load(args: argparse.Namespace) -> Classifier:
+    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine)
+
+
+def _classify(args: argparse.Namespace) -> int:
+    failures: list[str] = []
+    files = list(_image_files(args.paths, failures))
+    for failure in failures:
+        print(f"bkn-zoo: {failure}", file=sys.stderr)
+    if files:
+        PRINTERS[args.format](_results(_load(args), files, args, failures))
+    return FAILED if failures else 0
+
+
+def _image_files(paths: list[Path], failures: list[str]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        inside = (file.relative_to(path) for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
+        found = sorted(file for file in inside if not any(part.startswith(".") for part in file.parts))
+        if not found:
+            failures.append(f"{path} holds no images: name a folder that does.")
+        yield from (path / file for file in found)
+
+
+def _results(
+    classifier: Classifier, files: list[Path], args: argparse.Namespace, failures: list[str]
+) -> Iterator[tuple[Path, Classification]]:
+    """The good ones as they come; the others are named on stderr and added to the failures."""
+    hidden = len(files) < 2 or not sys.stderr.isatty()
+    results = classifier.each(files, args.statistics, args.top_k)
+    with tqdm(total=len(files), unit="image", disable=hidden) as bar:
+        for path, result in zip(files, results, strict=True):
+            with tqdm.external_write_mode():  # the bar steps aside for what is printed
+                if isinstance(result, ImageError):
+                    print(f"bkn-zoo: {result}", file=sys.stderr)
+                    failures.append(str(result))
+                else:
+                    yield path, result
+            bar.update()
+
+
+def _print_table(results: Iterator[tuple[Path, Classification]]) -> None:
+    for path, result in results:
+        print(path)
+        for prediction in result.predictions:
+            print(f"  {prediction.score:.4f}  {prediction.label}")
+
+
+def _print_json(results: Iterator[tuple[Path, Classification]]) -> None:
+    """A list with an object per file, each on its line, written as the results come."""
+    lead = "["
+    for path, result in results:
+        print(lead, json.dumps({"file": str(path), **result.to_dict()}, ensure_ascii=False), sep="\n", end="")
+        lead = ","
+    print("[]" if lead == "[" else "\n]")
+
+
+def _print_csv(results: Iterator[tuple[Path, Classification]]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["file", "rank", "label", "score"])
+    for path, result in results:
+        for rank, prediction in enumerate(result.predictions, start=1):
+            writer.writerow([path, rank, prediction.label, f"{prediction.score:.6f}"])
+
+
+PRINTERS = {"table": _print_table, "json": _print_json, "csv": _print_csv}
+
+
+def _compare(args: argparse.Namespace) -> int:
+    classifier = _load(args)
+    image = classifier.prepare(args.image)[None]
+    columns = []
+    for mode in MODES:
+        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for the mode
+        seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
+        chosen = " (default)" if mode == classifier.choose() else ""
+        best = classifier.best(scores, args.top_k)
+        columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
+    print(f"{args.image}, by {classifier.name} with {classifier.engine_name} on {classifier.device}")
+    _print_columns(list(zip(*columns, strict=True)))
+    return 0
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
+    for name in list_checkpoints():
+        try:
+            config = Config.read(find(name) / CONFIG)
+        except CheckpointError as error:
+            print(f"bkn-zoo: {error}", file=sys.stderr)
+            code = FAILED
+            continue
+        mode = config.default_statistics
+        top1 = config.accuracy.get(mode, {}).get("top1")
+        shown = "-" if top1 is None else f"{top1:.1f}"
+        rows.append((name, config.architecture, str(config.num_classes), _dataset(config), mode, shown))
+    if len(rows) > 1:
+        _print_columns(rows)
+    elif code == 0:
+        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names"
+        print(f"bkn-zoo: there are no checkpoints here: {remedy}.", file=sys.stderr)
+    return code
+
+
+def _dataset(config: Config) -> str:
+    recipe = config.training.get("recipe")
+    return str(recipe["dataset"]) if isinstance(recipe, dict) and "dataset" in recipe else "-"
+
+
+def _info(args: argparse.Namespace) -> int:
+    model = bkn_zoo.from_pretrained(args.name)
+    config: Config = model.config
+    facts = {
+        "name": args.name,
+        "revision": model.revision,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes_on_disk": sum(file.stat().st_size for file in locate(args.name)[0].iterdir()),
+        **asdict(config),
+    }
+    if args.format == "json":
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        return 0
+    labels = config.label_names or ("-",)
+    facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
+    facts |= {"label_names": ", ".join(labels[:5]) + (", ..." if len(labels) > 5 else "")}
+    _print_columns([row for name, value in facts.items() for row in _rows(name, value)])
+    return 0
+
+
+def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _rows(f"{name}.{key}", inner)
+    else:
+        yield name, "-" if value is None else str(value)
+
+
+def _serve(arguments: list[str]) -> int:
+    try:
+        from service.app import main as serve
+    except ModuleNotFoundError as error:
+        raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
+    return serve(arguments)

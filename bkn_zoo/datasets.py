@@ -1,0 +1,257 @@
+"""Data sets on disk, in their official layouts, and how each is split.
+
+Small ones (CIFAR, Tiny-ImageNet) are decoded into memory; of trees of image files (ImageNet, one's own) the files are
+listed.
+"""
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bkn_zoo.config import Preprocessing
+from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.images import SUFFIXES, open_image
+
+VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
+CHUNK = 1000  # images that a process decodes at a time
+
+MEAN_STD = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """A data set in memory: bytes (images, 3, side, side) and labels."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Tensor) -> "ArrayImages":
+        return ArrayImages(self.images[rows], self.labels[rows])
+
+    def to(self, device: torch.device) -> "ArrayImages":
+        return ArrayImages(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """A data set of image files: paths and labels, and which of the files turned out to be unreadable."""
+
+    paths: list[Path]
+    labels: list[int]
+    unreadable: set[Path] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Tensor) -> "FileImages":
+        chosen = rows.tolist()
+        return FileImages([self.paths[i] for i in chosen], [self.labels[i] for i in chosen])
+
+    def to(self, device: torch.device) -> "FileImages":
+        return self
+
+    def report_broken(self, rows: list[int]) -> None:
+        """Name and count every unreadable file once, however many epochs meet it."""
+        for path in (self.paths[row] for row in rows):
+            if path not in self.unreadable:
+                self.unreadable.add(path)
+                message = f"{path} cannot be read as an image: it is left out ({len(self.unreadable)} so far)"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+Images = ArrayImages | FileImages
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set, split: choices are made on `validation`, and `test` is for the number that is published."""
+
+    name: str
+    train: Images
+    validation: Images
+    test: Images
+    label_names: list[str]
+    preprocessing: Preprocessing
+
+    def to(self, device: torch.device) -> "Data":
+        splits = {name: getattr(self, name).to(device) for name in ("train", "validation", "test")}
+        return replace(self, **splits)
+
+
+Loader = Callable[[str, Path, int | None], tuple[Images, Images | None, list[str], Preprocessing]]
+
+
+def load_data(name: str, root: str | Path, size: int | None = None, validation: float = 0.1) -> Data:
+    """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
+
+    Args:
+        name: which.
+        root: the folder that holds the official files. For "folder", one with a folder per class in it, or in its
+            `train` and `val` (which is then the test set).
+        size: side of the network's input; by default the images' own, or 224 for files.
+        validation: share of the training images that is set apart for choices.
+    """
+    root = Path(root)
+    loaders: dict[str, Loader] = {
+        "cifar10": _cifar,
+        "cifar100": _cifar,
+        "tiny_imagenet": _tiny_imagenet,
+        "folder": _folder,
+    }
+    if name not in loaders:
+        raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
+    if not root.is_dir():
+        raise InputError(f"there is no folder {root}: name the one that holds the data set.")
+    if not 0 < validation < 1:
+        raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
+    everything, test, label_names, preprocessing = loaders[name](name, root, size)
+    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
+    held_out = max(round(validation * len(everything)), 1)
+    if held_out >= len(everything):
+        raise InputError(f"{root} holds too few images to set any apart for validation: add some.")
+    held, kept = order[:held_out].sort().values, order[held_out:].sort().values
+    train, chosen = everything[kept], everything[held]
+    return Data(name, train, chosen, chosen if test is None else test, label_names, preprocessing)
+
+
+def _cifar(name: str, root: Path, size: int | None) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:
+    folder, train_files, test_file, meta, labels, names = {
+        "cifar10": (
+            "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta",
+            b"labels", b"label_names",
+        ),
+        "cifar100": ("cifar-100-python", ["train"], "test", "meta", b"fine_labels", b"fine_label_names"),
+    }[name]  # fmt: skip
+
+    def read(file: str, *keys: bytes) -> list[Any]:
+        path = root / folder / file
+        if not path.is_file():
+            raise InputError(f"{path} does not exist: put the official files of {name} (python version) there.")
+        try:
+            with path.open("rb") as stream:
+                content = _CifarUnpickler(stream, encoding="bytes").load()
+            return [content[key] for key in keys]
+        except KeyError as error:
+            raise InputError(f"{path} is not the official file (it lacks {error}): download it again.") from None
+        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError, TypeError) as error:
+            raise InputError(f"{path} is not the official file ({error}): download it again.") from None
+
+    def images(files: list[str]) -> ArrayImages:
+        parts = [read(file, b"data", labels) for file in files]
+        pixels = np.concatenate([data for data, _ in parts]).reshape(-1, 3, 32, 32)
+        return ArrayImages(torch.from_numpy(pixels.copy()), torch.tensor([x for _, found in parts for x in found]))
+
+    mean, std = MEAN_STD[name]
+    preprocessing = Preprocessing(size=size or 32, native_size=32, mean=mean, std=std)
+    label_names = [label.decode() for label in read(meta, names)[0]]
+    return images(train_files), images([test_file]), label_names, preprocessing
+
+
+class _CifarUnpickler(pickle.Unpickler):
+    """Reads the official files, which are pickles, and refuses whatever those do not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _tiny_imagenet(
+    name: str, root: Path, size: int | None
+) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:
+    for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
+        if not (root / file).is_file():
+            raise InputError(
+                f"{root / file} does not exist: name the folder tiny-imagenet-200 of the official archive."
+            )
+    identifiers = (root / "wnids.txt").read_text().split()
+    number = {identifier: k for k, identifier in enumerate(identifiers)}
+    words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)
+    train = [(path, number[w]) for w in identifiers for path in sorted((root / "train" / w / "images").glob("*.JPEG"))]
+    test = []
+    for line in (root / "val" / "val_annotations.txt").read_text().splitlines():
+        file, identifier, *_ = [*line.split("\t"), ""]
+        if identifier not in number:
+            raise InputError(
+                f"{root}/val/val_annotations.txt has {line!r}, of no class in wnids.txt: unpack the archive again."
+            )
+        test.append((root / "val" / "images" / file, number[identifier]))
+    mean, std = MEAN_STD["imagenet"]
+    preprocessing = Preprocessing(size=size or 64, native_size=64, mean=mean, std=std)
+    # The first of the synonyms; all of them where two classes share the first.
+    first = [words.get(w, w).split(",")[0] for w in identifiers]
+    label_names = [words.get(w, w) if first.count(n) > 1 else n for w, n in zip(identifiers, first, strict=True)]
+    return _decode_all(train, 64), _decode_all(test, 64), label_names, preprocessing
+
+
+def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
+    """Images of side x side; those that cannot be read, or are of another size, are reported and left out."""
+    images = FileImages([path for path, _ in files], [label for _, label in files])
+    pixels = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
+    good = torch.zeros(len(images), dtype=torch.bool)
+    starts = range(0, len(images), CHUNK)
+    chunks = [images.paths[start : start + CHUNK] for start in starts]
+    # Processes, since threads spend more time on waiting for Python's lock than the decoding of so small images takes.
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        decoded = (pool.map if len(chunks) > 1 else map)(_decode, chunks, [side] * len(chunks))
+        for start, (values, readable) in zip(starts, decoded, strict=True):
+            pixels[start : start + CHUNK] = torch.from_numpy(values)
+            good[start : start + CHUNK] = torch.from_numpy(readable)
+    images.report_broken((~good).nonzero().flatten().tolist())
+    return ArrayImages(pixels[good], torch.tensor(images.labels, dtype=torch.long)[good])
+
+
+def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels, (images, 3, side, side), and which of the files could be read."""
+    pixels = np.zeros((len(paths), side, side, 3), dtype=np.uint8)
+    good = np.zeros(len(paths), dtype=bool)
+    for k, path in enumerate(paths):
+        try:
+            image = open_image(path)
+        except ImageError:
+            continue
+        if image.size == (side, side):
+            pixels[k] = np.asarray(image)
+            good[k] = True
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), good
+
+
+def _folder(name: str, root: Path, size: int | None) -> tuple[FileImages, FileImages | None, list[str], Preprocessing]:
+    # Folders within `train`, since a class may be called that, too.
+    has_split = (root / "train").is_dir() and any(path.is_dir() for path in (root / "train").iterdir())
+    train_root = root / "train" if has_split else root
+    label_names = sorted(path.name for path in train_root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not label_names:
+        raise InputError(f"{train_root} holds no folders: make one per class, with its images in it.")
+    test_root = next((root / split for split in ("val", "test") if (root / split).is_dir()), None)
+    mean, std = MEAN_STD["imagenet"]
+    preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
+    test = _list_files(test_root, label_names) if has_split and test_root is not None else None
+    return _list_files(train_root, label_names), test, label_names, preprocessing
+
+
+def _list_files(root: Path, label_names: list[str]) -> FileImages:
+    paths, labels = [], []
+    for label, label_name in enumerate(label_names):
+        found = sorted(p for p in (root / label_name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not found:
+            raise InputError(f"{root / label_name} holds no images: add some, or remove the class.")
+        paths += found
+        labels += [label] * len(found)
+    return FileImages(paths, labels)

@@ -1,0 +1,62 @@
+"""Publishing a checkpoint: check that it is what its card says, send it in one commit, look whether it arrived."""
+
+from pathlib import Path
+
+import bkn_zoo
+from bkn_zoo.cards import check_agreement, checkpoint_card, read_runs, read_speed
+from bkn_zoo.checkpoints import CARD, CONFIG, files_of, verify_golden
+from bkn_zoo.config import Config
+from bkn_zoo.errors import CheckpointError
+from bkn_zoo.hub import changes, push_to_hub, verify_published
+
+
+def card_from_results(folder: Path, name: str, results: Path) -> str:
+    """The card of a checkpoint, from its config and the folder of results."""
+    runs, speed = read_runs(results / "runs"), read_speed(results / "benchmark_infer.json")
+    return checkpoint_card(Config.read(folder / CONFIG), name, runs, speed)
+
+
+def validate(folder: Path, name: str, results: Path) -> None:
+    """Refuse a folder that does not load, gives other outputs than it did, or disagrees with its card or results."""
+    files_of(folder)
+    verify_golden(folder)
+    check_agreement(Config.read(folder / CONFIG), name, read_runs(results / "runs"))
+    if (folder / CARD).read_text() != card_from_results(folder, name, results):
+        raise CheckpointError(
+            f"{folder / CARD} is not what config.json and {results} say: write it again with scripts/report.py."
+        )
+
+
+def publish(
+    folder: Path,
+    name: str,
+    namespace: str,
+    results: Path,
+    *,
+    tag: str | None = None,
+    private: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Validate a checkpoint, show what publishing it changes, and unless it is a dry run, publish and verify it.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the repository.
+        namespace: the user or organization that owns it.
+        results: the folder that the card's figures come from.
+        tag: for the commit; by default the version of bkn_zoo.
+        private: of a repository that is created.
+        dry_run: change nothing.
+    """
+    validate(folder, name, results)
+    repository, tag = f"{namespace}/{name}", tag or f"v{bkn_zoo.__version__}"
+    planned = changes(folder, repository)
+    for change in planned:
+        print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")
+    if not planned:
+        print(f"{repository}: nothing to change")
+    if dry_run:
+        return
+    published = push_to_hub(folder, repository, private=private, tag=tag)
+    verify_published(folder, repository, published.commit)
+    print(f"{repository}: {tag} is {published.commit}, verified by downloading it")

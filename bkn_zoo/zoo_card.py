@@ -1,0 +1,103 @@
+"""MODEL_CARD.md: the card of the zoo as a whole, written by scripts/report.py from all checkpoints and runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bkn_zoo.cards import Run, dataset_name, duration
+from bkn_zoo.config import Config
+from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.results import table
+
+POWER_LIMIT = {"NVIDIA H200": 700}
+"""Watts that a board may draw, by the name that PyTorch gives it: with the time, a bound on the energy of a run."""
+
+INTRODUCTION = """\
+# The zoo's model card
+
+This page is written by `python scripts/report.py` from `checkpoints/` and `results/`; a test fails when they disagree.
+Each checkpoint has a card of its own, with its command, recipe, twins, speed and calibration, in its folder and on the
+Hub.
+
+## Checkpoints
+
+Top-1 accuracy in percent on test images, per statistics mode; the default, chosen on validation images, is in bold.
+*group* is how many images shared their statistics in training."""
+
+NONE = "There are no checkpoints in this tree yet."
+
+METHOD = """\
+## The method in ten lines
+
+1. Every normalization layer holds a belief about its input: a mean and a variance per channel.
+2. The belief travels up the network beside the features.
+3. Predict: the layer's prior is the belief of the layer below, mapped by a learned transition A, plus process noise R.
+4. Observe: the mean and variance of the statistics group, be it a whole batch or one image.
+5. Update: prior and observation are joined by a learned gain q between 0 and 1, as in a Kalman filter.
+6. Normalize: by the updated belief, then the usual scale and shift.
+7. Remember: running averages of beliefs and of images' own statistics, for inference.
+8. Gradients run through the whole chain, so that a layer's A, R and q also learn from the layers above.
+9. With q = 1, and in the first layer, it is batch normalization.
+10. Few images make noisy observations; the prior makes up for them. [docs/paper.md](docs/paper.md) has the equations.
+
+## Which statistics to choose
+
+| statistics | choose it |
+|---|---|
+| `population` | when training had large groups, or when speed matters most: it folds into the convolutions |
+| `sample` | when training had one image per group |
+| `expected` | when training had a few images per group |
+
+Each checkpoint's default is the mode that was best on its validation images. In every mode an image's result does not
+depend on what else is in the batch."""
+
+UNTESTED = """\
+## What was not tested
+
+- Data sets other than those in the table; images of another kind, size or quality than the training images.
+- Robustness to noise, corruption or attack, and fairness between groups of people.
+- Detection, segmentation and video: the networks here classify.
+- ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
+- Seeds: where a checkpoint's card gives one run, the spread between seeds is not known."""
+
+TRAINING = """\
+## Time and energy of training
+
+All runs under `results/runs/`, those of twins that are not published included. Energy is an upper bound: the time,
+times the most that the board may draw."""
+
+
+def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> str:
+    """MODEL_CARD.md.
+
+    Args:
+        checkpoints: the configs of all checkpoints, by name.
+        runs: the records of all runs.
+    """
+    rows = [_row(name, config) for name, config in sorted(checkpoints.items())]
+    shown = table(rows, list(rows[0])) if rows else NONE
+    return "\n\n".join([INTRODUCTION, shown, METHOD, UNTESTED, TRAINING, _training(runs)]) + "\n"
+
+
+def _row(name: str, config: Config) -> dict[str, Any]:
+    def top1(mode: str) -> str | None:
+        value = config.accuracy.get(mode, {}).get("top1")
+        if value is None:
+            return None
+        return f"**{value:.2f}**" if mode == config.default_statistics else f"{value:.2f}"
+
+    about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
+    group = config.statistics_batch_size or "whole batch"
+    return about | {"classes": config.num_classes, "group": group} | {mode: top1(mode) for mode in MODES}
+
+
+def _training(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "There are no runs in this tree yet."
+    rows = []
+    for hardware in sorted({run["hardware"] for run in runs}):
+        seconds = sum(run["seconds"] for run in runs if run["hardware"] == hardware)
+        power = POWER_LIMIT.get(hardware)
+        energy = f"{seconds / 3600 * power / 1000:.1f} kWh" if power else "not known"
+        count = sum(run["hardware"] == hardware for run in runs)
+        rows.append({"hardware": hardware, "runs": count, "time": duration(seconds), "energy, at most": energy})
+    return table(rows, list(rows[0]))

@@ -1,0 +1,222 @@
+"""The service, under clients that ask without a pause, beside its bare engine and beside LitServe.
+
+Run by `python scripts/benchmark.py serve`; `pip install litserve` first for the comparison. All three take turns; while
+one runs, the processes of the others are stopped, since an idle server takes time from a busy one on a small machine.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+import bkn_zoo
+from bkn_zoo.config import Preprocessing
+from bkn_zoo.results import table, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ["server", "clients", "images_per_s", "spread_images_per_s", "fraction_of_engine", "median_ms", "p99_ms"]
+PEER = """
+import base64, os, sys, warnings
+import litserve
+import bkn_zoo
+
+class Peer(litserve.LitAPI):
+    def setup(self, device):
+        self.classifier = bkn_zoo.Classifier.from_pretrained(sys.argv[2], device="cpu")
+
+    def decode_request(self, request):
+        return self.classifier.prepare(base64.b64decode(request["image"]))
+
+    def predict(self, image):
+        return self.classifier.scores(image[None])[0]
+
+    def encode_response(self, scores):
+        best = self.classifier.best(scores, 5)
+        return {"predictions": [{"label": p.label, "score": p.score} for p in best]}
+
+if __name__ == "__main__":
+    server = litserve.LitServer(Peer(api_path="/v1/classify"), accelerator="cpu", workers_per_device=1, timeout=60)
+    server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="error", generate_client_file=False)
+"""
+
+
+def make_checkpoint(folder: Path, network: str, size: int) -> None:
+    """Untrained: what is measured does not depend on the weights."""
+    torch.manual_seed(0)
+    model = bkn_zoo.create_model(f"{network}_bkn", 200)
+    model.statistics_batch_size = 4
+    preprocessing = Preprocessing(size, native_size=64, mean=(0.48, 0.45, 0.4), std=(0.23, 0.22, 0.22))
+    bkn_zoo.save_pretrained(model, folder, preprocessing=preprocessing, default_statistics="expected")
+
+
+def make_image(side: int) -> bytes:
+    """A JPEG with as much detail as a photograph has."""
+    coarse = np.random.default_rng(0).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+@contextmanager
+def serving(command: list[str], port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server's process, from its first answer on, stopped until it is its turn."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise SystemExit(f"{command} ended:\n{log.read_text()[-2000:]}")
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/docs", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def ask(port: int, request: bytes, until: float, taken: list[float]) -> None:
+    """One client on one connection: the next request as soon as the answer to the last is there."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while time.perf_counter() < until:
+        begun = time.perf_counter()
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        body = await reader.readexactly(length)
+        if b" 200 " not in head[:15]:
+            raise SystemExit(f"the server answered {head[:15]!r}: {body[:300]!r}")
+        taken.append(time.perf_counter() - begun)
+    writer.close()
+
+
+def load(port: int, request: bytes, clients: int, seconds: float) -> list[float]:
+    """The seconds of each answer that clients got, who asked for so long."""
+    taken: list[float] = []
+
+    async def together() -> None:
+        until = time.perf_counter() + seconds
+        await asyncio.gather(*(ask(port, request, until, taken) for _ in range(clients)))
+
+    asyncio.run(together())
+    return taken
+
+
+def measure(clients: list[int], rounds: int, turn: Callable[[str, int], tuple[float, list[float]]]) -> list[dict]:
+    rates: dict[tuple[str, int], list[float]] = {}
+    latencies: dict[tuple[str, int], list[float]] = {}
+    servers = ["service", "litserve"]
+    for _ in range(rounds):
+        # The engine before and after each, so that a change of the machine's speed is seen by both.
+        for count in clients:
+            for server in ("engine", *servers):
+                rate, taken = turn(server, count)
+                rates.setdefault((server, count), []).append(rate)
+                latencies.setdefault((server, count), []).extend(taken)
+    rows = []
+    for (server, count), found in rates.items():
+        fractions = [mine / bare for mine, bare in zip(found, rates["engine", count], strict=True)]
+        taken = sorted(latencies[server, count])
+        rows.append({
+            "server": server, "clients": count, "images_per_s": statistics.median(found),
+            "spread_images_per_s": max(found) - min(found), "fraction_of_engine": statistics.median(fractions),
+            "median_ms": 1e3 * statistics.median(taken), "p99_ms": 1e3 * taken[int(0.99 * (len(taken) - 1))],
+        })  # fmt: skip
+    return rows
+
+
+def serve(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "checkpoint"
+        name = args.model or str(folder)
+        if args.model is None:
+            make_checkpoint(folder, args.network, args.size)
+        classifier = bkn_zoo.Classifier.from_pretrained(name, device="cpu")
+        image = make_image(args.side)
+        tensor = classifier.prepare(image)[None]
+        body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
+        head = f"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        request = f"{head}\r\n\r\n".encode() + body
+        ports = {server: free_port() for server in ("service", "litserve")}
+        peer = Path(scratch) / "peer.py"
+        peer.write_text(PEER)
+        ours = [sys.executable, "-m", "service", "--port", str(ports["service"]), "--models", name]
+        theirs = [sys.executable, str(peer), str(ports["litserve"]), name]
+        with (
+            serving(ours, ports["service"], Path(scratch) / "ours.log") as first,
+            serving(theirs, ports["litserve"], Path(scratch) / "theirs.log") as second,
+        ):
+            processes = {"service": first, "litserve": second}
+            for server, port in ports.items():
+                wait_for_answer(port, request)
+                load(port, request, 2, 1.0)
+                os.killpg(processes[server].pid, signal.SIGSTOP)
+
+            def turn(server: str, count: int) -> tuple[float, list[float]]:
+                begun = time.perf_counter()
+                if server == "engine":
+                    taken = alone(classifier, tensor, args.seconds)
+                else:
+                    os.killpg(processes[server].pid, signal.SIGCONT)
+                    begun = time.perf_counter()
+                    taken = load(ports[server], request, count, args.seconds)
+                rate = len(taken) / (time.perf_counter() - begun)
+                if server != "engine":
+                    os.killpg(processes[server].pid, signal.SIGSTOP)
+                return rate, taken
+
+            rows = measure(args.clients, args.rounds, turn)
+        facts = {
+            "model": args.model or f"{args.network}_bkn, untrained", "input_size": tensor.shape[-1],
+            "engine": classifier.engine_name, "statistics": classifier.model.default_statistics,
+            "image": f"JPEG, {args.side} x {args.side}, {len(image)} bytes",
+        }  # fmt: skip
+    write_results(args.output, rows, 0, **facts)
+    print(table(rows, COLUMNS))
+
+
+def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) -> list[float]:
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < until:
+        classifier.scores(tensor)
+        taken.append(time.perf_counter() - begun)
+    return taken
+
+
+def wait_for_answer(port: int, request: bytes) -> None:
+    for _ in range(600):
+        try:
+            load(port, request, 1, 0.01)
+            return
+        except (SystemExit, OSError, asyncio.IncompleteReadError):
+            time.sleep(0.1)
+    raise SystemExit("a server gave no answer within a minute.")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,1 @@
+"""The inference service: images over HTTP, classified by the checkpoints of bkn_zoo."""

@@ -1,0 +1,5 @@
+import sys
+
+from service.app import main
+
+sys.exit(main())

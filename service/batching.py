@@ -1,0 +1,189 @@
+"""A bounded queue in front of one model, and the thread that runs what is in it."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from service.errors import InternalError, OverloadedError
+from service.metrics import Metrics
+
+log = logging.getLogger("service")
+
+FAILED = "the image could not be classified: try again, and if that fails too, tell whoever runs this service."
+
+
+class Answer(NamedTuple):
+    """One image's scores, and how long it waited and ran."""
+
+    scores: Tensor
+    queue_seconds: float
+    inference_seconds: float
+
+
+@dataclass(eq=False)
+class Call:
+    """One image on its way through the queue."""
+
+    image: Tensor
+    statistics: str
+    future: Future[Answer] = field(default_factory=Future)
+    entered: float = field(default_factory=time.perf_counter)
+    attempts: int = 0
+
+    def begin(self) -> bool:
+        """Whether the caller still waits for it."""
+        self.attempts += 1
+        return self.attempts > 1 or self.future.set_running_or_notify_cancel()
+
+
+class Line:
+    """The requests that wait for one model.
+
+    Images of different statistics never share a batch. A batch that fails is run again image by image, so that one
+    image harms no other. A thread that died is replaced by `revive`, and what it was running is run once more.
+
+    Args:
+        run: from images (n, 3, height, width) and a statistics mode to scores (n, classes).
+        length: most requests that wait; those that are running come on top.
+        max_batch, max_wait: most images that run at once, and the seconds that the first of them waits for others.
+    """
+
+    def __init__(
+        self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
+        length: int, max_batch: int = 1, max_wait: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.name, self.run, self.metrics = name, run, metrics
+        self.length, self.max_batch, self.max_wait = length, max_batch, max_wait
+        self.admitted = 0
+        self.used = time.monotonic()
+        self._calls: deque[Call] = deque()
+        self._running: list[Call] = []
+        self._change = threading.Condition()
+        self._closing = self._ended = False
+        self._seconds_per_image = 0.0
+        self._thread = self._start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue, held from before an image is decoded until its answer is there."""
+        if self.admitted >= self.length + self.max_batch:
+            wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
+            raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)
+        self.admitted += 1
+        self.used = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._change:
+                self.admitted -= 1
+                self._change.notify_all()
+
+    def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
+        """Queue an image; cancelling the future takes it out again."""
+        call = Call(image, statistics)
+        call.future.add_done_callback(lambda future: self._withdraw(call) if future.cancelled() else None)
+        with self._change:
+            self._calls.append(call)
+            self._noted()
+            if self._ended:  # whoever was given this line just before it was closed is served all the same
+                self._ended = False
+                self._thread = self._start()
+        return call.future
+
+    def revive(self) -> None:
+        """Start the thread anew if it died."""
+        if self.alive or self._ended:
+            return
+        log.error("the engine died and is started anew", extra={"model": self.name})
+        self.metrics.restarts.labels(self.name).inc()
+        interrupted, self._running = self._running, []
+        with self._change:
+            for call in reversed(interrupted):
+                if call.future.done():
+                    continue
+                if call.attempts < 2:
+                    self._calls.appendleft(call)
+                else:
+                    call.future.set_exception(InternalError(FAILED))
+        self._thread = self._start()
+
+    def close(self) -> None:
+        """Let the thread end once everyone who has a place is served."""
+        with self._change:
+            self._closing = True
+            self._noted()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._work, name=f"engine of {self.name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _work(self) -> None:
+        while batch := self._next_batch():
+            self._running = [call for call in batch if call.begin()]
+            if self._running:
+                self._answer(self._running)
+            self._running = []
+
+    def _next_batch(self) -> list[Call]:
+        """Images of one mode, oldest first; none when the line is closed and everyone served."""
+        with self._change:
+            while True:
+                batch = [call for call in self._calls if call.statistics == self._calls[0].statistics][: self.max_batch]
+                if not batch and self._closing and not self.admitted:
+                    self._ended = True
+                    return []
+                left = batch[0].entered + self.max_wait - time.perf_counter() if batch else None
+                if left is not None and (left <= 0 or len(batch) == self.max_batch or self._closing):
+                    for call in batch:
+                        self._calls.remove(call)
+                    self._noted()
+                    return batch
+                self._change.wait(left)
+
+    def _answer(self, batch: list[Call]) -> None:
+        begun = time.perf_counter()
+        statistics = batch[0].statistics
+        try:
+            scores = self.run(torch.stack([call.image for call in batch]), statistics)
+        except Exception:
+            log.exception("a batch of %d failed", len(batch), extra={"model": self.name})
+            if len(batch) == 1:
+                batch[0].future.set_exception(InternalError(FAILED))
+            for call in batch if len(batch) > 1 else []:
+                self._answer([call])
+            return
+        seconds = time.perf_counter() - begun
+        self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / len(batch)
+        self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
+        self.metrics.batch_size.labels(self.name).observe(len(batch))
+        for call, row in zip(batch, scores, strict=True):
+            self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
+            call.future.set_result(Answer(row, begun - call.entered, seconds))
+
+    def _withdraw(self, call: Call) -> None:
+        with self._change:
+            if call in self._calls:
+                self._calls.remove(call)
+                self._noted()
+
+    def _noted(self) -> None:
+        self.metrics.queue_length.labels(self.name).set(len(self._calls))
+        self._change.notify_all()

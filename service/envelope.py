@@ -1,0 +1,69 @@
+"""What is around every request: its id, its log line, its metrics, and an answer whatever goes wrong inside."""
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from service.errors import ServiceError, error_response, respond
+from service.logs import request_id
+from service.metrics import Metrics
+
+log = logging.getLogger("service")
+
+ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for all the time
+SAFETY = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+class Envelope:
+    """ASGI middleware, the outermost."""
+
+    def __init__(self, app: Any, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        # Ranges of a page of a few kilobytes help nobody, and the framework answers bad ones in plain text.
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        identity = given if ID.fullmatch(given) else uuid.uuid4().hex
+        request_id.set(identity)
+        begun, status = time.perf_counter(), 0
+
+        async def answer(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *SAFETY]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        except ClientDisconnect:
+            pass  # nobody reads an answer; it is counted as 499
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                log.exception("a request failed")
+            if status:  # too late for another answer: the connection is cut
+                raise
+            problem = respond(error) if isinstance(error, ServiceError) else error_response(500, "internal", FAILED)
+            await problem(scope, receive, answer)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            seconds = time.perf_counter() - begun
+            self.metrics.requests.labels(scope["method"] if route != "none" else "any", route, status or 499).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
+            if route not in QUIET:
+                facts = {"method": scope["method"], "path": scope["path"], "status": status or 499}
+                log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
+
+
+FAILED = "something went wrong here: try again, and if that fails too, tell whoever runs this service."

@@ -1,0 +1,158 @@
+"""The models that the service offers, and those of them that are in memory."""
+
+import asyncio
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
+from bkn_zoo.classifier import Classifier, default_checkpoint
+from bkn_zoo.config import Config
+from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.norms.statistics import MODES
+from service.batching import Line
+from service.errors import UnavailableError, UnknownModelError
+from service.metrics import Metrics
+from service.settings import Settings
+
+log = logging.getLogger("service")
+
+
+class Loaded:
+    """A model in memory, warm in every mode, behind its queue."""
+
+    def __init__(self, name: str, source: str, settings: Settings, metrics: Metrics) -> None:
+        self.classifier = Classifier.from_pretrained(source, settings.device, settings.engine, settings.precision)
+        preprocessing = self.classifier.model.config.preprocessing
+        for mode in MODES:
+            self.classifier.scores(torch.zeros(1, 3, preprocessing.size, preprocessing.size), mode)
+        batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
+        self.line = Line(
+            name, self.classifier.scores, metrics, settings.queue_length,
+            settings.max_batch if batches else 1, settings.max_wait_ms / 1000 if batches else 0.0,
+        )  # fmt: skip
+
+
+class Pool:
+    """Loads models at the start and on first use; the one that was used longest ago makes room."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self.settings, self.metrics = settings, metrics
+        given = settings.models or list(dict.fromkeys([default_checkpoint(), *list_checkpoints()]))
+        self.sources = {_public_name(source): source for source in given}
+        if len(self.sources) < len(given):
+            raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
+        self.names = list(self.sources)
+        self.failure: BknZooError | None = None
+        self._loaded: dict[str, Loaded] = {}
+        self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._loader = ThreadPoolExecutor(1, "loader")  # one at a time: each takes the memory of a whole model
+        self._turn = asyncio.Lock()  # or two that come at once would each find room, and both stay
+        self.started = False
+
+    @property
+    def failing(self) -> bool:
+        return not all(loaded.line.alive for loaded in self._loaded.values())
+
+    async def start(self) -> None:
+        """Load the first models."""
+        try:
+            for name in self.names[: self.settings.loaded_models]:
+                await self._load(name)
+        except BknZooError as error:
+            self.failure = error
+            log.error("the service cannot start: %s", error)
+        else:
+            self.started = True
+            log.info("ready", extra={"models": ", ".join(self.names)})
+
+    async def watch(self) -> None:
+        """Start engines that died anew, until cancelled."""
+        while True:
+            await asyncio.sleep(0.1)
+            for loaded in list(self._loaded.values()):
+                loaded.line.revive()
+
+    async def get(self, name: str | None) -> Loaded:
+        """The model of that name, loaded if need be."""
+        name = self.names[0] if name is None else name
+        if name not in self.names:
+            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+        if not self.started:
+            raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
+        if name in self._loaded:
+            return self._loaded[name]
+        try:
+            return await asyncio.shield(self._load(name))
+        except BknZooError as error:
+            log.error("%s could not be loaded: %s", name, error)
+            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", 30) from None
+
+    def _load(self, name: str) -> asyncio.Task[Loaded]:
+        """The task that loads a model, shared by all who wait for it."""
+        task = self._loading.get(name)
+        if task is None:
+            task = self._loading[name] = asyncio.create_task(self._make(name))
+            task.add_done_callback(lambda _: self._loading.pop(name))
+        return task
+
+    async def _make(self, name: str) -> Loaded:
+        async with self._turn:
+            return await self._make_in_turn(name)
+
+    async def _make_in_turn(self, name: str) -> Loaded:
+        begun = time.monotonic()
+        leaving = []
+        while len(self._loaded) >= self.settings.loaded_models:
+            oldest = min(self._loaded, key=lambda name: self._loaded[name].line.used)
+            leaving.append(self._loaded.pop(oldest).line)
+            self.metrics.loaded.labels(oldest).set(0)
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name)
+        self._loaded[name] = loaded
+        self.metrics.loaded.labels(name).set(1)
+        log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
+        return loaded
+
+    def _exchange(self, leaving: list[Line], name: str) -> Loaded:
+        for line in leaving:
+            line.close()
+            line.join(self.settings.deadline)  # what it accepted, it answers
+        leaving.clear()  # its memory goes before the other's comes
+        return Loaded(name, self.sources[name], self.settings, self.metrics)
+
+    def stop(self) -> None:
+        for loaded in self._loaded.values():
+            loaded.line.close()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What GET /v1/models says."""
+        return [{"name": name, "default": name == self.names[0], **self._describe(name)} for name in self.names]
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        loaded = self._loaded.get(name)
+        try:
+            config = loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
+        except BknZooError:  # on the Hub, and not loaded yet
+            return {"loaded": False}
+        return {
+            "loaded": loaded is not None,
+            "architecture": config.architecture,
+            "num_classes": config.num_classes,
+            "default_statistics": config.default_statistics,
+            "statistics_batch_size": config.statistics_batch_size,
+            "accuracy": config.accuracy,
+            "revision": loaded.classifier.revision if loaded else None,
+        }
+
+
+def _public_name(source: str) -> str:
+    """What clients call a model: a folder by its last part, so that no path of this machine is shown."""
+    is_folder = source.startswith((".", "/", "~")) or os.path.isdir(source)
+    return Path(source).expanduser().resolve().name if is_folder else source

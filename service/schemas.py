@@ -1,0 +1,93 @@
+"""What goes over the wire, as the OpenAPI page shows it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Statistics = Literal["population", "sample", "expected"]
+TopK = Annotated[int, Field(ge=1, le=1000)]
+
+
+class Options(BaseModel):
+    """What a request may choose, in the query, in the form or in the JSON body."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = Field(None, description="one of GET /v1/models; by default the first")
+    statistics: Statistics | None = Field(None, description="whose statistics normalize the image")
+    top_k: TopK = Field(5, description="how many labels to return")
+
+
+class Prediction(BaseModel):
+    label: str
+    score: float
+
+
+class Timing(BaseModel):
+    queue: float
+    inference: float
+
+
+class Classified(BaseModel):
+    """The answer of POST /v1/classify."""
+
+    predictions: list[Prediction]
+    model: str
+    revision: str | None
+    statistics: Statistics
+    engine: str
+    timing_ms: Timing
+
+
+class Model(BaseModel):
+    """One model; the fields after `loaded` are null for one of the Hub that was not used yet."""
+
+    name: str
+    default: bool
+    loaded: bool
+    architecture: str | None = None
+    num_classes: int | None = None
+    default_statistics: Statistics | None = None
+    statistics_batch_size: int | None = None
+    accuracy: dict[str, dict[str, float]] = {}
+    revision: str | None = None
+
+
+class Models(BaseModel):
+    models: list[Model]
+
+
+class Problem(BaseModel):
+    code: str
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """Every answer but 200."""
+
+    error: Problem
+
+
+class Health(BaseModel):
+    status: Literal["live", "ready", "starting", "draining", "failing"]
+
+
+def image_body(field: str, form: bool) -> dict[str, Any]:
+    """The body of a request in OpenAPI's words: the image as it is, in base64 within JSON, or in a form."""
+    base64 = {"type": "string", "contentEncoding": "base64", "description": "the image file, in base64"}
+    options = Options.model_json_schema()["properties"]
+    inner = {"parameters": {"type": "object", "properties": options}} if not form else options
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    content: dict[str, Any] = {
+        "application/octet-stream": binary,
+        "image/*": binary,
+        "application/json": {
+            "schema": {"type": "object", "required": [field], "properties": {field: base64, **inner}},
+            "example": {field: "iVBORw0KGgo...", **({"parameters": {"top_k": 3}} if not form else {"top_k": 3})},
+        },
+    }
+    if form:
+        file = {"type": "string", "format": "binary", "description": "the image file"}
+        schema = {"type": "object", "required": [field], "properties": {field: file, **options}}
+        content["multipart/form-data"] = {"schema": schema}
+    return {"requestBody": {"required": True, "content": content}}

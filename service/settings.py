@@ -1,0 +1,73 @@
+"""What can be set, by a flag (--queue-length 8) or by its twin in the environment (BKN_QUEUE_LENGTH=8)."""
+
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
+
+from bkn_zoo.engines import ENGINES, PRECISIONS
+from bkn_zoo.errors import InputError
+
+Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
+
+
+class Settings(BaseSettings):
+    """Settings of the service. A flag wins over the environment."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_hide_none_type=True,
+        cli_implicit_flags=True, cli_avoid_json=True, extra="ignore",
+    )  # fmt: skip
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    models: Listed = Field(
+        [],
+        validation_alias=AliasChoices("models", "model", "BKN_MODELS"),
+        description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
+        "first serves requests that name none; default: all that are bundled",
+    )
+    loaded_models: int = Field(
+        2, ge=1, description="how many models stay in memory; so many are loaded at the start, the others on first use"
+    )
+    engine: str = Field("auto", description=" or ".join(ENGINES))
+    device: str = Field("auto", description="auto, cpu or cuda")
+    precision: str = Field("f32", description=" or ".join(PRECISIONS))
+    max_batch: int = Field(32, ge=1, description="most images in one batch; on a GPU only")
+    max_wait_ms: float = Field(4.0, ge=0, description="how long an image waits for others to join it; on a GPU only")
+    queue_length: int = Field(64, ge=1, description="most requests that wait for a model; more are refused with 429")
+    deadline: float = Field(30.0, gt=0, description="seconds after which a request is given up with 504")
+    max_bytes: int = Field(10_000_000, ge=1, description="largest body of a request")
+    max_pixels: int = Field(50_000_000, ge=1, description="most pixels of an image")
+    max_held_bytes: int = Field(
+        256_000_000, ge=1, description="most bytes of bodies in memory at once, of all requests"
+    )
+    api_keys: Annotated[list[SecretStr], NoDecode] = Field(
+        [], description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_API_KEYS"
+    )
+    cors_origins: Listed = Field([], description="origins whose pages may call the service; none by default")
+
+    @field_validator("models", "api_keys", "cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        parts = value if isinstance(value, list) else str(value).split(",")
+        return [part.strip() for part in parts for part in str(part).split(",") if part.strip()]
+
+    @field_validator("engine", "precision", "device")
+    @classmethod
+    def _known(cls, value: str, info: Any) -> str:
+        choices = {"engine": ENGINES, "precision": tuple(PRECISIONS), "device": ("auto", "cpu", "cuda")}
+        if value not in choices[info.field_name]:
+            raise ValueError(f"choose one of {', '.join(choices[info.field_name])}")
+        return value
+
+
+def read_settings(arguments: list[str]) -> Settings:
+    """From flags and the environment; raises InputError in one sentence."""
+    try:
+        return CliApp.run(Settings, cli_args=arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"--{name} (or BKN_{name.replace('-', '_').upper()}): {reason}.") from None

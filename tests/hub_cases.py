@@ -1,0 +1,384 @@
+"""All that test_hub.py does with the Hub's client, in one process, since importing PyTorch takes seconds.
+
+    python hub_cases.py online FOLDER OUTPUT.json     # cases against the server of HF_ENDPOINT
+    python hub_cases.py offline FOLDER OUTPUT.json    # with the cache that the first has filled
+
+Each case is a function; what it returns goes to the output under its name.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import runpy
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+import bkn_zoo
+from bkn_zoo import hub
+from bkn_zoo.checkpoints import load_folder
+
+CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
+ENDPOINT = os.environ["HF_ENDPOINT"]
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+FOLDER = Path(sys.argv[2])
+REPOSITORY = f"owner/{FOLDER.name}"
+SECOND_SHARD = sorted(FOLDER.glob("model-*.safetensors"))[1].name
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+REAL_SLEEP = time.sleep
+Result = dict[str, Any]
+waits: list[float] = []
+bundled = load_folder(FOLDER)
+
+
+def tell(path: str, message: Any = None) -> Any:
+    data = None if message is None else json.dumps(message).encode()
+    with urllib.request.urlopen(f"{ENDPOINT}/-/{path}", data) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def order(**fault: Any) -> None:
+    tell("faults", [fault] if fault else [])
+
+
+def copy(name: str, files: dict[str, bytes] | None = None, remove: tuple[str, ...] = ()) -> str:
+    """A repository like the published one, under a name that no cache knows; returns its commit."""
+    encoded = {path: base64.b64encode(data).decode() for path, data in (files or {}).items()}
+    return tell("copy", {"from": REPOSITORY, "to": f"owner/{name}", "files": encoded, "remove": remove})["commit"]
+
+
+def load(name: str) -> Result:
+    """Whether loading gives the bundled checkpoint's outputs bit for bit, or the error."""
+    waits.clear()
+    seen = len(tell("log")) if sys.argv[1] == "online" else 0
+    result = guarded(lambda: compared(hub.from_pretrained(name)))
+    requests = tell("log")[seen:] if sys.argv[1] == "online" else []
+    return result | {"waits": list(waits), "requests": requests}
+
+
+def compared(model: bkn_zoo.Network) -> Result:
+    with torch.inference_mode():
+        same = all(torch.equal(model(IMAGES, m), bundled(IMAGES, m)) for m in ("population", "sample", "expected"))
+    return {"same": same, "revision": model.revision, "training": model.training}
+
+
+def guarded(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+
+
+def snapshot(name: str) -> list[str]:
+    folders = Path(os.environ["HF_HOME"]).glob(f"hub/models--owner--{name}/snapshots/*")
+    return sorted(path.name for folder in folders for path in folder.iterdir())
+
+
+def script(name: str, *arguments: str) -> Result:
+    """A script's output, and what it exits with."""
+    output = io.StringIO()
+    sys.argv[:], old = [str(SCRIPTS / name), *arguments], list(sys.argv)
+    seen, message = len(tell("log")), None
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        message = str(error)
+    finally:
+        sys.argv[:] = old
+    return {"output": output.getvalue(), "exit": message, "requests": tell("log")[seen:]}
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    old = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+# Cases against the server.
+
+
+def publishing() -> Result:
+    arguments = (str(FOLDER), "--namespace", "owner", "--results", str(FOLDER.parent / "results"))
+    return {
+        "dry": script("publish.py", *arguments, "--dry-run"),
+        "first": script("publish.py", *arguments),
+        "second": script("publish.py", *arguments),
+    }
+
+
+def loading() -> Result:
+    by_id = load(REPOSITORY)
+    with environment(BKN_ZOO_NAMESPACE="owner"):
+        short = load(FOLDER.name)
+    tagged = load(f"{REPOSITORY}@v{bkn_zoo.__version__}")
+    commit = load(f"{REPOSITORY}@{by_id['revision']}")
+    local = compared(bkn_zoo.from_pretrained(FOLDER))
+    files = snapshot(FOLDER.name)
+    return {"id": by_id, "short": short, "tag": tagged, "commit": commit, "local": local, "files": files}
+
+
+def statuses() -> Result:
+    results = {}
+    for status in (401, 403, 404, 429, 500):
+        copy(f"status-{status}")
+        order(pattern=f"GET /api/models/owner/status-{status}/", times=99, status=status)
+        results[str(status)] = load(f"owner/status-{status}")
+    order(pattern="GET /api/models/owner/status-429/", times=99, status=429, headers={"Retry-After": "3600"})
+    results["429 for an hour"] = load("owner/status-429")
+    order(pattern="GET /api/models/owner/status-429/", times=1, status=429, headers={"Retry-After": "7"})
+    results["429 once"] = load("owner/status-429")
+    order(pattern="GET /api/models/owner/status-500/", times=2, status=503)
+    results["503 twice"] = load("owner/status-500")
+    order(pattern="GET /api/models/owner/status-403/", status=403, headers={"X-Error-Code": "GatedRepo"})
+    results["gated"] = load("owner/status-403")
+    order()
+    results["no repository"] = load("owner/nothing-here")
+    results["no revision"] = load(f"{REPOSITORY}@nowhere")
+    results["short"] = load("nothing-here")
+    return results
+
+
+def tokens() -> Result:
+    results = {"who": guarded(lambda: {"name": hub._api().whoami()["name"]})}
+    private = guarded(lambda: {"commit": hub.push_to_hub(FOLDER, "owner/secret", private=True).commit})
+    results["push"] = private
+    for kind, token in {"wrong": "hf_wrongwrongwrong", "illegal": "hf_illegal\x07token", "foreign": "hf_fünf"}.items():
+        with environment(HF_TOKEN=token):
+            results[kind] = load("owner/secret")
+    with environment(HF_TOKEN=""):
+        results["none"] = load("owner/secret")
+        results["push without"] = guarded(lambda: {"done": hub.push_to_hub(FOLDER, "owner/other")})
+    results["right"] = load("owner/secret")
+    return results
+
+
+def connection_cut() -> Result:
+    from huggingface_hub import constants
+
+    copy("cut")
+    constants.DOWNLOAD_CHUNK_SIZE, usual = 500, constants.DOWNLOAD_CHUNK_SIZE  # as if shards had more than 10 MB
+    order(pattern="GET /storage/", after=1, times=1, cut=1000)
+    once = load("owner/cut")
+    constants.DOWNLOAD_CHUNK_SIZE = usual
+    copy("half")
+    order(pattern="GET /storage/", after=1, times=999, cut=0)
+    always = load("owner/half")
+    order()
+    return {"once": once, "always": always, "half": snapshot("half")}
+
+
+def flipped_byte() -> Result:
+    second = hub.sha256(FOLDER / SECOND_SHARD)
+    results = {}
+    for part, place in (("header", 9), ("tensor", -1)):
+        copy(f"flip-{part}")
+        order(pattern=f"GET /storage/{second}", flip=place)
+        results[part] = {"refused": load(f"owner/flip-{part}"), "again": load(f"owner/flip-{part}")}
+    return results
+
+
+def odd_repositories() -> Result:
+    config = json.loads((FOLDER / "config.json").read_text())
+    weights = tuple(path.name for path in FOLDER.glob("model*"))
+    index = json.loads((FOLDER / "model.safetensors.index.json").read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../../outside.safetensors")
+    ran = Path(os.environ["HF_HOME"]) / "ran"
+
+    class Exploit:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (ran,))
+
+    exploit = pickle.dumps({"fc.weight": Exploit()})
+    code = f"open({str(ran)!r}, 'w')".encode()
+    copy("unknown", {"config.json": json.dumps(config | {"architecture": "vgg_bkn"}).encode()})
+    copy("newer", {"config.json": json.dumps(config | {"format_version": 99}).encode()})
+    copy("pickles", {"pytorch_model.bin": exploit, "modeling.py": code}, remove=weights)
+    copy("escape", {"model.safetensors.index.json": json.dumps(index).encode()})
+    copy("path", {"model-/../../../../../outside.safetensors": b"x"})
+    copy("bare", remove=("config.json",))
+    copy("code", {"hubconf.py": code, "modeling.py": code, "pytorch_model.bin": exploit})
+    names = ("unknown", "newer", "pickles", "escape", "path", "bare", "code")
+    results: Result = {name: load(f"owner/{name}") | {"files": snapshot(name)} for name in names}
+    outside = list(Path(os.environ["HF_HOME"]).parent.rglob("outside.safetensors"))
+    return results | {"ran": ran.exists(), "outside": list(map(str, outside))}
+
+
+def moving_revision() -> Result:
+    first = copy("moving")
+    second = copy("moving", {"notes.txt": b"a further commit"})
+    order(pattern="GET /api/models/owner/moving/revision/main", move="owner/moving")
+    while_loading = load("owner/moving")
+    order()
+    third = copy("moving", {"notes.txt": b"one more", "config.json": (FOLDER / "config.json").read_bytes()})
+    pinned = load(f"owner/moving@{second}")
+    return {"commits": [first, second, third], "moved": while_loading, "pinned": pinned, "now": load("owner/moving")}
+
+
+def full_disk() -> Result:
+    copy("large")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))  # a write beyond it fails as on a full disk
+    try:
+        full = load("owner/large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return {"full": full, "again": load("owner/large")}
+
+
+def two_at_once() -> Result:
+    copy("shared")
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            time.sleep = REAL_SLEEP
+            os._exit(0 if guarded(lambda: compared(hub.from_pretrained("owner/shared"))).get("same") else 1)
+        children.append(child)
+    return {"exits": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]}
+
+
+def interrupted_uploads() -> Result:
+    def push(name: str) -> Result:
+        seen = len(tell("log"))
+        result = guarded(lambda: {"changes": len(hub.push_to_hub(FOLDER, f"owner/{name}").changes)})
+        return result | {"requests": tell("log")[seen:]}
+
+    # The files of all these repositories are in the server's storage already, unless their content is new.
+    tell("forget", [hub.sha256(path) for path in FOLDER.glob("*.safetensors")])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        guarded(lambda: {"done": hub.push_to_hub(FOLDER, "owner/killed")})
+        os._exit(0)
+    order(pattern="POST /owner/killed.git/info/lfs/verify", kill=child)  # when one file at least has arrived
+    os.write(writer, b"x")
+    status = os.waitpid(child, 0)[1]
+    order()
+    visible = load("owner/killed")
+    repeated = push("killed")
+    loaded = load("owner/killed")
+    order(pattern="POST /api/models/owner/failing/commit", times=99, status=500)
+    failed = push("failing")
+    order(pattern="POST /api/models/owner/failing/commit", status=412)
+    conflict = push("failing")
+    order()
+    tell("forget", [hub.sha256(FOLDER / SECOND_SHARD)])
+    order(pattern="PUT ", cut=1000)
+    cut = push("failing")
+    order()
+    return {
+        "signal": os.WTERMSIG(status), "visible": visible, "repeated": repeated, "loaded": loaded, "failed": failed,
+        "conflict": conflict,
+        "cut": cut, "after": load("owner/failing"),
+    }  # fmt: skip
+
+
+def replacing() -> Result:
+    """The same network in one file, over the one in shards; then tags and pull requests."""
+    whole = FOLDER.parent / "whole" / FOLDER.name
+    bkn_zoo.save_pretrained(bundled, whole)
+    first = hub.push_to_hub(FOLDER, "owner/replaced", tag="v1")
+    taken = guarded(lambda: {"done": str(hub.push_to_hub(whole, "owner/replaced", tag="v1"))})
+    request = hub.push_to_hub(whole, "owner/replaced", create_pr=True)
+    untouched = load("owner/replaced")
+    second = hub.push_to_hub(whole, "owner/replaced", tag="v2")
+    both = guarded(lambda: {"done": str(hub.push_to_hub(whole, "owner/replaced", tag="v3", create_pr=True))})
+    order(pattern="GET /storage/", flip=-1)
+    unverified = guarded(lambda: {"done": hub.verify_published(whole, "owner/replaced", second.commit)})
+    order()
+    return {
+        "first": first.commit, "taken": taken, "request": request.pull_request, "untouched": untouched, "both": both,
+        "second": second.commit, "changes": {c.file: c.kind for c in second.changes}, "unverified": unverified,
+        "now": load("owner/replaced"), "old": load("owner/replaced@v1"),
+        "proposed": load("owner/replaced@refs/pr/1"),
+    }  # fmt: skip
+
+
+def training() -> Result:
+    """A network of two classes of small images, from files to the Hub."""
+    tree = FOLDER.parent / "photos"
+    for label, value in (("dark", 60), ("light", 200)):
+        (tree / label).mkdir(parents=True)
+        for k in range(12):
+            Image.new("RGB", (8, 8), (value + k,) * 3).save(tree / label / f"{k}.png")
+    options = ("--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
+    options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner")
+    refused = script("train.py", "--data", str(tree), *options, "--name", "not=a name")
+    done = script("train.py", "--data", str(tree), *options, "--name", "photos")
+    return {"refused": refused, "done": done, "revision": guarded(lambda: {"is": revision_of("owner/photos")})}
+
+
+def revision_of(name: str) -> str | None:
+    return hub.from_pretrained(name).revision
+
+
+def documents() -> Result:
+    """The examples that are marked as run here, in order and in one namespace per document, as written."""
+    marked = re.compile(r"^```python\n(# not run by the tests: test_hub\.py .*?)^```$", re.MULTILINE | re.DOTALL)
+    counts = {}
+    hub.push_to_hub(FOLDER, "your-name/my_network", tag="v1")
+    for document in ("README.md", "docs/hub.md"):
+        blocks = marked.findall((SCRIPTS.parent / document).read_text())
+        namespace: dict[str, Any] = {"bkn_zoo": bkn_zoo, "model": bundled}
+        with contextlib.redirect_stdout(io.StringIO()):
+            for block in blocks:
+                exec(block, namespace)
+        counts[document] = len(blocks)
+    return {"counts": counts}
+
+
+def server_gone() -> Result:
+    tell("stop", {})
+    return {
+        "cached": guarded(lambda: compared(hub.from_pretrained(REPOSITORY))),
+        "not cached": guarded(lambda: compared(hub.from_pretrained("owner/never-asked"))),
+    }
+
+
+ONLINE = [
+    publishing, loading, statuses, tokens, connection_cut, flipped_byte, odd_repositories, moving_revision, full_disk,
+    two_at_once, interrupted_uploads, replacing, training, documents, server_gone,
+]  # fmt: skip
+
+
+# Cases without a server.
+
+
+def offline() -> Result:
+    version = f"v{bkn_zoo.__version__}"
+    names = {"main": REPOSITORY, "tag": f"{REPOSITORY}@{version}", "unknown": "owner/never-asked", "half": "owner/half"}
+    return {key: load(name) for key, name in names.items()}
+
+
+def main() -> None:
+    time.sleep = waits.append  # type: ignore[assignment]  # waiting is recorded, not done
+    cases = ONLINE if sys.argv[1] == "online" else [offline]
+    output = Path(sys.argv[3])
+    results: Result = {"client_was_imported": CLIENT_WAS_IMPORTED}
+    for case in cases:
+        started = time.monotonic()
+        results[case.__name__] = guarded(case) | {"seconds": time.monotonic() - started}
+    output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

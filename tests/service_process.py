@@ -1,0 +1,147 @@
+"""The service as its users run it: a process of its own, on a port of its own, with checkpoints made for the test."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+import bkn_zoo
+from bkn_zoo.config import Preprocessing
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback
+
+
+def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, seed: int = 0) -> None:
+    """Write a network for 32 x 32 images and ten classes that has learned nothing, but whose answers tell much apart.
+
+    Images, modes and seeds differ in their scores by far more than a rounding error.
+    """
+    torch.manual_seed(seed)
+    model = bkn_zoo.create_model("inception_cifar_bkn", 10)
+    with torch.no_grad():
+        model.statistics_batch_size = 2
+        for _ in range(4):
+            level, contrast = torch.randn(8, 3, 1, 1), torch.rand(8, 3, 1, 1)
+            model.train()(level + contrast * torch.randn(8, 3, 32, 32))
+        model.eval().fc.weight.mul_(12)
+    bkn_zoo.save_pretrained(
+        model,
+        folder,
+        label_names=label_names or [f"class {number}" for number in range(10)],
+        preprocessing=Preprocessing(32, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+        accuracy={mode: {"top1": 10.0 + place} for place, mode in enumerate(("population", "sample", "expected"))},
+    )
+
+
+class ServiceProcess:
+    """`with ServiceProcess(folder, "--queue-length", "8") as service:` runs `python -m service` until the block ends.
+
+    Entering returns once the service is ready; leaving kills it, with every process that it started.
+
+    Args:
+        checkpoints: a folder of checkpoints; all are offered, in the order of their names, unless a flag says which.
+        flags: further flags of the command.
+        environment: further environment variables; those of the tests that begin with BKN_ are not passed on.
+        ready_within: seconds until the service must be ready.
+
+    Attributes:
+        url: where it listens, with no slash at the end.
+        process: the process, as subprocess gives it.
+    """
+
+    command = (sys.executable, "-m", "service")
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        ready_within: float = 60.0,
+    ) -> None:
+        names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
+        models = () if "--models" in flags else ("--models", ",".join(names))
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.process: subprocess.Popen[bytes]
+        self._command = [*self.command, "--port", str(port), *models, *flags]
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
+        here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self._environment = inherited | here | (environment or {})
+        self._ready_within = ready_within
+        self._log = Path()
+
+    def __enter__(self) -> Self:
+        descriptor, name = tempfile.mkstemp(suffix=".log", prefix="service-")
+        self._log = Path(name)
+        try:
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environment, stdout=descriptor, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):  # where it has stopped, with all that it started
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if error is not None:
+            error.add_note(f"The log of the service ends with:\n{self.log()[-4000:]}")
+        self._log.unlink(missing_ok=True)
+
+    def stop(self, within: float = 40.0) -> int:
+        """Ask it to stop (SIGTERM) and return its exit code; raises subprocess.TimeoutExpired if it goes on."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(within)
+
+    def log(self) -> str:
+        """What it has written to standard output and standard error, while it runs or once stopped."""
+        return self._log.read_text(errors="replace")
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + self._ready_within
+        while True:
+            ready = _status(f"{self.url}/health/ready") == 200
+            if self.process.poll() is not None:
+                raise RuntimeError(f"The service ended with {self.process.returncode} at its start:\n{self.log()}")
+            if ready:
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"The service was not ready within {self._ready_within} s:\n{self.log()}")
+            time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _status(url: str) -> int | None:
+    try:
+        with DIRECT.open(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None

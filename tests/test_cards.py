@@ -1,0 +1,218 @@
+"""Model cards say what their sources say; torch.hub finds every network."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import bkn_zoo
+from bkn_zoo import CheckpointError, checkpoints
+from bkn_zoo.config import Config, Preprocessing
+from bkn_zoo.publishing import card_from_results, publish, validate
+from bkn_zoo.zoo_card import zoo_card
+
+ROOT = Path(__file__).parent.parent
+NAME = "inception_cifar_bkn.cifar10"
+ACCURACY = {
+    mode: {"top1": top1, "top5": 99.1, "ece": 2.5}
+    for mode, top1 in (("population", 80.125), ("sample", 85.5), ("expected", 86.75))
+}
+RECIPE = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 20, "gradient_batch": 128}
+FACTS = {"command": "python scripts/train.py recipes/x.toml", "hardware": "NVIDIA H200", "seed": 0}
+
+
+def record(name: str, norm: str, top1: float, **changes: Any) -> dict[str, Any]:
+    test = {mode: {"top1": top1, "top5": 99.1, "ece": 2.5, "loss": 0.5} for mode in ACCURACY}
+    about = {"model": f"inception_cifar_{norm}", "norm": norm, "dataset": "cifar10", "epochs": 20, "seconds": 7200.0}
+    batches = {"gradient_batch": 128, "statistics_batch": 2}
+    return {"name": name, **about, **batches, "test": test, **FACTS, **changes}
+
+
+RUNS = [
+    record(NAME, "bkn", 0, test={mode: measured | {"loss": 0.4} for mode, measured in ACCURACY.items()}),
+    record("bn_0", "bn", 80.0),
+    record("bn_1", "bn", 82.0),
+    record("bn_large", "bn", 87.5, statistics_batch=None),
+    record("bn_short", "bn", 11.0, epochs=1),
+    record("bn_other", "bn", 12.0, dataset="cifar100"),
+]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("original") / NAME
+    model = bkn_zoo.create_model("inception_cifar_bkn", 10)
+    model.statistics_batch_size = 2
+    bkn_zoo.save_pretrained(
+        model.eval(),
+        folder,
+        preprocessing=Preprocessing(32, (0.5,) * 3, (0.2,) * 3),
+        default_statistics="expected",
+        accuracy=ACCURACY,
+        training={"recipe": RECIPE, "init": None, "versions": {"torch": "2.15"}, **FACTS},
+    )
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(original: dict[str, bytes], tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints" / NAME
+    folder.mkdir(parents=True)
+    for name, data in original.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "results" / "runs").mkdir(parents=True)
+    for run in RUNS:
+        (tmp_path / "results" / "runs" / f"{run['name']}.json").write_text(json.dumps(run))
+    row = {"model": "inception_cifar", "norm": "bkn", "engine": "openvino", "precision": "f32", "batch": 1, "size": 32}
+    rows = [row | {"statistics": "sample", "ms_per_image": 1.25}, row | {"norm": "bn", "statistics": "population"}]
+    speed = {"command": "python scripts/benchmark.py infer", "hardware": "Neoverse-N1, 2 cores", "rows": rows}
+    (tmp_path / "results" / "benchmark_infer.json").write_text(json.dumps(speed))
+    return tmp_path / "results"
+
+
+def test_the_metadata_is_what_the_hub_reads(folder: Path, results: Path) -> None:
+    text = card_from_results(folder, NAME, results)
+    header = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    assert header is not None
+    data = yaml.safe_load(header[1])
+    assert data["license"] == "apache-2.0"
+    assert data["library_name"] == "bkn_zoo"
+    assert data["pipeline_tag"] == "image-classification"
+    assert data["datasets"] == ["uoft-cs/cifar10"]
+    assert data["metrics"] == ["accuracy"]
+    (index,) = data["model-index"]
+    assert index["name"] == NAME
+    (result,) = index["results"]
+    assert result["task"]["type"] == "image-classification"
+    assert result["dataset"]["type"] == "uoft-cs/cifar10"
+    measured = {metric["name"]: metric["value"] for metric in result["metrics"]}
+    assert measured["top-1 accuracy, expected statistics"] == 86.75
+    assert measured["top-1 accuracy, population statistics"] == 80.125
+    assert len(measured) == 6
+
+
+def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, results: Path) -> None:
+    text = card_from_results(folder, NAME, results)
+    for line in (
+        "| expected (default) | 86.75 | 99.1 | 2.5 |",
+        "| bkn | 128, 2 | 1 | 80.12 | 85.50 | 86.75 |",
+        "| bn | 128, 2 | 2 | 81.00 ± 1.41 | 81.00 ± 1.41 | 81.00 ± 1.41 |",
+        "| bn | 128, 128 | 1 | 87.50 | 87.50 | 87.50 |",
+        "| openvino | f32 | sample | 1 | 32 | 1.250 |",
+        "python scripts/train.py recipes/x.toml",
+        f"bkn-zoo serve --model {NAME}",
+        "NVIDIA H200 in 2.0 h",
+        "## What it is for, and what not",
+    ):
+        assert line in text
+    assert "11.00" not in text  # other epochs
+    assert "12.00" not in text  # other data
+    assert "\n\n\n" not in text
+
+
+def test_the_cards_example_runs(folder: Path, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SOURCE_TREE", folder.parent)
+    code = re.findall(r"```python\n(.*?)```", card_from_results(folder, NAME, results), re.DOTALL)[0]
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    assert namespace["logits"].shape == (1, 10)
+
+
+def test_a_card_of_a_users_own_network_claims_nothing(tmp_path: Path) -> None:
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_gn", 3), tmp_path / "mine")
+    text = (tmp_path / "mine" / "README.md").read_text()
+    for word in ("## Accuracy", "## Speed", "## Training", "model-index", "datasets"):
+        assert word not in text
+    assert 'from_pretrained("mine")' in text
+
+
+def test_the_zoos_card_lists_every_checkpoint_and_the_cost_of_all_runs(folder: Path) -> None:
+    text = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
+    row = f"| [{NAME}](checkpoints/{NAME}/README.md) | CIFAR-10 | 10 | 2 | 80.12 | 85.50 | **86.75** |"
+    assert row in text
+    assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in text
+    assert "There are no checkpoints in this tree yet." in zoo_card({}, [])
+
+
+def test_every_card_in_this_tree_is_what_its_sources_say() -> None:
+    """`python scripts/report.py` writes them again."""
+    for path, text in runpy.run_path(str(ROOT / "scripts" / "report.py"))["cards"]().items():
+        assert path.read_text() == text, path
+    for name in bkn_zoo.list_checkpoints():
+        if (ROOT / "checkpoints" / name).exists():
+            validate(ROOT / "checkpoints" / name, name, ROOT / "results")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder, results: None, None),
+        (lambda folder, results: (folder / "README.md").write_text("# Better\n"), "README.md is not what config.json"),
+        (lambda folder, results: edit(folder / "config.json", {"num_classes": 11}), "fc.weight"),
+        (lambda folder, results: (folder / "golden.safetensors").unlink(), "golden.safetensors does not exist"),
+        (lambda folder, results: (results / "runs" / "bn_1.json").unlink(), "README.md is not what config.json"),
+        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"test": RUNS[1]["test"]}), "the same run"),
+    ],
+)
+def test_what_disagrees_is_not_published(
+    folder: Path, results: Path, damage: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkn_zoo.publishing.push_to_hub", lambda *_, **__: pytest.fail("published"))
+    monkeypatch.setattr("bkn_zoo.publishing.changes", lambda *_: [])
+    (folder / "README.md").write_text(card_from_results(folder, NAME, results))
+    damage(folder, results)
+    if words is None:
+        publish(folder, NAME, "owner", results, dry_run=True)
+        return
+    with pytest.raises(CheckpointError, match=words):
+        publish(folder, NAME, "owner", results)
+
+
+def edit(path: Path, changes: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# torch.hub.
+
+
+def hub_load(name: str, **options: Any) -> Any:
+    return torch.hub.load(str(ROOT), name, source="local", **options)
+
+
+def test_torch_hub_lists_and_makes_every_registered_model() -> None:
+    module = runpy.run_path(str(ROOT / "hubconf.py"))
+    listed = {
+        name for name, value in module.items() if callable(value) and not name.startswith("_")
+    }  # as torch.hub does
+    assert listed == set(bkn_zoo.list_models())
+    assert all(name in module[name].__doc__ for name in listed)
+    assert hub_load("inception_cifar_gn", num_classes=3).num_classes == 3
+
+
+def test_torch_hub_loads_the_checkpoint_of_a_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SOURCE_TREE", folder.parent)
+    model = hub_load("inception_cifar_bkn", pretrained=True)
+    assert model.config.accuracy == ACCURACY
+    assert not model.training
+    with pytest.raises(bkn_zoo.UnknownNameError, match=rf"no checkpoint of inception_v2_bkn .*{NAME}"):
+        hub_load("inception_v2_bkn", pretrained=True)
+    with pytest.raises(bkn_zoo.InputError, match="is a inception_cifar_bkn: load it by that name"):
+        hub_load("inception_cifar_bn", pretrained=NAME)
+    with pytest.raises(bkn_zoo.InputError, match="leave out num_classes"):
+        hub_load("inception_cifar_bkn", pretrained=True, num_classes=3)
+    (folder.parent / "inception_cifar_bkn.second").symlink_to(folder)
+    with pytest.raises(bkn_zoo.UnknownNameError, match=f"several.*{NAME}, inception_cifar_bkn.second"):
+        hub_load("inception_cifar_bkn", pretrained=True)
+    assert hub_load("inception_cifar_bkn", pretrained=NAME).name == "inception_cifar_bkn"

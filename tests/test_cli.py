@@ -1,0 +1,332 @@
+"""The command: what it prints, what it says of bad files, and how it exits."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bkn_zoo
+from bkn_zoo import cli
+from bkn_zoo.classifier import Classifier
+from bkn_zoo.config import Preprocessing
+from bkn_zoo.errors import HubNotFoundError
+from bkn_zoo.norms.statistics import MODES
+
+LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints, of which `small` is the better default."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("checkpoints")
+    about: Any = {
+        "preprocessing": Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
+        "label_names": LABELS,
+        "training": {"recipe": {"dataset": "cifar10"}},
+        "accuracy": {"sample": {"top1": 71.25, "top5": 99.0}, "population": {"top1": 60.5}},
+        "default_statistics": "sample",
+    }
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_bkn", num_classes=6), root / "small", **about)
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_gn", num_classes=3), root / "bare")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def only_these_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkn_zoo.checkpoints.SOURCE_TREE", root / "none")
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(root))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three images, one of them deeper, and files that a walk passes by."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    for k, name in enumerate(("b.PNG", "deep/er/c.jpg", "a.gif", ".d.png", ".hidden/e.png")):
+        pixels = np.random.default_rng(k).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+class Output:
+    """What a call of the command printed, and its exit code."""
+
+    def __init__(self, code: int, captured: Any) -> None:
+        self.code, self.out, self.err = code, captured.out, captured.err
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: object) -> Output:
+        torch_too = ["--engine", "torch"] if arguments[0] in ("classify", "compare") else []
+        code = cli.main([*map(str, arguments), *torch_too])
+        return Output(code, capsys.readouterr())
+
+    return run
+
+
+def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path, root: Path) -> None:
+    found = call("classify", photos / "b.PNG")
+    assert (found.code, found.err) == (0, "")
+    lines = found.out.splitlines()
+    assert lines[0] == str(photos / "b.PNG")
+    expected = Classifier.from_pretrained(root / "small", engine="torch")(photos / "b.PNG").predictions
+    assert lines[1:] == [f"  {p.score:.4f}  {p.label}" for p in expected]
+
+
+def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
+    found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
+    rows = list(csv.reader(io.StringIO(found.out)))
+    assert rows[0] == ["file", "rank", "label", "score"]
+    assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
+    assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
+    assert {row[2] for row in rows[1:]} <= set(LABELS)
+    assert (found.code, found.err) == (0, "")
+
+
+def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
+    found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
+    first, second = json.loads(found.out)
+    assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
+    assert (first["model"], first["revision"], first["statistics"], first["engine"]) == (
+        str(root / "small"), None, "sample", "torch"
+    )  # fmt: skip
+    assert [set(p) for p in first["predictions"]] == [{"label", "score"}] * 5
+    everything = json.loads(call("classify", photos / "a.gif", "--format", "json", "--top-k", 100).out)
+    assert sorted(p["label"] for p in everything[0]["predictions"]) == sorted(LABELS)
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path, tmp_path: Path, format: str) -> None:
+    broken, empty = tmp_path / "broken.png", tmp_path / "empty"
+    broken.write_bytes((photos / "b.PNG").read_bytes()[:100])
+    empty.mkdir()
+    sources = [broken, photos / "b.PNG", tmp_path / "none.jpg", photos / "notes.txt", empty]
+    found = call("classify", *sources, "--format", format)
+    assert found.code == 1
+    assert str(photos / "b.PNG") in found.out
+    assert "broken" not in found.out
+    complaints = found.err.splitlines()
+    assert len(complaints) == 4
+    for complaint, name in zip(complaints, (empty, broken, tmp_path / "none.jpg", photos / "notes.txt"), strict=True):
+        assert complaint.startswith("bkn-zoo: ")
+        assert str(name) in complaint
+
+
+def test_when_no_file_is_good_the_output_is_still_well_formed(call: Any, photos: Path, tmp_path: Path) -> None:
+    found = call("classify", photos / "notes.txt", "--format", "json")
+    assert (found.code, json.loads(found.out)) == (1, [])
+    found = call("classify", tmp_path)
+    assert (found.code, found.out) == (1, "")
+    assert found.err == f"bkn-zoo: {tmp_path} holds no images: name a folder that does.\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_shows_for_several_files_on_a_terminal(
+    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for sources, shown in (([photos], True), ([photos / "b.PNG"], False)):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert call("classify", *sources).code == 0
+        assert ("3/3" in terminal.getvalue()) is shown
+
+
+def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, root: Path) -> None:
+    found = call("compare", photos / "b.PNG", "--top-k", 2)
+    assert (found.code, found.err) == (0, "")
+    title, modes, times, *rows = found.out.splitlines()
+    assert title == f"{photos / 'b.PNG'}, by small with torch on cpu"
+    assert modes.split() == ["population", "sample", "(default)", "expected"]
+    assert times.count(" ms") == 3
+    assert len(rows) == 2
+    classifier = Classifier.from_pretrained(root / "small", engine="torch")
+    for mode in MODES:
+        best = classifier(photos / "b.PNG", mode, top_k=1).predictions[0]
+        assert f"{best.score:.4f}  {best.label}" in rows[0]
+
+
+def test_compare_of_a_bad_file_fails_in_one_sentence(call: Any, photos: Path) -> None:
+    found = call("compare", photos / "notes.txt")
+    assert (found.code, found.out, found.err.count("\n")) == (1, "", 1)
+    assert "notes.txt is in no known image format" in found.err
+
+
+def test_list_shows_what_is_here(call: Any) -> None:
+    found = call("list")
+    header, bare, small = found.out.splitlines()
+    assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
+    assert bare.split() == ["bare", "inception_cifar_gn", "3", "-", "population", "-"]
+    assert small.split() == ["small", "inception_cifar_bkn", "6", "cifar10", "sample", "71.2"]
+    assert (found.code, found.err) == (0, "")
+
+
+def test_list_names_a_damaged_checkpoint_and_shows_the_others(
+    call: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", f"{root}{os.pathsep}{tmp_path}")
+    found = call("list")
+    assert found.code == 1
+    assert "small" in found.out
+    assert "damaged" in found.err
+
+
+def test_without_checkpoints_the_remedy_is_named(
+    call: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
+    found = call("list")
+    assert (found.code, found.out) == (0, "")
+    assert "BKN_ZOO_CHECKPOINTS" in found.err
+    found = call("classify", photos)
+    assert (found.code, found.out, found.err.count("\n")) == (1, "", 1)
+    assert "BKN_ZOO_CHECKPOINTS" in found.err
+
+
+def test_info_describes_a_checkpoint(call: Any, root: Path) -> None:
+    found = call("info", "small", "--format", "json")
+    facts = json.loads(found.out)
+    model = bkn_zoo.from_pretrained(root / "small")
+    assert (facts["name"], facts["architecture"], facts["revision"]) == ("small", "inception_cifar_bkn", None)
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert facts["bytes_on_disk"] == sum(file.stat().st_size for file in (root / "small").iterdir())
+    assert facts["accuracy"]["population"] == {"top1": 60.5}
+    assert facts["label_names"] == LABELS
+    rows = dict(line.split(maxsplit=1) for line in call("info", root / "small").out.splitlines())
+    assert rows["accuracy.sample.top1"] == "71.25"
+    assert rows["preprocessing.size"] == "16"
+    assert rows["parameters"] == f"{facts['parameters']:,}"
+    assert rows["revision"] == "-"
+    assert rows["label_names"] == "ape, bee, cat, dog, élan, ..."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["classify"],
+        ["classify", "x.png", "--top-k", "0"],
+        ["classify", "x.png", "--top-k", "1.5"],
+        ["classify", "x.png", "--statistics", "mean"],
+        ["classify", "x.png", "--format", "xml"],
+        ["compare"],
+        ["info"],
+        ["list", "more"],
+    ],
+)
+def test_misuse_exits_with_2_and_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: bkn-zoo" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's answer to whatever is not on this machine."""
+
+    def refuse(repository: str, revision: str | None = None) -> None:
+        raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
+
+    monkeypatch.setattr("bkn_zoo.hub.download", refuse)
+
+
+@pytest.mark.usefixtures("no_such_repository")
+def test_an_unknown_model_is_misuse_in_one_line(call: Any, photos: Path) -> None:
+    for arguments in (["classify", photos / "b.PNG", "--model", "nothing"], ["info", "nothing"]):
+        found = call(*arguments)
+        assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert "unknown checkpoint 'nothing': choose from bare, small" in found.err
+
+
+@pytest.mark.usefixtures("no_such_repository")
+def test_what_the_hub_says_is_passed_on_in_one_line(call: Any, photos: Path) -> None:
+    found = call("classify", photos / "b.PNG", "--model", "owner/repo")
+    assert (found.code, found.out) == (1, "")
+    assert found.err == "bkn-zoo: there is no repository owner/repo: correct the name.\n"
+
+
+def test_a_checkpoint_that_cannot_classify_fails_in_one_line(call: Any, photos: Path) -> None:
+    found = call("classify", photos / "b.PNG", "--model", "bare")
+    assert (found.code, found.out, found.err.count("\n")) == (1, "", 1)
+    assert "bare does not say how its images are preprocessed" in found.err
+
+
+@pytest.mark.parametrize("command", [[], ["classify"], ["compare"], ["list"], ["info"]])
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: bkn-zoo")
+    assert "example" in text or command == ["list"]
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, app, asked = types.ModuleType("service"), types.ModuleType("service.app"), []
+
+    def main(arguments: list[str]) -> int:
+        asked.append(arguments)
+        return 3
+
+    app.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "service", service)
+    monkeypatch.setitem(sys.modules, "service.app", app)
+    assert call("serve", "--port", "1", "--help").code == 3
+    assert asked == [["--port", "1", "--help"]]
+
+
+def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "service.app", None)
+    found = call("serve")
+    assert found.code == 2
+    assert "pip install 'bkn-zoo[serve]'" in found.err
+
+
+def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "list_checkpoints", interrupt)
+    found = call("list")
+    assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
+
+
+def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Path, tmp_path: Path, root: Path) -> None:
+    """In a true process: more lines than the first reader of the pipe wants."""
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    with open(odd, "wb") as file:
+        file.write((photos / "b.PNG").read_bytes())
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())",
+         "classify", "--engine", "torch", "--model", str(root / "small"), odd, *[photos / "b.PNG"] * 200],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().strip().endswith(b"caf\\udce9.png")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 128 + signal.SIGPIPE

@@ -1,0 +1,611 @@
+"""Any image becomes an upright RGB one, then exactly what training's evaluation makes of it; bad ones are refused."""
+
+import contextlib
+import io
+import os
+import struct
+import threading
+import time
+import tracemalloc
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+from torch import Tensor
+
+from bkn_zoo import images
+from bkn_zoo.config import INTERPOLATIONS, Preprocessing
+from bkn_zoo.data import evaluation_batches
+from bkn_zoo.datasets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
+from bkn_zoo.images import MAX_PARTS, MAX_SCANS, central_square, normalize, open_image, preprocess
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")
+
+
+def noise(height: int = 23, width: int = 31, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def picture(width: int = 31, height: int = 23) -> Image.Image:
+    """Smooth, so that lossy formats keep it nearly as it is."""
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([x, y, 255 - x], axis=2).astype(np.uint8))
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def corner(image: Image.Image) -> tuple[int, ...]:
+    found = image.getpixel((0, 0))
+    assert isinstance(found, tuple)
+    return found
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, data: bytes, before: bytes = b"") -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + before + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def gif(frame: tuple[int, int], before: bytes = b"") -> bytes:
+    """One whose first frame asks for a background of its own size, on a screen of 10 x 10."""
+    control = b"!\xf9\x04\x08\0\0\0\0"
+    descriptor = b"," + struct.pack("<HHHHB", 0, 0, *frame, 0)
+    return b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + before + control + descriptor + b"\2\1\x44\0;"
+
+
+def tiff(side: int, *tags: tuple[int, int, int, int], compression: int = 1, data: bytes = b"") -> bytes:
+    """Grey; the data begin at byte 200."""
+    own = [(256, 4, 1, side), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, compression), (262, 3, 1, 1)]
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted([*own, *tags]))
+    head = b"II*\0" + struct.pack("<IH", 8, len(own) + len(tags)) + entries + struct.pack("<I", 0)
+    return head.ljust(200, b"\0") + data
+
+
+# Sources
+
+
+def test_bytes_paths_pil_images_and_arrays_give_the_same_image(tmp_path: Path) -> None:
+    array = noise()
+    data = encoded(Image.fromarray(array))
+    path = tmp_path / "image.png"
+    path.write_bytes(data)
+    sources = [
+        data,
+        bytearray(data),
+        memoryview(data),
+        str(path),
+        path,
+        Image.fromarray(array),
+        Image.open(path),
+        array,
+    ]
+    for source in sources:
+        np.testing.assert_array_equal(pixels(open_image(source)), array)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_accepted_format_is_read_whatever_the_file_is_called(format: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.txt"
+    path.write_bytes(encoded(picture(), format))
+    tolerance = {"JPEG": 30, "WebP": 30, "GIF": 60}.get(format, 0)
+    assert abs(pixels(open_image(path)) - pixels(picture())).max() <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.full((4, 5), 7, np.uint8), (7, 7, 7)),
+        (np.full((4, 5, 1), 7, np.uint8), (7, 7, 7)),
+        (np.full((4, 5, 3), [1, 2, 3], np.uint8), (1, 2, 3)),
+        (np.full((4, 5, 4), [0, 0, 0, 0], np.uint8), (255, 255, 255)),
+        (np.full((4, 5, 4), [200, 100, 0, 255], np.uint8), (200, 100, 0)),
+        (np.full((4, 5, 3), [0, 65535, 128 * 257], np.uint16), (0, 255, 128)),
+        (np.full((4, 5), 0.5, np.float32), (128, 128, 128)),
+        (np.full((4, 5, 3), [0.0, 1.0, 0.2]), (0, 255, 51)),
+        (np.full((8, 5, 6), [1, 2, 3, 4, 5, 6], np.uint8)[::2, :, 2:5], (3, 4, 5)),  # not contiguous
+    ],
+)
+def test_arrays_of_all_kinds(array: np.ndarray, expected: tuple[int, int, int]) -> None:
+    image = open_image(array)
+    assert image.size == (5, 4)
+    assert corner(image) == expected
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(3, np.uint8), "shape"),
+        (np.zeros((3, 4, 2), np.uint8), "shape"),
+        (np.zeros((1, 3, 4, 3), np.uint8), "shape"),
+        (np.zeros((3, 0), np.uint8), "no pixels"),
+        (np.zeros((3, 4), np.int64), "int64"),
+        (np.zeros((3, 4), complex), "complex"),
+        (np.full((3, 4), 255.0), "scale it"),
+        (np.full((3, 4), -0.1), "scale it"),
+        (np.full((3, 4), np.nan), "scale it"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused(array: np.ndarray, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        open_image(array)
+
+
+def test_what_is_no_source_is_refused_by_its_type() -> None:
+    for source in (None, 3, [1, 2], torch.zeros(3, 4, 4), io.BytesIO(b"")):
+        with pytest.raises(ImageFormatError, match=f"a {type(source).__name__} is no image"):
+            open_image(source)  # type: ignore[arg-type]
+
+
+def test_a_string_is_a_path_and_never_an_address(tmp_path: Path) -> None:
+    for text in ("http://127.0.0.1:9/cat.png", "file:///etc/passwd", "data:image/png;base64,AAAA", "", "a\0b"):
+        with pytest.raises(ImageError):
+            open_image(text)
+    with pytest.raises(ImageError, match=r"there is no file 'http.*URLs are not followed"):
+        open_image("http://127.0.0.1:9/cat.png")
+    with pytest.raises(ImageError, match="is not a file"):
+        open_image(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ImageError, match="is not a file"):
+        open_image(tmp_path / "pipe")
+
+
+def test_a_file_of_more_bytes_than_its_pixels_can_need_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(2**30)  # a hole: it takes no space
+    with pytest.raises(ImageTooLargeError, match="bytes"):
+        open_image(path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / "secret.png"
+    path.write_bytes(encoded(picture()))
+    monkeypatch.setattr(images, "open", forbid, raising=False)  # root, as which tests may run, may read everything
+    with pytest.raises(ImageError, match=r"secret\.png cannot be read \(Permission denied\)"):
+        open_image(path)
+
+
+# Kinds of pixels
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_a_white_image_of_any_mode_is_white(mode: str) -> None:
+    white = Image.new("RGB", (6, 4), "white").convert("RGBA" if mode in ("LA", "PA") else "RGB")
+    np.testing.assert_allclose(pixels(open_image(white.convert(mode))), 255, atol=1)
+
+
+@pytest.mark.parametrize("mode", ["LA", "PA", "RGBA", "RGBa"])
+def test_what_is_transparent_shows_white(mode: str) -> None:
+    clear = Image.new("RGBA", (6, 4), (0, 0, 0, 0))
+    image = clear.convert("P").convert("PA") if mode == "PA" else clear.convert(mode)
+    if mode == "PA":
+        image.putalpha(0)
+    np.testing.assert_array_equal(pixels(open_image(image)), 255)
+
+
+def test_half_transparent_black_is_grey() -> None:
+    assert corner(open_image(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 128))))) == (127, 127, 127)
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGB", "1"])
+def test_a_colour_that_is_declared_transparent_shows_white(mode: str) -> None:
+    image = Image.new("RGB", (4, 4), "black").convert(mode)
+    transparent: Any = (0, 0, 0) if mode == "RGB" else 0
+    if mode == "P":
+        image = Image.new("P", (4, 4), 0)
+        image.putpalette([0, 0, 0, 255, 0, 0])
+    np.testing.assert_array_equal(pixels(open_image(encoded(image, transparency=transparent))), 255)
+    np.testing.assert_array_equal(pixels(open_image(encoded(image))), 0)
+
+
+@pytest.mark.parametrize(("format", "byte_order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
+def test_sixteen_bits_are_scaled_and_not_clipped(format: str, byte_order: str) -> None:
+    ramp = np.linspace(0, 65535, 256).reshape(16, 16).astype(f"{byte_order}u2")
+    found = open_image(encoded(Image.fromarray(ramp), format))
+    np.testing.assert_array_equal(pixels(found)[:, :, 0], ramp >> 8)
+
+
+def test_wide_integers_and_fractions_are_scaled_by_the_range_that_holds_them() -> None:
+    for top, dtype in ((255, np.int32), (65535, np.int32), (1, np.float32), (255, np.float32), (65535, np.float32)):
+        values = np.linspace(0, top, 12).reshape(3, 4).astype(dtype)
+        found = pixels(open_image(encoded(Image.fromarray(values), "TIFF")))
+        np.testing.assert_allclose(found[:, :, 0], values * (255 / top), atol=0.51)
+    for worst in (-1, 70000):
+        with pytest.raises(ImageFormatError, match="outside of 0 to 65535"):
+            open_image(encoded(Image.fromarray(np.full((3, 4), worst, np.int32)), "TIFF"))
+
+
+def test_cmyk_files_keep_their_colours() -> None:
+    for format in ("JPEG", "TIFF"):
+        red = open_image(encoded(Image.new("RGB", (16, 16), "red").convert("CMYK"), format))
+        assert np.abs(np.array(corner(red)) - (255, 0, 0)).max() <= 6
+
+
+@pytest.mark.parametrize("format", ["GIF", "WebP", "PNG", "TIFF"])
+def test_of_an_animation_the_first_frame_is_used(format: str) -> None:
+    frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
+    data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+    assert np.abs(np.array(corner(open_image(data))) - (255, 0, 0)).max() <= 3
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WebP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_camera_s_orientation_is_applied_once(format: str, orientation: int) -> None:
+    upright = Image.new("RGB", (32, 16), "black")
+    upright.paste("white", (0, 0, 16, 8))  # at the top left
+    turn = Image.Transpose
+    undo = [None, turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_90]
+    method = [*undo, turn.TRANSVERSE, turn.ROTATE_270][orientation - 1]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(upright if method is None else upright.transpose(method), format, exif=exif)
+    for source in (data, Image.open(io.BytesIO(data))):
+        found = open_image(source)
+        assert found.size == (32, 16)
+        assert np.abs(pixels(found) - pixels(upright)).max() < 40
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_metadata_does_not_spoil_good_pixels() -> None:
+    for junk in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\x01" * 50):
+        assert open_image(encoded(picture(), "JPEG", exif=junk)).size == (31, 23)
+
+
+def test_metadata_that_pillow_gives_up_on_does_not_spoil_good_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(image: Image.Image) -> None:
+        raise SyntaxError("not a TIFF file")
+
+    monkeypatch.setattr(Image.Image, "getexif", give_up)
+    assert open_image(encoded(picture())).size == (31, 23)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"\0\0\1\0\1\0\x10\x10", "ICO"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
+        (b"\0\0\0\x18ftypavif\0\0\0\0", "AVIF"),
+        (b"8BPS\0\1", "PSD"),
+        (b"%PDF-1.7", "PDF"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0", "EPS"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"<?xml version='1.0'?>\n<!-- a comment -->\n<svg/>", "SVG"),
+        (b"<!DOCTYPE html><html>", "HTML"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
+        (b"hello", "no known image format"),
+        (b"P6 1 1 255 abc", "no known image format"),
+        (b"\0" * 100, "no known image format"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_formats_are_refused_by_name(data: bytes, name: str) -> None:
+    with pytest.raises(
+        ImageFormatError, match=rf"is in {name}: convert it to one of JPEG, PNG, WebP, GIF, BMP, TIFF\."
+    ):
+        open_image(data)
+
+
+def test_formats_that_pillow_could_read_are_refused_all_the_same() -> None:
+    for format in ("ICO", "PPM", "PCX", "TGA", "EPS", "PDF", "SGI", "DDS", "JPEG2000"):
+        with pytest.raises(ImageFormatError):
+            open_image(encoded(picture(), format))
+
+
+def test_an_empty_file_is_refused() -> None:
+    with pytest.raises(ImageFormatError, match="the image is empty"):
+        open_image(b"")
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes.png"
+    path.write_text("notes")
+    with pytest.raises(ImageFormatError, match=r"notes\.png is in no known image format"):
+        open_image(path)
+    path.write_bytes(encoded(picture())[:60])
+    with pytest.raises(BrokenImageError, match=r"notes\.png is a PNG file that cannot be decoded"):
+        open_image(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_truncated_image_is_broken(format: str) -> None:
+    data = encoded(Image.fromarray(noise()), format)
+    # The last bytes of a GIF or JPEG only say that it ends; a TIFF of Pillow's ends with its directory or its pixels.
+    for share in (0.3, 0.5, 0.9):
+        with pytest.raises(BrokenImageError):
+            open_image(data[: int(len(data) * share)])
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def variants(data: bytes, count: int) -> list[bytes]:
+    """Cut, flipped, overwritten, lengthened."""
+    random = np.random.default_rng(len(data))
+    found = [data[:cut] for cut in random.integers(0, len(data), count)]
+    for k in range(3 * count):
+        changed = bytearray(data)
+        span = min(len(data), 64) if k % 2 else len(data)  # the header matters most
+        for place in random.integers(0, span, 1 + k % 4):
+            changed[place] = changed[place] ^ (1 << int(random.integers(8))) if k % 3 else int(random.integers(256))
+        found.append(bytes(changed))
+    return [*found, data + data, data[:100] + b"\xff" * 100, data[: len(data) // 2] + data]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg"])
+def test_damaged_tiffs_are_errors_or_images(compression: str) -> None:
+    check_all(variants(encoded(Image.fromarray(noise()), "TIFF", compression=compression), 30))
+
+
+PIXELS = {
+    "JPEG": ("RGB", "L", "CMYK"),
+    "PNG": ("RGB", "P", "L", "LA", "RGBA", "1", "I;16"),
+    "WebP": ("RGB", "RGBA"),
+    "GIF": ("P", "L"),
+    "BMP": ("RGB", "P", "L", "RGBA", "1"),
+    "TIFF": ("RGB", "P", "L", "LA", "RGBA", "1", "CMYK", "I;16"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("format", "mode"), [(format, mode) for format, modes in PIXELS.items() for mode in modes])
+def test_damaged_files_are_errors_or_images(format: str, mode: str) -> None:
+    image = Image.fromarray(noise()).convert("L" if mode == "I;16" else mode)
+    check_all(variants(encoded(image.convert("I").convert("I;16") if mode == "I;16" else image, format), 20))
+
+
+def check_all(files: list[bytes]) -> None:
+    for data in files:
+        with contextlib.suppress(ImageError):
+            assert pixels(open_image(data, max_pixels=1_000_000)).size > 0
+
+
+# Bombs
+
+
+def inflating(megabytes: int) -> bytes:
+    packer = zlib.compressobj(9)
+    return b"".join(packer.compress(bytes(2**20)) for _ in range(megabytes)) + packer.flush()
+
+
+def bitmap_bomb() -> bytes:
+    data = bytearray(encoded(Image.new("RGB", (4, 4)), "BMP"))
+    data[18:26] = struct.pack("<ii", 20000, 20000)
+    return bytes(data)
+
+
+def webp_bombs() -> list[bytes]:
+    """Lossy, lossless and extended headers that promise 16384 x 16384 pixels or more."""
+    lossy, lossless = (bytearray(encoded(Image.new("RGB", (16, 16)), "WebP", lossless=flag)) for flag in (False, True))
+    extended = bytearray(encoded(Image.new("RGB", (16, 16)), "WebP", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0"))
+    lossy[26:30], lossless[21:25], extended[24:30] = b"\xff\x3f\xff\x3f", b"\xff\xff\xff\x0f", b"\xff\xff\0\xff\x0f\0"
+    return [bytes(lossy), bytes(lossless), bytes(extended)]
+
+
+def jpeg_bomb() -> bytes:
+    data = bytearray(encoded(Image.new("L", (16, 16)), "JPEG"))
+    place = data.index(b"\xff\xc0")
+    data[place + 5 : place + 9] = struct.pack(">HH", 20000, 20000)
+    return bytes(data)
+
+
+TOO_LARGE = {
+    "png": png(20000, 20000, zlib.compress(bytes(1000))),
+    "png of 4 billion squared": png(2**31 - 1, 2**31 - 1, b""),
+    "gif whose frame is larger than its screen": gif((9000, 9000)),
+    "gif beyond what Pillow allows": gif((65000, 65000)),
+    "bmp": bitmap_bomb(),
+    "jpeg": jpeg_bomb(),
+    "tiff": tiff(20000, (273, 4, 1, 200), compression=8, data=bytes(100)),
+    "tiff of few pixels in one large tile": tiff(16, (322, 4, 1, 30000), (323, 4, 1, 30000), (324, 4, 1, 200)),
+    **{f"webp {k}": data for k, data in enumerate(webp_bombs())},
+}
+TOO_MANY_PARTS = {
+    "png of many chunks": png(4, 4, zlib.compress(bytes(52)), chunk(b"teXt", b"") * 500_000),
+    "png of many pieces of pixels": png(4, 4, zlib.compress(bytes(52)), chunk(b"IDAT", b"") * 500_000),
+    "gif of many comments": gif((10, 10), b"!\xfe" + b"\1a" * 2_000_000 + b"\0"),
+    "gif of junk": gif((10, 10), b"a" * 4_000_000),
+    "tiff of many strips": tiff(16, (273, 4, 2_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
+    "tiff of many strips in disguise": tiff(16, (273, 7, 8_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
+    "tiff of many tags": b"MM\0+\0\x08\0\0" + struct.pack(">QQ", 16, 2**40),
+}
+HIDDEN = {
+    "png of inflating text": png(4, 4, zlib.compress(bytes(52)), chunk(b"zTXt", b"a\0\0" + inflating(1)) * 100),
+    "png with an inflating profile": png(4, 4, zlib.compress(bytes(52)), chunk(b"iCCP", b"a\0\0" + inflating(200))),
+    "png of more pixels than it says": png(4, 4, inflating(200)),
+}
+
+
+def refused_in_little_time_and_memory(data: bytes, kind: type[ImageError]) -> None:
+    start = time.process_time()
+    with pytest.raises(kind):
+        open_image(data)
+    assert time.process_time() - start < 1  # a few milliseconds, and 0.2 s for those of many parts
+    tracemalloc.start()
+    try:
+        with pytest.raises(kind):
+            open_image(data)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_bombs_are_refused_before_they_are_decoded(name: str) -> None:
+    refused_in_little_time_and_memory(TOO_LARGE[name], ImageTooLargeError)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bombs_take_no_memory_outside_of_python_either() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not say how much memory a process has")
+    largest, stop = [resident()], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.001):
+            largest[0] = max(largest[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    before = resident()
+    watcher.start()
+    try:
+        for data in list(TOO_LARGE.values()) * 20:
+            with pytest.raises(ImageTooLargeError):
+                open_image(data)
+    finally:
+        stop.set()
+        watcher.join()
+    assert largest[0] - before < 30e6
+
+
+@pytest.mark.parametrize("name", TOO_MANY_PARTS)
+def test_files_of_very_many_parts_are_refused(name: str) -> None:
+    assert MAX_PARTS < 500_000
+    refused_in_little_time_and_memory(TOO_MANY_PARTS[name], BrokenImageError)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_does_not_show_is_never_inflated(name: str) -> None:
+    tracemalloc.start()
+    try:
+        assert open_image(HIDDEN[name]).size == (4, 4)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_canvas_of_few_very_long_rows_is_no_slower_than_another() -> None:
+    frames = [Image.new("RGB", (20, 2), colour) for colour in ("red", "lime")]
+    data = bytearray(encoded(frames[0], "WebP", save_all=True, append_images=frames[1:]))
+    data[24:30] = (8_000_000 - 1).to_bytes(3, "little") + (2 - 1).to_bytes(3, "little")
+    start = time.process_time()
+    assert open_image(bytes(data)).size == (8_000_000, 2)
+    assert time.process_time() - start < 1.5  # 0.2 s, but several where Pillow reads it 64 KB at a time
+
+
+def test_a_jpeg_of_very_many_scans_is_refused() -> None:
+    data = encoded(Image.new("L", (64, 64)), "JPEG", progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    assert open_image(data[:-2] + 10 * scan + data[-2:]).size == (64, 64)
+    with pytest.raises(BrokenImageError):
+        open_image(data[:-2] + MAX_SCANS * scan + data[-2:])
+
+
+def test_the_limit_on_pixels_is_the_caller_s() -> None:
+    for source in (encoded(picture(10, 10)), picture(10, 10), np.zeros((10, 10), np.uint8)):
+        assert open_image(source, max_pixels=100).size == (10, 10)
+        with pytest.raises(ImageTooLargeError, match="10 x 10 pixels, but 99 are allowed"):
+            open_image(source, max_pixels=99)
+
+
+def test_pillow_s_own_limits_are_left_alone() -> None:
+    limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    with pytest.raises(ImageTooLargeError):
+        open_image(TOO_LARGE["png"])
+    open_image(encoded(picture()))
+    assert limit == Image.MAX_IMAGE_PIXELS
+    assert list(warnings.filters) == filters
+
+
+@pytest.mark.filterwarnings("error")
+def test_pillow_s_warning_is_an_error_of_ours_even_where_warnings_are_errors() -> None:
+    with pytest.raises(ImageTooLargeError):
+        open_image(gif((13000, 13000)))
+
+
+# Preprocessing
+
+
+def evaluated(split: Images, preprocessing: Preprocessing) -> Tensor:
+    data = Data("folder", split, split, split, ["one"], preprocessing)
+    return torch.cat([batch[0] for batch in evaluation_batches(data, split, 2, torch.device("cpu"))])
+
+
+@pytest.mark.parametrize(("size", "native_size"), [(32, None), (64, 24), (24, 24), (20, 32)])
+def test_inference_sees_exactly_what_evaluation_saw(size: int, native_size: int | None, tmp_path: Path) -> None:
+    preprocessing = Preprocessing(size, MEAN, STD, native_size)
+    paths = []
+    for k, (height, width) in enumerate([(41, 67), (67, 41), (32, 32), (24, 24), (7, 9)]):
+        for format in ("PNG", "JPEG"):
+            paths.append(tmp_path / f"{k}.{format.lower()}")
+            Image.fromarray(noise(height, width)).save(paths[-1], format)
+    found = torch.stack([preprocess(open_image(path), preprocessing) for path in paths])
+    assert found.dtype == torch.float32
+    assert found.shape == (len(paths), 3, size, size)
+    assert torch.equal(found, evaluated(FileImages(paths, [0] * len(paths)), preprocessing))
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_inference_sees_exactly_what_evaluation_saw_of_a_data_set_in_memory(size: int) -> None:
+    preprocessing = Preprocessing(size, MEAN, STD, 32)
+    arrays = np.stack([noise(32, 32), noise(32, 32)[::-1], noise(32, 32)[:, ::-1]])
+    found = torch.stack([preprocess(open_image(encoded(Image.fromarray(array))), preprocessing) for array in arrays])
+    in_memory = ArrayImages(torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous(), torch.zeros(3, dtype=torch.long))
+    assert torch.equal(found, evaluated(in_memory, preprocessing))
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_the_config_s_interpolation_is_used_in_both_steps(interpolation: str) -> None:
+    image = Image.fromarray(noise(40, 40))
+    found = preprocess(image, Preprocessing(64, MEAN, STD, 16, interpolation))
+    small = image.resize((16, 16), Image.Resampling[interpolation.upper()])
+    scaled = torch.from_numpy(np.array(small)).permute(2, 0, 1)[None].float() / 255
+    align = {} if interpolation == "nearest" else {"align_corners": False}
+    large = torch.nn.functional.interpolate(scaled, (64, 64), mode=interpolation, **align)
+    expected = (large - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    assert torch.equal(found, expected[0])
+
+
+def test_the_square_is_the_middle_of_the_image() -> None:
+    wide = Image.new("RGB", (30, 10), "black")
+    wide.paste("white", (10, 0, 20, 10))
+    for image in (wide, wide.transpose(Image.Transpose.ROTATE_90)):
+        assert torch.equal(central_square(image, 10), torch.ones(3, 10, 10))
+
+
+def test_normalizing_subtracts_the_mean_and_divides_by_the_deviation() -> None:
+    found = normalize(torch.ones(2, 3, 4, 4), Preprocessing(4, (0.5, 0.25, 0.0), (0.5, 0.25, 2.0)))
+    assert found[0, :, 0, 0].tolist() == [1.0, 3.0, 0.5]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    sources = [encoded(Image.new("RGB", (50, 40), (k, k, k))) for k in range(40)]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(k: int) -> None:
+        found[k] = corner(open_image(sources[k]))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(sources))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[k] == (k, k, k) for k in range(len(sources)))

@@ -1,0 +1,271 @@
+"""The service, asked as its clients ask it."""
+
+import base64
+import json
+import re
+import shlex
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+from PIL import Image
+from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
+from starlette.testclient import TestClient
+
+from bkn_zoo import Classifier, InputError
+from bkn_zoo.norms import MODES
+from service.app import create_app, main
+from service.settings import Settings, read_settings
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    save_small_checkpoint(folder / "second", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "photo.png"
+    rows = np.linspace(0, 255, 40 * 50 * 3).reshape(40, 50, 3)
+    Image.fromarray((rows + 30 * np.random.default_rng(0).random(rows.shape)).clip(0, 255).astype(np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def running(checkpoints: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(checkpoints) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def classifier(checkpoints: Path) -> Classifier:
+    return Classifier.from_pretrained(str(checkpoints / "first"))
+
+
+def ask(url: str, body: bytes | None = None, method: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+    """Status, JSON (or text) and headers of an answer."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, body, named, method=method)
+    try:
+        with DIRECT.open(request, timeout=30) as response:
+            status, data, given = response.status, response.read(), response.headers
+    except urllib.error.HTTPError as error:
+        status, data, given = error.code, error.read(), error.headers
+    is_json = given.get_content_type() == "application/json"
+    return status, json.loads(data) if is_json else data.decode(), given
+
+
+def form(**fields: bytes | str) -> tuple[bytes, str]:
+    """A multipart body and its content type."""
+    parts = []
+    for name, value in fields.items():
+        filename = '; filename="photo.png"' if isinstance(value, bytes) else ""
+        data = value if isinstance(value, bytes) else value.encode()
+        parts.append(f'--xyz\r\nContent-Disposition: form-data; name="{name}"{filename}\r\n\r\n'.encode() + data)
+    return b"\r\n".join(parts) + b"\r\n--xyz--\r\n", "multipart/form-data; boundary=xyz"
+
+
+@pytest.mark.parametrize("statistics", [None, *MODES])
+@pytest.mark.parametrize("shape", ["raw", "form", "json", "hugging face"])
+def test_every_way_of_asking_gives_the_classifiers_answer(
+    running: ServiceProcess, classifier: Classifier, photo: Path, shape: str, statistics: str | None
+) -> None:
+    chosen = {} if statistics is None else {"statistics": statistics}
+    image, encoded = photo.read_bytes(), base64.b64encode(photo.read_bytes()).decode()
+    url = f"{running.url}/v1/classify"
+    if shape == "raw":
+        query = "&".join(["top_k=3", *(f"{name}={value}" for name, value in chosen.items())])
+        status, answer, _ = ask(f"{url}?{query}", image, Content_Type="image/png")
+    elif shape == "form":
+        body, kind = form(image=image, top_k="3", **chosen)
+        status, answer, _ = ask(url, body, Content_Type=kind)
+    elif shape == "json":
+        data = {"image": encoded, "top_k": 3, **chosen}
+        status, answer, _ = ask(url, json.dumps(data).encode(), Content_Type="application/json")
+    else:
+        data = {"inputs": encoded, "parameters": {"top_k": 3, **chosen}}
+        status, answer, _ = ask(
+            f"{running.url}/models/first", json.dumps(data).encode(), Content_Type="application/json"
+        )
+        answer = {"predictions": answer}
+    wanted = classifier(photo, statistics=statistics, top_k=3)
+    assert status == 200, answer
+    assert [p["label"] for p in answer["predictions"]] == [p.label for p in wanted.predictions]
+    assert [p["score"] for p in answer["predictions"]] == pytest.approx([p.score for p in wanted.predictions], abs=1e-5)
+    if shape != "hugging face":
+        assert (answer["statistics"], answer["engine"]) == (wanted.statistics, wanted.engine)
+        assert (answer["model"], answer["revision"]) == ("first", None)
+        assert 0 <= answer["timing_ms"]["queue"] < 30_000
+        assert 0 < answer["timing_ms"]["inference"] < 30_000
+
+
+def test_the_hubs_own_client_works_unmodified(running: ServiceProcess, classifier: Classifier, photo: Path) -> None:
+    client = InferenceClient(model=f"{running.url}/models/first")
+    five, three = client.image_classification(str(photo)), client.image_classification(str(photo), top_k=3)
+    wanted = [prediction.label for prediction in classifier(photo).predictions]
+    assert [element.label for element in five] == wanted
+    assert [element.label for element in three] == wanted[:3]
+
+
+def test_the_models_differ_and_are_listed(running: ServiceProcess, photo: Path) -> None:
+    _, listed, _ = ask(f"{running.url}/v1/models")
+    assert [(model["name"], model["default"]) for model in listed["models"]] == [("first", True), ("second", False)]
+    assert listed["models"][0]["architecture"] == "inception_cifar_bkn"
+    answers = [ask(f"{running.url}/v1/classify?model={name}", photo.read_bytes())[1] for name in ("first", "second")]
+    assert answers[0]["predictions"] != answers[1]["predictions"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/classify", b"", 400, "malformed_request"),
+        ("/v1/classify", b"hello", 415, "unsupported_format"),
+        ("/v1/classify", b"\x89PNG\r\n\x1a\n", 422, "broken_image"),
+        ("/v1/classify?top_k=0", b"x", 422, "bad_parameter"),
+        ("/v1/classify?statistics=mine", b"x", 422, "bad_parameter"),
+        ("/v1/classify?model=third", b"x", 404, "unknown_model"),
+        ("/models/third", b"x", 404, "unknown_model"),
+        ("/models/../../etc/passwd", b"x", 404, "unknown_model"),
+        ("/nowhere", b"x", 404, "not_found"),
+        ("/health/live", b"x", 405, "method_not_allowed"),
+        ("/v1/classify", bytes(10_000_001), 413, "too_large"),
+    ],
+)
+def test_each_refusal_has_its_status_and_says_what_to_do(
+    running: ServiceProcess, path: str, body: bytes, status: int, code: str
+) -> None:
+    found, answer, _ = ask(running.url + path, body, Content_Type="application/octet-stream")
+    assert (found, answer["error"]["code"]) == (status, code)
+    assert len(answer["error"]["message"]) > 20
+
+
+def test_a_request_carries_its_id_into_the_answer_and_the_log(running: ServiceProcess, photo: Path) -> None:
+    headers = ask(f"{running.url}/v1/classify", photo.read_bytes(), X_Request_Id="my-own.id_7")[2]
+    assert headers["x-request-id"] == "my-own.id_7"
+    made = ask(f"{running.url}/v1/classify", photo.read_bytes(), X_Request_Id="spaces are not taken")[2]["x-request-id"]
+    assert len(made) == 32
+    lines = [json.loads(line) for line in running.log().splitlines() if line.startswith("{")]
+    mine = [line for line in lines if line.get("request_id") == "my-own.id_7"]
+    assert [(line["path"], line["status"], line["model"]) for line in mine] == [("/v1/classify", 200, "first")]
+
+
+def test_the_metrics_count_what_happened(running: ServiceProcess, photo: Path) -> None:
+    ask(f"{running.url}/v1/classify?statistics=sample", photo.read_bytes())
+    ask(f"{running.url}/v1/classify", b"hello")
+    text = ask(f"{running.url}/metrics")[1]
+    for wanted in (
+        'bkn_requests_total{method="POST",route="/v1/classify",status="200"}',
+        'bkn_requests_total{method="POST",route="/v1/classify",status="415"}',
+        'bkn_inference_seconds_count{model="first",statistics="sample"}',
+        'bkn_queue_seconds_count{model="first"}',
+        'bkn_queue_length{model="first"} 0.0',
+        'bkn_batch_size_sum{model="first"}',
+        'bkn_rejected_total{reason="unsupported_format"}',
+        'bkn_model_loaded{model="first"} 1.0',
+        "process_resident_memory_bytes",
+    ):
+        assert wanted in text
+
+
+def test_the_page_asks_no_other_host(running: ServiceProcess) -> None:
+    status, page, headers = ask(f"{running.url}/")
+    assert (status, "<title>" in page) == (200, True)
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert not re.findall(r"""(?:src|href|action)=["']?(?:https?:)?//""", page)
+
+
+def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> None:
+    schema = ask(f"{running.url}/openapi.json")[1]
+    operation = schema["paths"]["/v1/classify"]["post"]
+    assert {"multipart/form-data", "application/json", "image/*"} <= operation["requestBody"]["content"].keys()
+    assert {"200", "400", "401", "404", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
+
+
+def test_the_curl_examples_of_the_readme_work(running: ServiceProcess, photo: Path) -> None:
+    Image.open(photo).convert("RGB").save(photo.parent / "photo.jpg")
+    examples = re.findall(r"^curl .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(examples) >= 3
+    for example in examples:
+        command = shlex.split(example.replace("http://127.0.0.1:8000", running.url))
+        done = subprocess.run([*command, "-sf"], cwd=photo.parent, capture_output=True, check=True, timeout=60)
+        assert json.loads(done.stdout)
+
+
+@pytest.fixture
+def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # an unknown name is looked for there
+
+
+@pytest.mark.usefixtures("bundled")
+def test_with_api_keys_only_health_metrics_and_the_page_are_open() -> None:
+    settings = read_settings(["--models", "first", "--api-keys", "one,another"])
+    with TestClient(create_app(settings)) as client:
+        for path in ("/", "/health/live", "/metrics", "/openapi.json"):
+            assert client.get(path).status_code == 200
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_key")
+        for headers in ({"Authorization": "Bearer another"}, {"X-API-Key": "one"}):
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        for headers in ({"Authorization": "Bearer anothe"}, {"Authorization": "Basic one"}, {"X-API-Key": "ä"}):
+            encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+            assert client.post("/v1/classify", content=b"x", headers=encoded).status_code == 401
+
+
+@pytest.mark.usefixtures("bundled")
+def test_other_origins_are_refused_unless_they_are_named() -> None:
+    origin = {"Origin": "https://example.org"}
+    for origins, allowed in (("", None), ("https://example.org", "https://example.org")):
+        client = TestClient(create_app(read_settings(["--models", "first", "--cors-origins", origins])))
+        assert client.get("/health/live", headers=origin).headers.get("access-control-allow-origin") == allowed
+
+
+@pytest.mark.usefixtures("bundled")
+def test_a_service_that_is_starting_or_stopping_says_so() -> None:
+    app = create_app(read_settings(["--models", "first"]))
+    client = TestClient(app)  # without its lifespan, so that nothing is loaded
+    assert (client.get("/health/live").status_code, client.get("/health/ready").status_code) == (200, 503)
+    early = client.post("/v1/classify", content=b"x")
+    assert (early.status_code, early.headers["retry-after"]) == (503, "2")
+    app.state.service.draining = True
+    assert client.get("/health/ready").json() == {"status": "draining"}
+    assert client.post("/v1/classify", content=b"x").status_code == 503
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKN_QUEUE_LENGTH", "3")
+    monkeypatch.setenv("BKN_MODELS", "one, owner/two@main")
+    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    settings = read_settings(["--deadline", "2.5"])
+    assert (settings.queue_length, settings.deadline) == (3, 2.5)
+    assert settings.models == ["one", "owner/two@main"]
+    assert "secret" not in repr(settings)
+    assert read_settings(["--queue-length", "5", "--model", "three"]).models == ["three"]
+    assert read_settings(["--queue-length", "5"]).queue_length == 5
+    assert Settings().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--port", "70000"], "--port"), (["--engine", "magic"], "--engine"), (["--deadline", "x"], "--deadline")],
+)
+def test_a_bad_setting_is_named_in_one_sentence(flags: list[str], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        read_settings(flags)
+
+
+@pytest.mark.usefixtures("bundled")
+def test_without_a_model_the_command_says_why_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--models", "nonesuch", "--port", "0"]) == 1
+    assert "nonesuch" in capsys.readouterr().err
