@@ -64,6 +64,7 @@ class Engine:
         self.model, self.device, self.dtype = model, torch.device(device), PRECISIONS[precision]
         self._prepared: dict[Any, Any] = {}
         self._lock = threading.Lock()
+        self._locks: dict[Any, threading.Lock] = {}
 
     def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor:
         """Logits in float32, (images, classes).
@@ -87,13 +88,14 @@ class Engine:
         """What `prepare` made when `key` was first asked for; the oldest gives way when there are too many."""
         found = self._prepared.get(key)
         if found is None:
-            with self._lock:
+            with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes side by side
                 found = self._prepared.get(key)
                 if found is None:
                     found = prepare()
-                    if len(self._prepared) == KEPT:
-                        del self._prepared[next(iter(self._prepared))]
-                    self._prepared[key] = found
+                    with self._lock:
+                        if len(self._prepared) == KEPT:
+                            del self._prepared[next(iter(self._prepared))]
+                        self._prepared[key] = found
         return found
 
 

@@ -28,9 +28,9 @@ class Loaded:
 
     def __init__(self, name: str, source: str, settings: Settings, metrics: Metrics) -> None:
         self.classifier = Classifier.from_pretrained(source, settings.device, settings.engine, settings.precision)
-        preprocessing = self.classifier.model.config.preprocessing
-        for mode in MODES:
-            self.classifier.scores(torch.zeros(1, 3, preprocessing.size, preprocessing.size), mode)
+        size = self.classifier.model.config.preprocessing.size
+        with ThreadPoolExecutor(len(MODES)) as warming:
+            list(warming.map(self.classifier.scores, [torch.zeros(1, 3, size, size)] * len(MODES), MODES))
         batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
         self.line = Line(
             name, self.classifier.scores, metrics, settings.queue_length,

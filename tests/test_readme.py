@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "MODEL_CARD.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PYTHON_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # The first line of a block that cannot run here; the reader sees it, and the reason, too.
 NOT_RUN = re.compile(r"# not run by the tests: \S")
