@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from bkn_zoo.models.network import Branch, State
+from bkn_zoo.models.pooling import average_pool, max_pool
 from bkn_zoo.norms.kalman import concatenate
 from bkn_zoo.norms.statistics import Statistics
 
@@ -26,7 +27,7 @@ class MaxPool(nn.Module):
 
     def forward(self, state: State, statistics: Statistics | None = None) -> State:
         x, belief = state
-        return F.max_pool2d(x, 3, 1, 1), belief
+        return max_pool(x, 3, 1, 1), belief
 
 
 class HalvingMaxPool(nn.Module):
@@ -41,4 +42,14 @@ class HalvingMaxPool(nn.Module):
         height, width = x.shape[2:]
         if height % 2 or width % 2:
             x = F.pad(x, (0, 2 * (width % 2), 0, 2 * (height % 2)))
-        return F.max_pool2d(x, 3, 2, ceil_mode=True), belief
+        return max_pool(x, 3, 2, ceil_mode=True), belief
+
+
+class AveragePool(nn.AvgPool2d):
+    """3x3 average pooling that keeps the size. Folding knows it by its base class: a scale passes through it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return average_pool(x, 3, 1, 1)

@@ -3,7 +3,7 @@
 
 from torch import Tensor, nn
 
-from bkn_zoo.models.inception import HalvingMaxPool, Inception, MaxPool
+from bkn_zoo.models.inception import AveragePool, HalvingMaxPool, Inception, MaxPool
 from bkn_zoo.models.network import Branch, ConvNorm, Network, global_average, initialize
 from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.norms.statistics import Statistics
@@ -38,7 +38,7 @@ class InceptionV2(Network):
             if not one:
                 return Inception([*branches, Branch(HalvingMaxPool())])
             if pool == "avg":
-                return Inception([*branches, Branch(ConvNorm(make_norm, inputs, out, 1, pool=nn.AvgPool2d(3, 1, 1)))])
+                return Inception([*branches, Branch(ConvNorm(make_norm, inputs, out, 1, pool=AveragePool()))])
             return Inception([*branches, Branch(MaxPool(), ConvNorm(make_norm, inputs, out, 1))])
 
         self.inception_3a = block(192, 64, (64, 64), (64, 96), "avg", 32)

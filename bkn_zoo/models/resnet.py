@@ -3,10 +3,10 @@
 At a residual sum the belief is that of the main branch; a downsampling branch starts from the block's input belief.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bkn_zoo.models.network import Network, State, global_average, initialize
+from bkn_zoo.models.pooling import max_pool
 from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.norms.statistics import Statistics
 
@@ -63,7 +63,7 @@ class ResNet(Network):
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
         x, belief = self.bn1(self.conv1(images), None, statistics, relu=True)
-        state = F.max_pool2d(x, 3, 2, 1), belief
+        state = max_pool(x, 3, 2, 1), belief
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             for block in stage:
                 state = block(state, statistics)

@@ -1,0 +1,232 @@
+"""Max and average pooling, by Triton kernels where they are faster than PyTorch's: channels_last tensors on a GPU.
+
+PyTorch's backward of a channels_last max pooling takes a multiple of the time that its bytes need. These kernels keep
+a byte per output for it, where PyTorch keeps eight, and the input.
+"""
+
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bkn_zoo.norms import kernels
+
+with suppress(ImportError):  # no Triton for this platform, and `kernels.chosen` says no
+    from bkn_zoo.models import pooling_jit as jit
+
+LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled
+MOST_IMAGES = 2**16 - 1  # in a CUDA grid
+
+
+def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: bool = False) -> Tensor:
+    """As `F.max_pool2d`, in value and gradient."""
+    if not fused(x, kernel, stride, padding):
+        return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
+    if x.requires_grad and torch.is_grad_enabled():
+        return MaxPooling.apply(x, kernel, stride, padding, ceil_mode)
+    return torch.ops.bkn_zoo.max_pool(x, kernel, stride, padding, ceil_mode, False)[0]
+
+
+def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
+    """As `F.avg_pool2d`, which counts the padding, in value and gradient."""
+    if not fused(x, kernel, stride, padding):
+        return F.avg_pool2d(x, kernel, stride, padding)
+    return AveragePooling.apply(x, kernel, stride, padding)
+
+
+def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
+    """Whether the kernels pool `x`. PyTorch does where they cannot, and it says what is wrong with an input.
+
+    The compiler fuses PyTorch's pooling with what stands around it, so that it gets that to see. An engine's stand-in
+    for a tensor is none.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and isinstance(x, Tensor)
+        and kernels.chosen(x)
+        and x.ndim == 4
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and stride in (1, 2)
+        and 0 <= 2 * padding <= kernel <= min(LARGEST_WINDOW, *(size + 2 * padding for size in x.shape[2:]))
+        and x.shape[0] <= MOST_IMAGES
+        and 0 < x.numel() < 2**31 * x.shape[0]  # so far do offsets in an image reach
+    )
+
+
+class Tile(NamedTuple):
+    """What a program has: positions (outputs forward, cells of stride x stride inputs backward) by channels."""
+
+    height: int
+    width: int
+    channels: int
+    warps: int
+
+
+@lru_cache
+def choose_tile(rows: int, columns: int, channels: int) -> Tile:
+    """Eight values for every thread of four warps, which are 16 bytes of bfloat16.
+
+    With more, Triton would lay out values and winners in different ways, and exchange them through shared memory. The
+    tiles are few, since every one of them has to be compiled.
+    """
+    block_c = 64 if channels > 32 else 32  # 64 channels of 16 bits are a line of the cache
+    positions = 1024 // block_c
+    shapes = [(positions // width, width) for width in (4, 8, positions)]
+
+    def computed(shape: tuple[int, int]) -> int:
+        height, width = shape
+        return -(-rows // height) * -(-columns // width)
+
+    return Tile(*min(shapes, key=computed), block_c, 4)
+
+
+def tiled(x: Tensor, rows: int, columns: int) -> tuple[tuple[int, int, int], Tile]:
+    """The launch grid for positions of the images of `x`, and the tile of each of its programs."""
+    images, channels = x.shape[:2]
+    tile = choose_tile(rows, columns, channels)
+    tiles = -(-rows // tile.height) * -(-columns // tile.width)
+    return (tiles, -(-channels // tile.channels), images), tile
+
+
+def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
+    room = size + 2 * padding - kernel
+    if not ceil_mode:
+        return room // stride + 1
+    # The last window may reach over the end, but has to begin before it.
+    return min(-(-room // stride), (size + padding - 1) // stride) + 1
+
+
+def channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor with the images and channels of `x`."""
+    shape = *x.shape[:2], height, width
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def pooled_like(
+    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool = False, indexed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Room for the output, and for the winners."""
+    height, width = (out_size(size, kernel, stride, padding, ceil_mode) for size in x.shape[2:])
+    index = channels_last(x, height, width, torch.uint8) if indexed else x.new_empty(0, dtype=torch.uint8)
+    return channels_last(x, height, width), index
+
+
+def forward(x: Tensor, y: Tensor, index: Tensor, maximum: bool, *window: int) -> None:
+    grid, tile = tiled(x, *y.shape[2:])
+    with torch.cuda.device_of(x):
+        jit.pool[grid](
+            x, y, index, *x.shape[2:], *y.shape[2:], x.shape[1],
+            maximum, index.numel() > 0, *window, tile.height, tile.width, tile.channels, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, *window: int) -> Tensor:
+    _, stride, padding = window
+    dy = channel_slice(dy)
+    dx = channels_last(dy, height, width)
+    grid, tile = tiled(dy, *((size - 1 + padding) // stride - padding // stride + 1 for size in (height, width)))
+    with torch.cuda.device_of(dy):
+        jit.pool_backward[grid](
+            dy, index, dx, height, width, *dy.shape[2:], dy.shape[1], dy.stride(0), position_stride(dy),
+            maximum, *window, tile.height, tile.width, tile.channels, num_warps=tile.warps,
+        )  # fmt: skip
+    return dx
+
+
+def position_stride(x: Tensor) -> int:
+    return x.stride(3 if x.shape[3] > 1 else 2)
+
+
+def channel_slice(dy: Tensor) -> Tensor:
+    """`dy` itself where it is channels_last, or some channels of such a tensor (behind a concatenation); or a copy."""
+    step = position_stride(dy)
+    taken = dy.stride()[1:3] == (1, step * dy.shape[3])
+    return dy if taken else dy.contiguous(memory_format=torch.channels_last)
+
+
+_library = torch.library.Library("bkn_zoo", "FRAGMENT")
+_library.define(
+    "max_pool(Tensor x, int kernel, int stride, int padding, bool ceil_mode, bool indexed) -> (Tensor y, Tensor index)"
+)
+_library.define(
+    "max_pool_backward(Tensor dy, Tensor index, SymInt height, SymInt width, int kernel, int stride, int padding) "
+    "-> Tensor"
+)
+_library.define("average_pool(Tensor x, int kernel, int stride, int padding) -> Tensor")
+_library.define(
+    "average_pool_backward(Tensor dy, SymInt height, SymInt width, int kernel, int stride, int padding) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "max_pool", "CompositeExplicitAutograd")
+def _max_pool(
+    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool, indexed: bool
+) -> tuple[Tensor, Tensor]:
+    y, index = pooled_like(x, kernel, stride, padding, ceil_mode, indexed)
+    forward(x, y, index, True, kernel, stride, padding)
+    return y, index
+
+
+@torch.library.impl(_library, "max_pool_backward", "CompositeExplicitAutograd")
+def _max_pool_backward(dy: Tensor, index: Tensor, height: int, width: int, *window: int) -> Tensor:
+    return backward(dy, index, height, width, True, *window)
+
+
+@torch.library.impl(_library, "average_pool", "CompositeExplicitAutograd")
+def _average_pool(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+    y, index = pooled_like(x, kernel, stride, padding)
+    forward(x, y, index, False, kernel, stride, padding)
+    return y
+
+
+@torch.library.impl(_library, "average_pool_backward", "CompositeExplicitAutograd")
+def _average_pool_backward(dy: Tensor, height: int, width: int, *window: int) -> Tensor:
+    return backward(dy, dy, height, width, False, *window)
+
+
+torch.library.register_fake("bkn_zoo::max_pool", pooled_like, lib=_library)
+
+
+@torch.library.register_fake("bkn_zoo::max_pool_backward", lib=_library)
+def _max_pool_backward_fake(dy: Tensor, index: Tensor, height: int, width: int, *window: int) -> Tensor:
+    return channels_last(dy, height, width)
+
+
+@torch.library.register_fake("bkn_zoo::average_pool", lib=_library)
+def _average_pool_fake(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+    return pooled_like(x, kernel, stride, padding)[0]
+
+
+@torch.library.register_fake("bkn_zoo::average_pool_backward", lib=_library)
+def _average_pool_backward_fake(dy: Tensor, height: int, width: int, *window: int) -> Tensor:
+    return channels_last(dy, height, width)
+
+
+class MaxPooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
+        y, index = torch.ops.bkn_zoo.max_pool(x, kernel, stride, padding, ceil_mode, True)
+        ctx.save_for_backward(index)
+        ctx.arguments = *x.shape[2:], kernel, stride, padding
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.bkn_zoo.max_pool_backward(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None
+
+
+class AveragePooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        ctx.arguments = *x.shape[2:], kernel, stride, padding
+        return torch.ops.bkn_zoo.average_pool(x, kernel, stride, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.bkn_zoo.average_pool_backward(dy, *ctx.arguments), None, None, None

@@ -1,0 +1,291 @@
+"""The pooling kernels against PyTorch's pooling, on a GPU or on Triton's interpreter (conftest.py turns it on).
+
+The interpreter is slow: only the small cases are run there.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bkn_zoo
+from bkn_zoo.models import pooling
+from bkn_zoo.models.inception import AveragePool
+from bkn_zoo.norms import kernels
+
+pytestmark = pytest.mark.skipif(kernels.norm is None, reason="Triton is not installed on this platform")
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+gpu_only = pytest.mark.skipif(not GPU, reason="too slow on Triton's interpreter: needs a GPU")
+
+# kernel, stride, padding, ceil_mode
+RESNET, HALVING, KEEPING = (3, 2, 1, False), (3, 2, 0, True), (3, 1, 1, False)
+WINDOWS = [
+    RESNET,
+    HALVING,
+    KEEPING,
+    (3, 2, 0, False),
+    (3, 2, 1, True),
+    (2, 2, 0, True),
+    (2, 1, 1, False),
+    (1, 2, 0, False),
+]
+CASES = [*(((2, 5, 7, 5), window) for window in WINDOWS), *(((1, 70, 3, 6), window) for window in WINDOWS[:3])]
+REAL = [
+    ((256, 64, 112, 112), RESNET),
+    ((256, 64, 112, 112), HALVING),
+    ((256, 192, 56, 56), HALVING),
+    ((256, 320, 28, 28), HALVING),
+    ((256, 608, 14, 14), HALVING),
+    ((256, 1024, 7, 7), KEEPING),
+    ((256, 32, 28, 28), KEEPING),
+    ((256, 128, 14, 14), KEEPING),
+    ((3, 1001, 15, 13), HALVING),
+]
+
+
+def features(shape, dtype=torch.float32, layout=torch.channels_last):
+    return torch.randn(shape).to(DEVICE, dtype).contiguous(memory_format=layout)
+
+
+def exact(x):
+    """The same in float32, and on the CPU where that is fast enough: not all that PyTorch promises holds on GPUs."""
+    return x.float() if x.numel() > 1e6 else x.float().cpu()
+
+
+def step(pool, x):
+    """Output and gradient. The gradients that arrive are such that few of them have an exact sum in any precision."""
+    x = x.detach().requires_grad_()
+    with kernels.use("triton"):
+        y = pool(x)
+        torch.manual_seed(1)
+        y.backward(torch.empty_like(y).copy_(torch.randint(-4, 4, y.shape) / 4 + 0.125))
+    return y.detach(), x.grad
+
+
+def check_max(x, window):
+    """To the bit."""
+    kernel, stride, padding, ceil_mode = window
+    y, dx = step(lambda x: pooling.max_pool(x, *window), x)
+    reference, wide = step(lambda x: F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode), exact(x))
+    assert y.dtype == dx.dtype == x.dtype
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, reference.to(y), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(dx, wide.to(dx))
+
+
+def check_average(x, window):
+    y, dx = step(lambda x: pooling.average_pool(x, *window[:3]), x)
+    reference, wide = step(lambda x: F.avg_pool2d(x, *window[:3]), exact(x))
+    assert y.dtype == dx.dtype == x.dtype
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[x.dtype]
+    torch.testing.assert_close(y.to(reference), reference, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dx.to(wide), wide, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("shape", "window"), CASES, ids=str)
+def test_max_pooling_equals_that_of_pytorch(shape, window):
+    check_max(features(shape), window)
+
+
+@pytest.mark.parametrize(("shape", "window"), [case for case in CASES if not case[1][3]], ids=str)
+def test_average_pooling_equals_that_of_pytorch(shape, window):
+    check_average(features(shape), window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
+def test_so_it_does_in_16_bits(window, dtype):
+    check_max(features((1, 40, 5, 4), dtype), window)
+    check_average(features((1, 40, 5, 4), dtype), window)
+
+
+@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
+@pytest.mark.parametrize("value", [0.0, float("-inf")])
+def test_the_first_of_equals_takes_the_gradient(window, value):
+    x = torch.full((1, 8, 5, 4), value, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    check_max(x, window)
+
+
+def test_so_it_does_among_a_few_values():
+    x = torch.randint(0, 2, (1, 32, 7, 4)).to(DEVICE, torch.float32).contiguous(memory_format=torch.channels_last)
+    for window in (RESNET, HALVING, KEEPING):
+        check_max(x, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
+def test_what_is_not_a_number_wins(window, dtype):
+    x = features((1, 32, 7, 7), dtype)
+    x[torch.rand(x.shape) < 0.2] = float("nan")
+    x[torch.rand(x.shape) < 0.2] = float("-inf")
+    x[0, 0, 0, 0] = float("nan")
+    x[0, 1, 3, 3] = float("inf")
+    check_max(x, window)
+
+
+@pytest.mark.parametrize("size", [(4, 3), (2, 1)], ids=str)
+def test_gradients_behind_a_concatenation_are_taken_as_they_are(size, monkeypatch):
+    x, other = features((2, 16, *size)), features((2, 8, *size))
+    expected = step(lambda x: torch.cat([other, F.max_pool2d(x, 3, 1, 1), F.avg_pool2d(x, 3, 1, 1)], dim=1), x)
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)  # a copy would need it
+    found = step(lambda x: torch.cat([other, pooling.max_pool(x, 3, 1, 1), pooling.average_pool(x, 3, 1, 1)], dim=1), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("pool", [lambda x: pooling.max_pool(x, 3, 2, 1), lambda x: pooling.average_pool(x, 3, 1, 1)])
+def test_gradients_of_any_layout_are_taken(pool):
+    gradients = []
+    for implementation in ("triton", "pytorch"):
+        torch.manual_seed(0)
+        x = features((2, 6, 5, 5)).requires_grad_()
+        with kernels.use(implementation):
+            y = pool(x)
+            (y.sum() + y.square().contiguous().mul(torch.randn(y.shape, device=DEVICE)).sum()).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("pool", ["max_pool", "average_pool"])
+def test_what_the_kernels_do_not_take_goes_to_pytorch(pool):
+    pool = getattr(pooling, pool)
+    x = features((2, 6, 9, 9))
+    with kernels.use("triton"):
+        assert pooling.fused(x, 3, 2, 1)
+        cases = [
+            (x.contiguous(), 3, 2, 1), (x[..., ::2], 3, 2, 1), (x[:, 1:], 3, 1, 1), (x[0], 3, 2, 1),
+            (x.double(), 3, 2, 1), (x, 3, 3, 1), (x, 9, 1, 0),
+        ]  # fmt: skip
+        for case in cases:
+            assert not pooling.fused(*case)
+            assert pool(*case).shape == F.max_pool2d(*case).shape
+        for wrong in ((x, 3, 2, 2), (x, 12, 1, 0), (x, 3, 0, 1)):
+            with pytest.raises(RuntimeError, match=r"pad|[Oo]utput size|stride"):
+                pool(*wrong)
+    with kernels.use("pytorch"):
+        assert not pooling.fused(x, 3, 2, 1)
+    assert pooling.fused(x, 3, 2, 1) == GPU
+
+
+def test_the_winners_are_kept_for_a_gradient_only(monkeypatch):
+    kept = []
+    launch = pooling.forward
+    monkeypatch.setattr(pooling, "forward", lambda x, y, index, *rest: (kept.append(index), launch(x, y, index, *rest)))
+    x = features((1, 8, 5, 5)).requires_grad_()
+    with kernels.use("triton"):
+        with torch.no_grad():
+            y = pooling.max_pool(x, 3, 2, 1)
+        z = pooling.max_pool(x, 3, 2, 1)
+        pooling.max_pool(x.detach(), 3, 2, 1)
+    assert [index.numel() for index in kept] == [0, z.numel(), 0]
+    assert kept[1].dtype == torch.uint8
+    assert torch.equal(y, z)
+    assert not y.requires_grad
+
+
+def test_autocast_leaves_the_dtype_alone():
+    with kernels.use("triton"), torch.autocast(DEVICE, torch.bfloat16):
+        for x in (features((1, 8, 5, 5)), features((1, 8, 5, 5), torch.float16)):
+            assert pooling.max_pool(x, 3, 2, 1).dtype == x.dtype
+            assert pooling.average_pool(x, 3, 1, 1).dtype == x.dtype
+
+
+def test_the_operators_are_registered_as_pytorch_wants_them():
+    x = features((1, 3, 5, 7))
+    with torch.no_grad():
+        y, index = torch.ops.bkn_zoo.max_pool(x, 3, 2, 1, False, True)
+    calls = [
+        ("max_pool", (x, 3, 2, 1, True, True)),
+        ("max_pool", (x, 3, 1, 1, False, False)),
+        ("max_pool_backward", (torch.randn_like(y), index, 5, 7, 3, 2, 1)),
+        ("average_pool", (x, 3, 1, 1)),
+        ("average_pool_backward", (x, 5, 7, 3, 1, 1)),
+    ]
+    for name, arguments in calls:
+        torch.library.opcheck(
+            getattr(torch.ops.bkn_zoo, name).default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+def test_what_is_compiled_is_pytorchs_own():
+    def pool(x):
+        return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
+
+    class Pool(torch.nn.Module):
+        def forward(self, x):
+            return pool(x)
+
+    x = features((1, 8, 8, 8))
+    with kernels.use("triton"):
+        exported = torch.export.export(Pool(), (x,))
+        compiled = torch.compile(pool, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), pool(x))
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert [name.split(".")[1] for name in names] == ["max_pool2d", "avg_pool2d"]
+
+
+def test_there_is_no_second_derivative():
+    x = features((1, 8, 5, 5)).requires_grad_()
+    with kernels.use("triton"):
+        (gradient,) = torch.autograd.grad(pooling.max_pool(x, 3, 2, 1).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+
+def test_folding_still_finds_the_average_pooling():
+    model = bkn_zoo.create_model("inception_v2_bkn", num_classes=2)
+    assert sum(isinstance(module, AveragePool) for module in model.modules()) == 7
+    assert issubclass(AveragePool, torch.nn.AvgPool2d)
+
+
+@pytest.mark.parametrize("size", [7, 14, 28, 56, 57])
+@pytest.mark.parametrize("channels", [3, 32, 64, 608])
+def test_tiles_give_each_thread_sixteen_bytes_and_waste_little(size, channels):
+    tile = pooling.choose_tile(size, size, channels)
+    assert tile.height * tile.width * tile.channels == 8 * 32 * tile.warps
+    assert -(-size // tile.height) * -(-size // tile.width) * tile.height * tile.width <= 1.4 * size**2
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "window"), REAL, ids=str)
+def test_real_sizes_equal_pytorchs(shape, window, dtype):
+    x = torch.randn(shape, device=DEVICE, dtype=dtype).relu().contiguous(memory_format=torch.channels_last)
+    check_max(x, window)
+    check_average(x, window)
+    first, second = (step(lambda x: pooling.max_pool(x, *window), x) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@gpu_only
+def test_more_values_than_32_bits_can_count():
+    x = torch.zeros((2700, 64, 112, 112), device=DEVICE, dtype=torch.bfloat16, memory_format=torch.channels_last)
+    x[-1, :, -1, -1] = 1
+    x.requires_grad_()
+    y = pooling.max_pool(x, 3, 2, ceil_mode=True)
+    assert y[-1, :, -1, -1].eq(1).all()
+    y[-1].sum().backward()
+    assert x.grad[-1, :, -1, -1].eq(1).all()
+
+
+@gpu_only
+def test_a_cuda_graph_replays_them():
+    x = features((4, 64, 28, 28), torch.bfloat16).requires_grad_()
+
+    def run():
+        y = pooling.average_pool(pooling.max_pool(x, *HALVING), 3, 1, 1)
+        return torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        x.copy_(features(x.shape, torch.bfloat16))
+    graph.replay()
+    torch.testing.assert_close(captured, run(), rtol=0, atol=0)
