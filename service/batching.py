@@ -128,7 +128,11 @@ class Line:
             self._noted()
 
     def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
+        """Wait for that end, but not for ever."""
+        until = time.monotonic() + seconds
+        while not self._ended and time.monotonic() < until:
+            self.revive()
+            self._thread.join(0.1)
 
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=self._work, name=f"engine of {self.name}", daemon=True)

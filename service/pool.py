@@ -48,7 +48,7 @@ class Pool:
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
         self.names = list(self.sources)
-        self.failure: BknZooError | None = None
+        self.failure: Exception | None = None
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._loader = ThreadPoolExecutor(1, "loader")  # one at a time: each takes the memory of a whole model
@@ -64,9 +64,10 @@ class Pool:
         try:
             for name in self.names[: self.settings.loaded_models]:
                 await self._load(name)
-        except BknZooError as error:
-            self.failure = error
-            log.error("the service cannot start: %s", error)
+        except Exception as error:
+            expected = isinstance(error, BknZooError)
+            self.failure = error if expected else InputError("a model cannot be loaded; the log says why.")
+            log.error("the service cannot start: %s", error, exc_info=not expected)
         else:
             self.started = True
             log.info("ready", extra={"models": ", ".join(self.names)})
@@ -89,8 +90,8 @@ class Pool:
             return self._loaded[name]
         try:
             return await asyncio.shield(self._load(name))
-        except BknZooError as error:
-            log.error("%s could not be loaded: %s", name, error)
+        except Exception as error:
+            log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", 30) from None
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:

@@ -17,11 +17,6 @@ from bkn_zoo.norms.running import RunningNorm
 NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn": GroupNorm2d}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a server stay on one worker, and go first, so that no worker is left with them at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-
-
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

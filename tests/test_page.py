@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.skipif(
         BROWSER is None, reason="no browser: install chromium (apt-get install chromium) to test the page"
     ),
-    pytest.mark.xdist_group("page"),  # one worker starts the server and the browser
 ]
 
 

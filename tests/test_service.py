@@ -23,8 +23,6 @@ from bkn_zoo.norms import MODES
 from service.app import create_app, main
 from service.settings import Settings, read_settings
 
-pytestmark = pytest.mark.xdist_group("service")  # one worker starts what they share
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
