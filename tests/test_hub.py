@@ -28,7 +28,6 @@ from bkn_zoo.errors import HubError
 from bkn_zoo.hub_client import ask
 from bkn_zoo.publishing import card_from_results
 
-
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "inception_cifar_bkn.test"
 Result = dict[str, Any]

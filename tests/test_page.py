@@ -31,11 +31,9 @@ MODES = ("population", "sample", "expected")
 LABELS = [f"<b onclick='x'>class {number}</b>, also called {number}" for number in range(10)]
 AWKWARD_NAME = 'it\'s 1 "photo", or; two\\.png'  # every character that a shell or curl could take for its own
 
-pytestmark = [
-    pytest.mark.skipif(
-        BROWSER is None, reason="no browser: install chromium (apt-get install chromium) to test the page"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no browser: install chromium (apt-get install chromium) to test the page"
+)
 
 
 def picture(seed: int = 0) -> bytes:

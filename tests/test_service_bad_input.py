@@ -25,7 +25,6 @@ from hypothesis.errors import Unsatisfiable
 from PIL import Image
 from service_process import ServiceProcess, save_small_checkpoint
 
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 INTERNAL = re.compile(
     r"Traceback|File \"|\.py\b|site-packages|/usr/|/tmp/|/work|/home|<class|\bat 0x|\w(Error|Exception|Warning)\b|"
