@@ -345,10 +345,10 @@ def main() -> None:
     command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
     command.set_defaults(run=infer)
     command = commands.add_parser("serve", help="the service under load, beside its bare engine and LitServe")
-    command.add_argument("--model", help="a checkpoint; default: an untrained network")
-    command.add_argument("--network", default="inception_v2", help="of the untrained one")
-    command.add_argument("--size", type=int, default=128, help="of its input")
-    command.add_argument("--side", type=int, default=64, help="of the image that the clients send")
+    command.add_argument(
+        "--cases", nargs="+", default=["resnet101:224:224", "inception_v2:128:64"],
+        help="network, size of its input, side of the image that the clients send",
+    )  # fmt: skip
     command.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--seconds", type=float, default=4.0, help="of each turn")

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import uvloop
 from PIL import Image
 
 import bkn_zoo
@@ -31,7 +32,18 @@ from bkn_zoo.config import Preprocessing
 from bkn_zoo.results import table, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = ["server", "clients", "images_per_s", "spread_images_per_s", "fraction_of_engine", "median_ms", "p99_ms"]
+COLUMNS = [
+    "model",
+    "input",
+    "server",
+    "clients",
+    "images_per_s",
+    "spread_images_per_s",
+    "fraction_of_engine",
+    "median_ms",
+    "p99_ms",
+    "resident_mb",
+]
 PEER = """
 import base64, os, sys, warnings
 import litserve
@@ -120,7 +132,7 @@ def load(port: int, request: bytes, clients: int, seconds: float) -> list[float]
         until = time.perf_counter() + seconds
         await asyncio.gather(*(ask(port, request, until, taken) for _ in range(clients)))
 
-    asyncio.run(together())
+    uvloop.run(together())
     return taken
 
 
@@ -129,7 +141,7 @@ def measure(clients: list[int], rounds: int, turn: Callable[[str, int], tuple[fl
     latencies: dict[tuple[str, int], list[float]] = {}
     servers = ["service", "litserve"]
     for _ in range(rounds):
-        # The engine before and after each, so that a change of the machine's speed is seen by both.
+        # The engine's turn comes with each number of clients, so that a change of the machine's speed is seen by all.
         for count in clients:
             for server in ("engine", *servers):
                 rate, taken = turn(server, count)
@@ -148,13 +160,20 @@ def measure(clients: list[int], rounds: int, turn: Callable[[str, int], tuple[fl
 
 
 def serve(args: argparse.Namespace) -> None:
+    rows = []
+    for case in args.cases:
+        network, size, side = case.split(":")
+        found, facts = race(args, network, int(size), make_image(int(side)))
+        rows += [{"model": f"{network}_bkn", "input": int(size), **row, **facts} for row in found]
+        write_results(args.output, rows, 0, weights="untrained: the time does not depend on them")
+    print(table(rows, COLUMNS))
+
+
+def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> tuple[list[dict], dict]:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "checkpoint"
-        name = args.model or str(folder)
-        if args.model is None:
-            make_checkpoint(folder, args.network, args.size)
+        name = str(Path(scratch) / "checkpoint")
+        make_checkpoint(Path(name), network, size)
         classifier = bkn_zoo.Classifier.from_pretrained(name, device="cpu")
-        image = make_image(args.side)
         tensor = classifier.prepare(image)[None]
         body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
         head = f"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -169,32 +188,49 @@ def serve(args: argparse.Namespace) -> None:
             serving(theirs, ports["litserve"], Path(scratch) / "theirs.log") as second,
         ):
             processes = {"service": first, "litserve": second}
+            memory = {}
             for server, port in ports.items():
                 wait_for_answer(port, request)
                 load(port, request, 2, 1.0)
+                memory[server] = resident_mb(processes[server].pid)
                 os.killpg(processes[server].pid, signal.SIGSTOP)
 
             def turn(server: str, count: int) -> tuple[float, list[float]]:
-                begun = time.perf_counter()
                 if server == "engine":
-                    taken = alone(classifier, tensor, args.seconds)
-                else:
-                    os.killpg(processes[server].pid, signal.SIGCONT)
-                    begun = time.perf_counter()
-                    taken = load(ports[server], request, count, args.seconds)
-                rate = len(taken) / (time.perf_counter() - begun)
-                if server != "engine":
-                    os.killpg(processes[server].pid, signal.SIGSTOP)
-                return rate, taken
+                    return rate_of(lambda: alone(classifier, tensor, args.seconds))
+                os.killpg(processes[server].pid, signal.SIGCONT)
+                found = rate_of(lambda: load(ports[server], request, count, args.seconds))
+                os.killpg(processes[server].pid, signal.SIGSTOP)
+                return found
 
+            alone(classifier, tensor, 1.0)  # the first calls are slower
             rows = measure(args.clients, args.rounds, turn)
+        for row in rows:
+            row["resident_mb"] = memory.get(row["server"])
         facts = {
-            "model": args.model or f"{args.network}_bkn, untrained", "input_size": tensor.shape[-1],
             "engine": classifier.engine_name, "statistics": classifier.model.default_statistics,
-            "image": f"JPEG, {args.side} x {args.side}, {len(image)} bytes",
+            "image": f"JPEG, {len(image)} bytes",
         }  # fmt: skip
-    write_results(args.output, rows, 0, **facts)
-    print(table(rows, COLUMNS))
+        return rows, facts
+
+
+def rate_of(run: Callable[[], list[float]]) -> tuple[float, list[float]]:
+    """Answers per second, and the seconds that each took."""
+    begun = time.perf_counter()
+    taken = run()
+    return len(taken) / (time.perf_counter() - begun), taken
+
+
+def resident_mb(group: int) -> float:
+    """Of all processes of a process group; pages that they share count for each."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if os.getpgid(int(status.parent.name)) == group:
+                total += int(status.read_text().split("VmRSS:")[1].split()[0])
+        except (OSError, IndexError):  # gone, or a thread of the kernel
+            continue
+    return total / 1024
 
 
 def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) -> list[float]:

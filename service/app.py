@@ -76,7 +76,7 @@ class Service:
         self.draining = False
         self._keys = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in settings.api_keys]
 
-    def check_key(self, request: Request) -> None:
+    async def check_key(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
@@ -271,10 +271,14 @@ def main(arguments: list[str] | None = None) -> int:
         app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
         http=Protocol, ws="none", timeout_graceful_shutdown=round(settings.deadline) + 1,
     )  # fmt: skip
-    for caught in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises what it caught once more when it has finished
-        signal.signal(caught, lambda *_: None)
     server = Server(app.state.service, config)
-    server.run()
+    # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
+    before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run()
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
     failure = app.state.service.pool.failure
     if failure is not None or not server.started:
         print(f"bkn-zoo serve: {failure or 'it could not listen there; choose another --port.'}", file=sys.stderr)

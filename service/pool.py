@@ -28,6 +28,8 @@ class Loaded:
 
     def __init__(self, name: str, source: str, settings: Settings, metrics: Metrics) -> None:
         self.classifier = Classifier.from_pretrained(source, settings.device, settings.engine, settings.precision)
+        if self.classifier.engine_name == "openvino":
+            torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
         with ThreadPoolExecutor(len(MODES)) as warming:
             list(warming.map(self.classifier.scores, [torch.zeros(1, 3, size, size)] * len(MODES), MODES))

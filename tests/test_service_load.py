@@ -366,7 +366,7 @@ def test_clients_that_leave_do_not_slow_the_rest(local: Local) -> None:
 
     quiet, busy = asyncio.run(measure(0)), asyncio.run(measure(4))
     print(f"alone {quiet:.4f} s, among clients that leave {busy:.4f} s")
-    assert busy < 12 * quiet + 0.2  # were they all served, the queue would grow without end
+    assert busy < 12 * quiet + 1.0  # were they all served, the queue would grow without end
 
 
 def test_a_request_that_takes_too_long_is_given_up_at_the_deadline(
@@ -447,7 +447,10 @@ def test_models_take_turns_where_only_one_has_room(one_place: Local) -> None:
     def in_memory() -> int:
         gc.collect()
         mine = one_place.service.metrics
-        return sum(type(thing) is Loaded and thing.line.metrics is mine for thing in gc.get_objects())
+        return sum(
+            type(thing) is Loaded and hasattr(thing, "line") and thing.line.metrics is mine
+            for thing in gc.get_objects()
+        )
 
     until(lambda: in_memory() == 1, "only one model is in memory", 10)
 
