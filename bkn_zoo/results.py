@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "torchvision", "triton", "openvino", "numpy", "safetensors")
+PACKAGES = ("torch", "torchvision", "triton", "openvino", "numpy", "safetensors", "fastapi", "uvicorn", "litserve")
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:

@@ -57,6 +57,16 @@ are to `population` on the same engine, to the BN twin folded by the same engine
 mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here.
 """
 
+SERVE = """\
+## The service
+
+Clients ask the service without a pause, each on one connection, for the whole time of a turn; *engine* is the same engine
+called in a loop on an image that is ready, with no HTTP and no decoding. LitServe runs the same classifier. All take
+turns; those whose turn it is not are stopped. The clients run on the same cores. What HTTP and decoding cost, some 3 ms
+of a core for each image, weighs more the smaller the network is. `resident_mb` counts pages that processes share for each
+of them.
+"""
+
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / name).read_text())
@@ -74,13 +84,14 @@ def columns(rows: list[dict[str, Any]], leave_out: tuple[str, ...] = ()) -> list
 
 
 def performance() -> str:
-    train, cpu, infer = (read(f"benchmark_{name}.json") for name in ("train", "train_cpu", "infer"))
     parts = [INTRODUCTION]
-    for title, name, result, leave_out in [
-        (TRAIN, "train", train, ("images_per_s",)),
-        (CPU, "train_cpu", cpu, ("images_per_s",)),
-        (INFER, "infer", infer, ()),
+    for title, name, leave_out in [
+        (TRAIN, "train", ("images_per_s",)),
+        (CPU, "train_cpu", ("images_per_s",)),
+        (INFER, "infer", ()),
+        (SERVE, "serve", ("image",)),
     ]:
+        result = read(f"benchmark_{name}.json")
         parts += [
             title,
             source(f"benchmark_{name}.json", result),
