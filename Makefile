@@ -21,7 +21,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --cov --cov-report=term --durations=10
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --cov --cov-report=term --durations=10
 
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve

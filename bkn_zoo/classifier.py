@@ -174,21 +174,25 @@ class Classifier:
 
 
 def default_checkpoint() -> str:
-    """The name of the checkpoint to use where none is named.
+    """The name of the checkpoint to use where none is named."""
+    return usable_checkpoints()[0]
 
-    The preferred one if it is there; otherwise, of those that can classify images, a BKN network before others, then
-    the one that tells most classes apart.
+
+def usable_checkpoints() -> list[str]:
+    """The names of those that can classify images, best first; an error if there is none.
+
+    The preferred one if it is there, then BKN networks before others, then those that tell most classes apart.
     """
-    names = list_checkpoints()
-    if PREFERRED_CHECKPOINT in names:
-        return PREFERRED_CHECKPOINT
-    ranked = sorted((config.norm != "bkn", -config.num_classes, name) for name, config in _usable(names))
+    ranked = sorted(
+        (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, name)
+        for name, config in _usable(list_checkpoints())
+    )
     if not ranked:
         raise CheckpointError(
             "there is no checkpoint that classifies images: put one into a folder that the environment variable "
             "BKN_ZOO_CHECKPOINTS names, or name one."
         )
-    return ranked[0][-1]
+    return [rank[-1] for rank in ranked]
 
 
 def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:

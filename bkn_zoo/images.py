@@ -316,12 +316,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _scale(image: Image.Image) -> Image.Image:
     """Modes that do not say what white is: the least of 1 (for fractions), 255 and 65535 that no pixel exceeds."""
-    values = np.asarray(image).astype(np.float64)
+    values = np.asarray(image, dtype=np.float32)  # exact up to 65535 and beyond
     limits = (1, 255, 65535) if image.mode == "F" else (255, 65535)
     white = next((limit for limit in limits if values.max() <= limit), None)
     if white is None or not values.min() >= 0:
         raise ImageFormatError("the image holds values outside of 0 to 65535: convert it to 8 or 16 bits.")
-    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    return Image.fromarray(np.rint(values * np.float32(255 / white)).astype(np.uint8))
 
 
 def _orientation(image: Image.Image) -> int:

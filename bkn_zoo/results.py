@@ -23,7 +23,8 @@ def environment(seed: int | None = None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        # Paths of the machine say nothing to others: of those, the last part.
+        "command": shlex.join(["python", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv)]),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **installed},
         "seed": seed,

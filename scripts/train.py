@@ -128,7 +128,11 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     model = training.result.cpu()
     validation = training.history[-1]["validation"]
     best = max(validation, key=lambda mode: validation[mode]["top1"])
-    training_facts = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "init": args.init}
+    training_facts = {
+        "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
+        "init": args.init,
+        "test_images": "validation" if data.test is data.validation else "test",
+    }
     about: dict[str, Any] = {
         "label_names": data.label_names,
         "preprocessing": data.preprocessing,
@@ -145,7 +149,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "name": name, "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
         "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
-        "test_images": "validation" if data.test is data.validation else "test",
+        "test_images": training_facts["test_images"],
         "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
     }  # fmt: skip
     args.results.mkdir(parents=True, exist_ok=True)

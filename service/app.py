@@ -73,6 +73,8 @@ class Service:
         self.pool = Pool(settings, self.metrics)
         # Decoding leaves Python's lock alone; more threads than cores would only take memory.
         self.decoders = ThreadPoolExecutor(os.cpu_count() or 1, "decoder")
+        # Who waits, waits here, and not in the executor, which would keep the image of a client that has gone.
+        self._may_decode = asyncio.Semaphore(os.cpu_count() or 1)
         self.draining = False
         self._keys = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in settings.api_keys]
 
@@ -111,7 +113,8 @@ class Service:
         statistics = cast(Statistics, classifier.choose(options.statistics))
         with line.place():
             loop = asyncio.get_running_loop()
-            tensor = await loop.run_in_executor(self.decoders, classifier.prepare, image, self.settings.max_pixels)
+            async with self._may_decode:
+                tensor = await loop.run_in_executor(self.decoders, classifier.prepare, image, self.settings.max_pixels)
             answer = await asyncio.wrap_future(line.submit(tensor, statistics))
         best = classifier.best(answer.scores, options.top_k)
         return Classified(
@@ -276,11 +279,18 @@ def main(arguments: list[str] | None = None) -> int:
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run()
+    except SystemExit:  # uvicorn's way to say that it could not listen
+        print(f"bkn-zoo serve: it cannot listen on {settings.host}:{settings.port}: choose another.", file=sys.stderr)
+        return 1
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
     failure = app.state.service.pool.failure
-    if failure is not None or not server.started:
-        print(f"bkn-zoo serve: {failure or 'it could not listen there; choose another --port.'}", file=sys.stderr)
-        return 1
-    return 0
+    if failure is not None:
+        print(f"bkn-zoo serve: {failure}", file=sys.stderr)
+    code = 0 if failure is None else 1
+    if app.state.service.pool.loading:  # a download cannot be interrupted, and Python would wait for its end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from service.errors import InternalError, OverloadedError
+from service.logs import request_id
 from service.metrics import Metrics
 
 log = logging.getLogger("service")
@@ -38,6 +39,7 @@ class Call:
     statistics: str
     future: Future[Answer] = field(default_factory=Future)
     entered: float = field(default_factory=time.perf_counter)
+    request: str | None = field(default_factory=request_id.get)
     attempts: int = 0
 
     def begin(self) -> bool:
@@ -168,7 +170,8 @@ class Line:
         try:
             scores = self.run(torch.stack([call.image for call in batch]), statistics)
         except Exception:
-            log.exception("a batch of %d failed", len(batch), extra={"model": self.name})
+            requests = ", ".join(str(call.request) for call in batch)
+            log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})
             if len(batch) == 1:
                 batch[0].future.set_exception(InternalError(FAILED))
             for call in batch if len(batch) > 1 else []:

@@ -62,7 +62,7 @@ class Envelope:
             self.metrics.requests.labels(scope["method"] if route != "none" else "any", route, status or 499).inc()
             self.metrics.seconds.labels(route).observe(seconds)
             if route not in QUIET:
-                facts = {"method": scope["method"], "path": scope["path"], "status": status or 499}
+                facts = {"method": scope["method"], "path": scope["path"][:200], "status": status or 499}
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
 
 

@@ -2,7 +2,7 @@
 
 from fastapi.responses import JSONResponse
 
-from bkn_zoo.errors import BknZooError, BrokenImageError, ImageFormatError, ImageTooLargeError, UnknownNameError
+from bkn_zoo.errors import BknZooError, BrokenImageError, ImageFormatError, ImageTooLargeError
 
 
 class ServiceError(Exception):
@@ -64,7 +64,6 @@ OURS: list[tuple[type[BknZooError], type[ServiceError]]] = [
     (ImageFormatError, UnsupportedFormatError),
     (ImageTooLargeError, TooLargeError),
     (BrokenImageError, BadImageError),
-    (UnknownNameError, BadParameterError),
     (BknZooError, BadParameterError),
 ]
 

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
-from bkn_zoo.classifier import Classifier, default_checkpoint
+from bkn_zoo.checkpoints import CONFIG, find
+from bkn_zoo.classifier import Classifier, usable_checkpoints
 from bkn_zoo.config import Config
 from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.hub import locate
 from bkn_zoo.norms.statistics import MODES
 from service.batching import Line
-from service.errors import UnavailableError, UnknownModelError
+from service.errors import OverloadedError, UnavailableError, UnknownModelError
 from service.metrics import Metrics
 from service.settings import Settings
 
 log = logging.getLogger("service")
+
+PAUSE = 30  # seconds before a model that could not be loaded is tried again
 
 
 class Loaded:
@@ -45,7 +48,7 @@ class Pool:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        given = settings.models or list(dict.fromkeys([default_checkpoint(), *list_checkpoints()]))
+        given = settings.models or usable_checkpoints()
         self.sources = {_public_name(source): source for source in given}
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
@@ -55,7 +58,13 @@ class Pool:
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._loader = ThreadPoolExecutor(1, "loader")  # one at a time: each takes the memory of a whole model
         self._turn = asyncio.Lock()  # or two that come at once would each find room, and both stay
+        self._waiting = 0
+        self._failed: dict[str, float] = {}  # until when a model that could not be loaded is not tried again
         self.started = False
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._loading)
 
     @property
     def failing(self) -> bool:
@@ -90,11 +99,19 @@ class Pool:
             raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
             return self._loaded[name]
+        if time.monotonic() < self._failed.get(name, 0.0):
+            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
+        if self._waiting >= self.settings.queue_length:
+            raise OverloadedError(f"{self._waiting} requests wait for models to load: try again later.", PAUSE)
+        self._waiting += 1
         try:
             return await asyncio.shield(self._load(name))
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
-            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", 30) from None
+            self._failed[name] = time.monotonic() + PAUSE
+            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
+        finally:
+            self._waiting -= 1
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
         """The task that loads a model, shared by all who wait for it."""
@@ -110,12 +127,13 @@ class Pool:
 
     async def _make_in_turn(self, name: str) -> Loaded:
         begun = time.monotonic()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._loader, locate, self.sources[name])  # before another has to leave for it
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
             oldest = min(self._loaded, key=lambda name: self._loaded[name].line.used)
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
-        loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name)
         self._loaded[name] = loaded
         self.metrics.loaded.labels(name).set(1)

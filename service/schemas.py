@@ -40,7 +40,7 @@ class Classified(BaseModel):
 
 
 class Model(BaseModel):
-    """One model; the fields after `loaded` are null for one of the Hub that was not used yet."""
+    """One model; the fields after `loaded` are null for one of the Hub that is not loaded."""
 
     name: str
     default: bool

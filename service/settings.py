@@ -1,8 +1,9 @@
 """What can be set, by a flag (--queue-length 8) or by its twin in the environment (BKN_QUEUE_LENGTH=8)."""
 
+import re
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from bkn_zoo.engines import ENGINES, PRECISIONS
@@ -23,7 +24,6 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     models: Listed = Field(
         [],
-        validation_alias=AliasChoices("models", "model", "BKN_MODELS"),
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
         "first serves requests that name none; default: all that are bundled",
     )
@@ -53,6 +53,15 @@ class Settings(BaseSettings):
         parts = value if isinstance(value, list) else str(value).split(",")
         return [part.strip() for part in parts for part in str(part).split(",") if part.strip()]
 
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _check_keys(cls, value: Any) -> Any:
+        if not str(value).strip(" ,"):
+            raise ValueError("it is set, but holds no key: set one, or leave it out")
+        if not str(value).isascii():
+            raise ValueError("a key of other letters than ASCII's could not be sent in a header: choose another")
+        return value
+
     @field_validator("engine", "precision", "device")
     @classmethod
     def _known(cls, value: str, info: Any) -> str:
@@ -63,7 +72,8 @@ class Settings(BaseSettings):
 
 
 def read_settings(arguments: list[str]) -> Settings:
-    """From flags and the environment; raises InputError in one sentence."""
+    """From flags and the environment; raises InputError in one sentence. --model is --models for who has but one."""
+    arguments = [re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments]
     try:
         return CliApp.run(Settings, cli_args=arguments)
     except ValidationError as error:

@@ -15,6 +15,7 @@ from service.errors import BadParameterError, MalformedRequestError, OverloadedE
 from service.schemas import Options
 
 OPTIONS = tuple(Options.model_fields)
+MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
 
 
 async def read_upload(request: Request, field: str, query: Options) -> tuple[bytes, Options]:
@@ -53,6 +54,8 @@ async def _from_form(request: Request, field: str) -> tuple[bytes, dict[str, Any
 
 
 def _from_json(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+        raise MalformedRequestError("the JSON has too many parts: send the image in base64, and the options.")
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

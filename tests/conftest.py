@@ -17,6 +17,14 @@ from bkn_zoo.norms.running import RunningNorm
 NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn": GroupNorm2d}
 
 
+SLOW = ("test_training.py", "test_hub.py", "test_fit.py", "test_models.py", "test_page.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files go first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -68,7 +68,7 @@ class ServiceProcess:
         checkpoints: Path,
         *flags: str,
         environment: dict[str, str] | None = None,
-        ready_within: float = 60.0,
+        ready_within: float = 180.0,
     ) -> None:
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if "--models" in flags else ("--models", ",".join(names))

@@ -110,7 +110,7 @@ def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, resu
         "| bn | 128, 128 | 1 | 87.50 | 87.50 | 87.50 |",
         "| openvino | f32 | sample | 1 | 32 | 1.250 |",
         "python scripts/train.py recipes/x.toml",
-        f"bkn-zoo serve --model {NAME}",
+        f"bkn-zoo serve --models {NAME}",
         "NVIDIA H200 in 2.0 h",
         "## What it is for, and what not",
     ):

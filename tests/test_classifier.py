@@ -15,8 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bkn_zoo
-from bkn_zoo import classifier as module
-from bkn_zoo.classifier import Classification, Classifier, Prediction, default_checkpoint
+from bkn_zoo.classifier import Classification, Classifier, Prediction, default_checkpoint, usable_checkpoints
 from bkn_zoo.config import Preprocessing
 from bkn_zoo.engines import OpenVINOEngine, TorchEngine, ov
 from bkn_zoo.errors import (
@@ -311,11 +310,12 @@ def test_the_default_is_bkn_then_the_most_classes_then_the_name(root: Path) -> N
     assert default_checkpoint() == "a"
 
 
-def test_the_default_can_classify_and_is_not_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_can_classify_and_is_not_damaged(root: Path) -> None:
     write(root, "good", "inception_cifar_bkn", 3, PREPROCESSING)
     write(root, "blind", "inception_cifar_bkn", 9, None)
     (root / "damaged").mkdir()
     (root / "damaged" / "config.json").write_text("{")
     assert default_checkpoint() == "good"
-    monkeypatch.setattr(module, "list_checkpoints", lambda: ["good", "inception_v2_bkn.tiny_imagenet"])
-    assert default_checkpoint() == "inception_v2_bkn.tiny_imagenet"
+    assert usable_checkpoints() == ["good"]
+    write(root, "inception_v2_bkn.tiny_imagenet", "inception_cifar_gn", 2, PREPROCESSING)
+    assert usable_checkpoints() == ["inception_v2_bkn.tiny_imagenet", "good"]

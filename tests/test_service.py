@@ -4,7 +4,10 @@ import base64
 import json
 import re
 import shlex
+import shutil
+import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -196,7 +199,9 @@ def test_the_curl_examples_of_the_readme_work(running: ServiceProcess, photo: Pa
     assert len(examples) >= 3
     for example in examples:
         command = shlex.split(example.replace("http://127.0.0.1:8000", running.url))
-        done = subprocess.run([*command, "-sf"], cwd=photo.parent, capture_output=True, check=True, timeout=60)
+        done = subprocess.run(
+            [*command, "-sf", "--noproxy", "*"], cwd=photo.parent, capture_output=True, check=True, timeout=60
+        )
         assert json.loads(done.stdout)
 
 
@@ -256,6 +261,20 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert Settings().host == "127.0.0.1"
 
 
+def test_only_names_with_the_prefix_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "a stranger's")
+    monkeypatch.setenv("MODELS", "another's")
+    assert read_settings([]).models == []
+
+
+@pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
+def test_keys_that_nobody_could_send_are_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    """Rather than leave the service open because a secret was not filled in."""
+    monkeypatch.setenv("BKN_API_KEYS", keys)
+    with pytest.raises(InputError, match="BKN_API_KEYS"):
+        read_settings([])
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [(["--port", "70000"], "--port"), (["--engine", "magic"], "--engine"), (["--deadline", "x"], "--deadline")],
@@ -263,6 +282,40 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_bad_setting_is_named_in_one_sentence(flags: list[str], named: str) -> None:
     with pytest.raises(InputError, match=named):
         read_settings(flags)
+
+
+@pytest.mark.usefixtures("bundled")
+def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--models", "first", "--port", str(port)]) == 1
+    assert str(port) in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bundled")
+def test_a_model_that_cannot_be_loaded_drives_no_other_out(checkpoints: Path, photo: Path) -> None:
+    broken = checkpoints.parent / "broken"
+    shutil.copytree(checkpoints / "first", broken, dirs_exist_ok=True)
+    (broken / "model.safetensors").write_bytes(b"")
+    settings = read_settings(["--models", f"first,{broken},nowhere", "--loaded-models", "1"])
+    with TestClient(create_app(settings)) as client:
+        until_ready(client)
+        for _ in range(2):
+            refused = client.post("/v1/classify?model=nowhere", content=photo.read_bytes())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert [model["loaded"] for model in client.get("/v1/models").json()["models"]] == [True, False, False]
+        assert client.post("/v1/classify?model=broken", content=photo.read_bytes()).status_code == 503
+        assert client.post("/v1/classify", content=photo.read_bytes()).status_code == 200
+
+
+def until_ready(client: TestClient) -> None:
+    end = time.monotonic() + 60
+    while client.get("/health/ready").status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("bundled")

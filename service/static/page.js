@@ -300,8 +300,10 @@ async function readModels() {
 function showModel() {
   const model = models.find((one) => one.name === byId("model").value);
   if (model) {
-    const facts = [model.architecture, `${model.num_classes} classes`];
-    facts.push(`default statistics: ${model.default_statistics}`);
+    const facts = [];
+    if (model.architecture) facts.push(model.architecture);
+    if (model.num_classes) facts.push(`${model.num_classes} classes`);
+    if (model.default_statistics) facts.push(`default statistics: ${model.default_statistics}`);
     if (model.revision) facts.push(`revision ${model.revision}`);
     if (!model.loaded) facts.push("loads on first use");
     byId("model-facts").textContent = facts.join(" · ");
