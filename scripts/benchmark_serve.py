@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +41,7 @@ COLUMNS = [
     "fraction_of_engine",
     "median_ms",
     "p99_ms",
+    "first_answer_s",
     "resident_mb",
 ]
 PEER = """
@@ -69,6 +69,10 @@ if __name__ == "__main__":
 """
 
 
+class RefusedError(Exception):
+    """A server that answers, but not with 200."""
+
+
 def make_checkpoint(folder: Path, network: str, size: int) -> None:
     """Untrained: what is measured does not depend on the weights."""
     torch.manual_seed(0)
@@ -87,22 +91,14 @@ def make_image(side: int) -> bytes:
 
 
 @contextmanager
-def serving(command: list[str], port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server's process, from its first answer on, stopped until it is its turn."""
+def serving(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server's process, with all that it starts."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        for _ in range(600):
-            if process.poll() is not None:
-                raise SystemExit(f"{command} ended:\n{log.read_text()[-2000:]}")
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/docs", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -112,14 +108,15 @@ def serving(command: list[str], port: int, log: Path) -> Iterator["subprocess.Po
 async def ask(port: int, request: bytes, until: float, taken: list[float]) -> None:
     """One client on one connection: the next request as soon as the answer to the last is there."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while time.perf_counter() < until:
+    begun = 0.0
+    while begun == 0.0 or time.perf_counter() < until:
         begun = time.perf_counter()
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         body = await reader.readexactly(length)
         if b" 200 " not in head[:15]:
-            raise SystemExit(f"the server answered {head[:15]!r}: {body[:300]!r}")
+            raise RefusedError(f"the server answered {head[:15]!r}: {body[:300]!r}")
         taken.append(time.perf_counter() - begun)
     writer.close()
 
@@ -163,13 +160,13 @@ def serve(args: argparse.Namespace) -> None:
     rows = []
     for case in args.cases:
         network, size, side = case.split(":")
-        found, facts = race(args, network, int(size), make_image(int(side)))
-        rows += [{"model": f"{network}_bkn", "input": int(size), **row, **facts} for row in found]
+        found = race(args, network, int(size), make_image(int(side)))
+        rows += [{"model": f"{network}_bkn", "input": int(size), **row} for row in found]
         write_results(args.output, rows, 0, weights="untrained: the time does not depend on them")
     print(table(rows, COLUMNS))
 
 
-def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> tuple[list[dict], dict]:
+def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> list[dict]:
     with tempfile.TemporaryDirectory() as scratch:
         name = str(Path(scratch) / "checkpoint")
         make_checkpoint(Path(name), network, size)
@@ -183,17 +180,18 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> tup
         peer.write_text(PEER)
         ours = [sys.executable, "-m", "service", "--port", str(ports["service"]), "--models", name]
         theirs = [sys.executable, str(peer), str(ports["litserve"]), name]
-        with (
-            serving(ours, ports["service"], Path(scratch) / "ours.log") as first,
-            serving(theirs, ports["litserve"], Path(scratch) / "theirs.log") as second,
-        ):
-            processes = {"service": first, "litserve": second}
-            memory = {}
-            for server, port in ports.items():
-                wait_for_answer(port, request)
-                load(port, request, 2, 1.0)
-                memory[server] = resident_mb(processes[server].pid)
-                os.killpg(processes[server].pid, signal.SIGSTOP)
+        facts: dict[str, dict[str, float]] = {}
+        with ExitStack() as stack:
+            processes = {}
+            for server, command in {"service": ours, "litserve": theirs}.items():
+                begun = time.perf_counter()
+                process = stack.enter_context(serving(command, Path(scratch) / f"{server}.log"))
+                wait_for_answer(process, ports[server], request)
+                facts[server] = {"first_answer_s": time.perf_counter() - begun}
+                load(ports[server], request, 2, 1.0)
+                facts[server]["resident_mb"] = resident_mb(process.pid)
+                processes[server] = process
+                os.killpg(process.pid, signal.SIGSTOP)
 
             def turn(server: str, count: int) -> tuple[float, list[float]]:
                 if server == "engine":
@@ -206,12 +204,10 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> tup
             alone(classifier, tensor, 1.0)  # the first calls are slower
             rows = measure(args.clients, args.rounds, turn)
         for row in rows:
-            row["resident_mb"] = memory.get(row["server"])
-        facts = {
-            "engine": classifier.engine_name, "statistics": classifier.model.default_statistics,
-            "image": f"JPEG, {len(image)} bytes",
-        }  # fmt: skip
-        return rows, facts
+            row |= facts.get(row["server"], {})
+            row |= {"engine": classifier.engine_name, "statistics": classifier.model.default_statistics}
+            row["image"] = f"JPEG, {len(image)} bytes"
+        return rows
 
 
 def rate_of(run: Callable[[], list[float]]) -> tuple[float, list[float]]:
@@ -242,13 +238,15 @@ def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) 
     return taken
 
 
-def wait_for_answer(port: int, request: bytes) -> None:
-    for _ in range(600):
+def wait_for_answer(process: "subprocess.Popen[bytes]", port: int, request: bytes) -> None:
+    for _ in range(1200):
         try:
-            load(port, request, 1, 0.01)
+            load(port, request, 1, 0.001)
             return
-        except (SystemExit, OSError, asyncio.IncompleteReadError):
-            time.sleep(0.1)
+        except (RefusedError, OSError, asyncio.IncompleteReadError):
+            time.sleep(0.05)
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args} ended with {process.returncode}.")
     raise SystemExit("a server gave no answer within a minute.")
 
 
