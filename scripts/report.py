@@ -62,8 +62,8 @@ SERVE = """\
 
 Clients ask the service without a pause, each on one connection, for the whole time of a turn; *engine* is the same
 engine called in a loop on an image that is ready, with no HTTP and no decoding. LitServe runs the same classifier. All
-take turns; those whose turn it is not are stopped. The clients run on the same cores. What HTTP and decoding cost, some
-3 ms of a core for each image, weighs more the smaller the network is. `first_answer_s` is from the start of the
+take turns; those whose turn it is not are stopped. The clients run on the same cores. What HTTP and decoding
+cost weighs more the smaller the network is. `first_answer_s` is from the start of the
 process, with files in the disk's cache; `resident_mb` counts pages that processes share for each of them.
 """
 
