@@ -16,13 +16,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-import bkn_zoo
 from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
 from bkn_zoo.classifier import Classification, Classifier, default_checkpoint
 from bkn_zoo.config import Config
 from bkn_zoo.engines import ENGINES
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.hub import locate
+from bkn_zoo.hub import load_located, locate
 from bkn_zoo.images import SUFFIXES
 from bkn_zoo.norms.statistics import MODES
 
@@ -252,13 +251,14 @@ def _dataset(config: Config) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
-    model = bkn_zoo.from_pretrained(args.name)
+    folder, revision = locate(args.name)
+    model = load_located(args.name, folder, revision)
     config: Config = model.config
     facts = {
         "name": args.name,
-        "revision": model.revision,
+        "revision": revision,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes_on_disk": sum(file.stat().st_size for file in locate(args.name)[0].iterdir()),
+        "bytes_on_disk": sum(file.stat().st_size for file in folder.iterdir()),
         **asdict(config),
     }
     if args.format == "json":

@@ -77,8 +77,9 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         self, images: FileImages, preprocessing: Preprocessing, augmentation: Augmentation | None = None,
         seed: int = 0, epoch: int = 0,
     ) -> None:  # fmt: skip
-        self.images, self.preprocessing, self.augmentation = images, preprocessing, augmentation
+        self.images, self.preprocessing = images, preprocessing
         self.seed, self.epoch = seed, epoch
+        self.whole = augmentation is not None and augmentation.scale < 1  # a random part is taken of the whole image
         self.vary = None if augmentation is None else transforms(augmentation, preprocessing)
 
     def __len__(self) -> int:
@@ -91,15 +92,18 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
                 image = open_image(self.images.paths[candidate])
             except ImageError:
                 continue
-            p = self.preprocessing
-            pixels = enlarge(self._pixels(image, row)[None], p.size, p.interpolation)[0]
+            pixels = enlarge(self._pixels(image, row)[None], self.preprocessing.size, self.preprocessing.interpolation)[
+                0
+            ]
             return pixels, self.images.labels[candidate], -1 if step == 0 else row
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _pixels(self, image: Image.Image, row: int) -> Tensor:
-        p = self.preprocessing
-        if self.vary is None or self.augmentation is None:
-            return central_square(image, p.native_size or p.size, p.interpolation)
+        if self.vary is None:
+            return self._square(image)
         with drawing_from(self.seed, self.epoch, row):
-            whole = self.augmentation.scale < 1
-            return self.vary(image if whole else central_square(image, p.native_size or p.size, p.interpolation))
+            return self.vary(image if self.whole else self._square(image))
+
+    def _square(self, image: Image.Image) -> Tensor:
+        p = self.preprocessing
+        return central_square(image, p.native_size or p.size, p.interpolation)

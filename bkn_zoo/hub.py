@@ -41,7 +41,11 @@ def from_pretrained(name: str | os.PathLike[str]) -> Network:
         name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
             "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
     """
-    folder, revision = locate(name)
+    return load_located(name, *locate(name))
+
+
+def load_located(name: str | os.PathLike[str], folder: Path, revision: str | None) -> Network:
+    """The same, by what `locate` gave: for those who need the folder too, or something done in between."""
     try:
         model = load_folder(folder)
     except CheckpointError:
@@ -57,10 +61,15 @@ def from_pretrained(name: str | os.PathLike[str]) -> Network:
     return model
 
 
+def is_folder(name: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is named by a folder's path, not by a short name or an id on the Hub."""
+    return not isinstance(name, str) or name.startswith((".", "/", "~")) or os.path.isdir(name)
+
+
 def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
     """The folder of a checkpoint, downloaded if need be, and the commit that it is from; None for a local one."""
     text = os.fspath(name)
-    if not isinstance(name, str) or text.startswith((".", "/", "~")) or os.path.isdir(text):
+    if is_folder(name):
         return find(name), None
     repository, _, revision = text.partition("@")
     if "/" in repository:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from service.errors import ServiceError, error_response, respond
+from service.errors import InternalError, ServiceError, respond
 from service.logs import request_id
 from service.metrics import Metrics
 
@@ -54,8 +54,8 @@ class Envelope:
                 log.exception("a request failed")
             if status:  # too late for another answer: the connection is cut
                 raise
-            problem = respond(error) if isinstance(error, ServiceError) else error_response(500, "internal", FAILED)
-            await problem(scope, receive, answer)
+            problem = error if isinstance(error, ServiceError) else InternalError(FAILED)
+            await respond(problem)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             seconds = time.perf_counter() - begun

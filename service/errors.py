@@ -48,7 +48,7 @@ class OverloadedError(ServiceError):
 
 
 class InternalError(ServiceError):
-    status, code = 500, "internal"
+    """A fault of the service, not of the request."""
 
 
 class UnavailableError(ServiceError):

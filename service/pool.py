@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,8 @@ from bkn_zoo.checkpoints import CONFIG, find
 from bkn_zoo.classifier import Classifier, usable_checkpoints
 from bkn_zoo.config import Config
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.hub import locate
+from bkn_zoo.hub import is_folder, load_located, locate
+from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import MODES
 from service.batching import Line
 from service.errors import OverloadedError, UnavailableError, UnknownModelError
@@ -29,8 +29,8 @@ PAUSE = 30  # seconds before a model that could not be loaded is tried again
 class Loaded:
     """A model in memory, warm in every mode, behind its queue."""
 
-    def __init__(self, name: str, source: str, settings: Settings, metrics: Metrics) -> None:
-        self.classifier = Classifier.from_pretrained(source, settings.device, settings.engine, settings.precision)
+    def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
+        self.classifier = Classifier(model, name, settings.device, settings.engine, settings.precision)
         if self.classifier.engine_name == "openvino":
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
@@ -128,24 +128,26 @@ class Pool:
     async def _make_in_turn(self, name: str) -> Loaded:
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._loader, locate, self.sources[name])  # before another has to leave for it
+        # A download comes before another has to leave for it.
+        folder, revision = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
             oldest = min(self._loaded, key=lambda name: self._loaded[name].line.used)
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
-        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name)
+        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name, folder, revision)
         self._loaded[name] = loaded
         self.metrics.loaded.labels(name).set(1)
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
         return loaded
 
-    def _exchange(self, leaving: list[Line], name: str) -> Loaded:
+    def _exchange(self, leaving: list[Line], name: str, folder: Path, revision: str | None) -> Loaded:
         for line in leaving:
             line.close()
             line.join(self.settings.deadline)  # what it accepted, it answers
         leaving.clear()  # its memory goes before the other's comes
-        return Loaded(name, self.sources[name], self.settings, self.metrics)
+        model = load_located(self.sources[name], folder, revision)
+        return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:
         for loaded in self._loaded.values():
@@ -175,5 +177,4 @@ class Pool:
 
 def _public_name(source: str) -> str:
     """What clients call a model: a folder by its last part, so that no path of this machine is shown."""
-    is_folder = source.startswith((".", "/", "~")) or os.path.isdir(source)
-    return Path(source).expanduser().resolve().name if is_folder else source
+    return Path(source).expanduser().resolve().name if is_folder(source) else source

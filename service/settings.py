@@ -16,9 +16,8 @@ class Settings(BaseSettings):
     """Settings of the service. A flag wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_hide_none_type=True,
-        cli_implicit_flags=True, cli_avoid_json=True, extra="ignore",
-    )  # fmt: skip
+        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True
+    )
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")

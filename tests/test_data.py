@@ -370,12 +370,17 @@ def test_evaluation_of_files_takes_the_central_square(tmp_path: Path) -> None:
     assert_close(found[:, :, 1:-1], white)  # the outermost columns are smoothed with what lies beside the square
 
 
-def test_files_of_a_network_with_a_native_size_are_brought_to_it_first(tmp_path: Path) -> None:
+def write_noise(root: Path, count: int, side: int) -> None:
+    """Two classes of square images of noise."""
     rng = np.random.default_rng(0)
-    for k in range(4):
-        path = tmp_path / "ab"[k % 2] / f"{k}.png"
+    for k in range(count):
+        path = root / "ab"[k % 2] / f"{k:02}.png"
         path.parent.mkdir(exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(path)
+
+
+def test_files_of_a_network_with_a_native_size_are_brought_to_it_first(tmp_path: Path) -> None:
+    write_noise(tmp_path, count=4, side=32)
     data = load_data("folder", tmp_path, size=16, validation=0.5)
     data = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, native_size=8))
     found = next(evaluation_batches(data, data.test, 2, CPU)).images
@@ -395,11 +400,7 @@ def test_without_augmentation_training_sees_what_evaluation_sees(size: int) -> N
 
 
 def test_without_augmentation_training_on_files_sees_what_evaluation_sees(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for k in range(12):
-        path = tmp_path / "ab"[k % 2] / f"{k:02}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (30, 30, 3), dtype=np.uint8)).save(path)
+    write_noise(tmp_path, count=12, side=30)
     data = load_data("folder", tmp_path, size=16, validation=0.3)
     trained = batches(data, augmentation=STILL)[0].images
     evaluated = next(evaluation_batches(data, data.train, 8, CPU)).images
