@@ -1,4 +1,4 @@
-"""Max and average pooling, by Triton kernels where they are faster than PyTorch's: channels_last tensors on a GPU.
+"""Max and average pooling, by Triton kernels for channels_last tensors on a GPU.
 
 PyTorch's backward of a channels_last max pooling takes a multiple of the time that its bytes need. These kernels keep
 a byte per output for it, where PyTorch keeps eight, and the input.
