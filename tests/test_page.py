@@ -105,7 +105,7 @@ class Visit:
         return self.page.evaluate_handle(make, [name, base64.b64encode(content).decode(), media_type])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small", LABELS, seed=1)
@@ -113,13 +113,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(checkpoints: Path) -> Iterator[ServiceProcess]:
     with ServiceProcess(checkpoints, ready_within=SLOWEST_START) as service:
         yield service
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # as long as it lives, Playwright keeps an event loop running that others would meet
 def browser() -> Iterator[sync_api.Browser]:
     sync_api.expect.set_options(timeout=30_000)  # the default of 5 s is short for a machine that runs other tests too
     with sync_api.sync_playwright() as playwright:
