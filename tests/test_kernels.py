@@ -11,6 +11,7 @@ import torch
 
 import bkn_zoo
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, kernels
+from bkn_zoo.norms.batch_kalman import new_process_noise
 
 pytestmark = pytest.mark.skipif(kernels.norm is None, reason="Triton is not installed on this platform")
 
@@ -66,9 +67,11 @@ def run(implementation, shape, dtype, layout, residual, relu, precise=False):
     for tensor in (x, shortcut, *prior):
         tensor.requires_grad_()
     arguments = (x, prior if below else None, Statistics("batch", group), shortcut if residual else None)
-    with kernels.use("pytorch"), torch.no_grad():
-        layer_as_it_was = copy.deepcopy(layer)
-        dy[layer_as_it_was(*arguments)[0].abs() < 0.05] = 0
+    with kernels.use("pytorch"), torch.no_grad():  # in float64 whatever the precision, so that all leave out the same
+        exact_prior = Belief(*(t.double() for t in prior)) if below else None
+        exact_shortcut = shortcut.double() if residual else None
+        exact = copy.deepcopy(layer).double()(x.double(), exact_prior, Statistics("batch", group), exact_shortcut)
+        dy[exact[0].abs() < 0.05] = 0
     with kernels.use(implementation):
         y, belief = layer(*arguments, relu=relu)
         torch.autograd.backward([y, *belief], [dy, *upper])
@@ -103,6 +106,23 @@ def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, d
     case = (shape, dtype, torch.channels_last, True, True)
     difference, name = largest_difference(run("triton", *case), run("pytorch", *case, precise=True))
     assert difference < (1e-5 if dtype == torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[6:8] + SHAPES[9:], ids=str)
+def test_one_process_noise_for_all_channels_gets_the_sum_of_their_gradients(shape):
+    images, channels, size, group, below = shape
+    torch.manual_seed(0)
+    layers = [BatchKalmanNorm2d(channels, below, raw_process_noise=new_process_noise(1)).to(DEVICE) for _ in range(2)]
+    prior = Belief(torch.randn(images // group, below), torch.rand(images // group, below) + 0.1)
+    prior = Belief(*(t.to(DEVICE) for t in prior))
+    x = torch.randn(images, channels, *size).to(DEVICE, memory_format=torch.channels_last)
+    dy = torch.randn(x.shape).to(x)
+    for layer, implementation in zip(layers, ["triton", "pytorch"], strict=True):
+        with kernels.use(implementation):
+            layer(x, prior, Statistics("batch", group))[0].backward(dy)
+    found, expected = (layer.raw_process_noise.grad for layer in layers)
+    assert found.shape == (1,)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [SMALL[2], pytest.param(LARGE[2], marks=gpu_only)], ids=str)

@@ -321,11 +321,11 @@ def image_sums(
 def belief_gradient(
     s0, s1, weight_c, mean, var, eps, count,
     observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
-    dpredicted_mean, dpredicted_var, dgain, dweight, dbias,
+    dpredicted_mean, dpredicted_var, dgain, dnoise, dweight, dbias,
     row, c, c_mask,
     HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr,
 ):  # fmt: skip
-    """Backward of normalize and update for one group's channels.
+    """Backward of normalize and update for one group's channels; writes their sums for q, and for an R of all layers.
 
     Returns the factors of dx = a g + b (x - xbar) + k, and xbar.
     """
@@ -349,6 +349,7 @@ def belief_gradient(
         across = 2 * q * e * dvar
         tl.store(dpredicted_mean + row + c, (1 - q) * dmean - across, mask=c_mask)
         tl.store(dpredicted_var + row + c, (1 - q) * dvar, mask=c_mask)
+        tl.store(dnoise, tl.sum(tl.where(c_mask, (1 - q) * dvar, 0.0), axis=0))
         draw = q * (dmean * e + dvar * (s - var + e * e))
         tl.store(dgain, tl.sum(tl.where(c_mask, draw, 0.0), axis=0))
         dxbar = q * dmean + across
@@ -406,7 +407,7 @@ def sums(
 def disbelieve(
     image_s0, image_s1, weight, belief_mean, belief_var,
     observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
-    dpredicted_mean, dpredicted_var, dgain, dweight, dbias, factor_b, factor_k,
+    dpredicted_mean, dpredicted_var, dgain, dnoise, dweight, dbias, factor_b, factor_k,
     channels, positions, group, eps,
     HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -424,7 +425,8 @@ def disbelieve(
     _, b, k, _ = belief_gradient(
         s0, s1, weight_c, mean, var, eps, group * positions,
         observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
-        dpredicted_mean, dpredicted_var, dgain + g * tl.num_programs(0) + block, dweight, dbias,
+        dpredicted_mean, dpredicted_var, dgain + g * tl.num_programs(0) + block,
+        dnoise + g * tl.num_programs(0) + block, dweight, dbias,
         row, c, c_mask, HAS_PRIOR, HAS_UPPER,
     )  # fmt: skip
     tl.store(factor_b + row + c, b, mask=c_mask)
@@ -493,11 +495,20 @@ def transition_gradient(
 
 
 @triton.jit
+def total_of(values, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        total += tl.load(values + start + at, mask=start + at < count, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def finish_backward(
-    pid, dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+    pid, dpredicted_mean, dpredicted_var, dgain_parts, dnoise_parts, dweight_rows, dbias_rows,
     prior_mean, prior_var, transition, raw_noise,
     dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
-    groups, inputs, channels, noise_stride, gain_parts, prior_tiles, transition_tiles,
+    groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
     HAS_PRIOR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -526,29 +537,29 @@ def finish_backward(
         tl.store(dweight + c, column_sum(dweight_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         tl.store(dbias + c, column_sum(dbias_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         if HAS_PRIOR:
-            total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
-            raw = tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32)
-            tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
+            if noise_stride > 0:  # an R for every channel
+                total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
+                raw = tl.load(raw_noise + c, mask=c_mask, other=0.0).to(tl.float32)
+                tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
             if block == 0:
-                part = tl.arange(0, BLOCK_R * BLOCK_C)
-                total_gain = tl.zeros((BLOCK_R * BLOCK_C,), tl.float32)
-                for start in range(0, gain_parts, BLOCK_R * BLOCK_C):
-                    total_gain += tl.load(dgain_parts + start + part, mask=start + part < gain_parts, other=0.0)
-                tl.store(dgain, tl.sum(total_gain, axis=0))
+                tl.store(dgain, total_of(dgain_parts, parts, BLOCK_R * BLOCK_C))
+                if noise_stride == 0:
+                    raw = tl.load(raw_noise).to(tl.float32)
+                    tl.store(dnoise, total_of(dnoise_parts, parts, BLOCK_R * BLOCK_C) * tl.sigmoid(raw))
 
 
 @triton.jit(
     do_not_specialize=[
-        "positions", "images", "group", "groups", "gain_parts", "prior_tiles", "transition_tiles", "finish_tiles",
+        "positions", "images", "group", "groups", "parts", "prior_tiles", "transition_tiles", "finish_tiles",
     ]
 )  # fmt: skip
 def gradient(
     dy, x, y, dresidual, dx, weight, bias, belief_mean, belief_var, observed_mean, factor_b, factor_k,
-    dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+    dpredicted_mean, dpredicted_var, dgain_parts, dnoise_parts, dweight_rows, dbias_rows,
     prior_mean, prior_var, transition, raw_noise,
     dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
     channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-    images, groups, inputs, noise_stride, gain_parts, prior_tiles, transition_tiles, finish_tiles,
+    images, groups, inputs, noise_stride, parts, prior_tiles, transition_tiles, finish_tiles,
     HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -558,10 +569,10 @@ def gradient(
     ride, at = share_out(tl.program_id(0), finish_tiles, blocks * images)
     if ride >= 0:
         finish_backward(
-            ride, dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows,
+            ride, dpredicted_mean, dpredicted_var, dgain_parts, dnoise_parts, dweight_rows, dbias_rows,
             prior_mean, prior_var, transition, raw_noise,
             dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
-            groups, inputs, channels, noise_stride, gain_parts, prior_tiles, transition_tiles,
+            groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
             HAS_PRIOR, BLOCK_G, BLOCK_K, BLOCK_A, BLOCK_R, BLOCK_S,
         )  # fmt: skip
     if at >= 0:

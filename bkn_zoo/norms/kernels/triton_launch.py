@@ -14,6 +14,7 @@ from bkn_zoo.norms.kernels import triton_jit as jit
 GROUPS, CHANNELS = 16, 32  # of a product with beliefs or their gradients
 DEPTH = 32  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
+STAGES = 1  # a loop that loads ahead needs shared memory and registers that the passes would miss
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
 
 
@@ -133,7 +134,7 @@ def forward(
         x, image_mean, image_var, *prior, transition if has_prior else unused, *partial,
         channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
         has_prior, tiling.block_p, tiling.block_c, GROUPS, CHANNELS, DEPTH, SPLIT,
-        num_warps=tiling.warps, num_stages=1,
+        num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     jit.believe[(blocks, groups)](
         image_mean, image_var, *partial, noise, gain, belief_mean, belief_var, observed_mean, observed_var, finite,
@@ -189,7 +190,7 @@ def backward(
     # Rows per group: d predicted mean, d predicted var, d weight, d bias, and the factors b and k of dx.
     rows = floats(x, 6, groups, channels)
     dpredicted_mean, dpredicted_var, dweight_rows, dbias_rows, factor_b, factor_k = rows.unbind(0)
-    dgain_parts = floats(x, groups, blocks)
+    parts = floats(x, 2, groups, blocks)  # of the sums for q and, where all layers share it, R
     dnoise, dweight, dbias = floats(x, 3, channels).unbind(0)
 
     unused = belief_mean  # stands for pointers that the kernel, compiled without them, does not read
@@ -202,7 +203,7 @@ def backward(
     )  # fmt: skip
     jit.disbelieve[(blocks, groups)](
         image_s0, image_s1, weight, belief_mean, belief_var, observed_mean, observed_var, gain, *upper,
-        dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows, factor_b, factor_k,
+        dpredicted_mean, dpredicted_var, *parts.unbind(0), dweight_rows, dbias_rows, factor_b, factor_k,
         channels, positions, group, eps, has_prior, has_upper, rows_per_tile(group), tiling.block_c,
     )  # fmt: skip
     inputs = prior_tiles = transition_tiles = 0
@@ -219,16 +220,15 @@ def backward(
     jit.gradient[(finish_tiles + blocks * images,)](
         dy, x, x if y is None else y, dresidual, dx, weight, bias, belief_mean, belief_var,
         observed_mean, factor_b, factor_k,
-        dpredicted_mean, dpredicted_var, dgain_parts, dweight_rows, dbias_rows, *below, *dbelow, dweight, dbias,
+        dpredicted_mean, dpredicted_var, *parts.unbind(0), dweight_rows, dbias_rows, *below, *dbelow, dweight, dbias,
         channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-        images, groups, inputs, int(below[3].numel() > 1), dgain_parts.numel(), prior_tiles, transition_tiles,
+        images, groups, inputs, int(below[3].numel() > 1), groups * blocks, prior_tiles, transition_tiles,
         finish_tiles, has_prior, has_residual, tiling.block_p, tiling.block_c,
-        GROUPS, DEPTH, CHANNELS, ROWS // 4, COLUMNS, num_warps=tiling.warps, num_stages=1,
+        GROUPS, DEPTH, CHANNELS, ROWS // 4, COLUMNS, num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     if not has_prior:
         return dx, dresidual, dweight, dbias, *(x.new_empty(0) for _ in range(5))
-    if below[3].numel() != channels:  # one R for all
-        dbelow[3] = dnoise.sum(0, keepdim=True)
+    dbelow[3] = dnoise[: below[3].numel()]  # one R for all, or one for every channel
     return dx, dresidual, dweight, dbias, *dbelow
 
 
