@@ -34,7 +34,7 @@ def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: b
 def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
     """As `F.avg_pool2d`, which counts the padding, in value and gradient."""
     if not fused(x, kernel, stride, padding):
-        if padding and isinstance(x, Tensor) and x.is_cuda and not torch.compiler.is_compiling():
+        if 0 < 2 * padding <= kernel and isinstance(x, Tensor) and x.is_cuda and not torch.compiler.is_compiling():
             # Gradients of PyTorch's own padding are wrong there up to 2.12: github.com/pytorch/pytorch/issues/188344.
             x, padding = F.pad(x, [padding] * 4), 0
         return F.avg_pool2d(x, kernel, stride, padding)
