@@ -216,7 +216,7 @@ def test_the_callers_default_precision_and_autocast_change_nothing(folder: Path,
 def test_weights_beyond_the_limit_are_sharded_as_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 1_200_000
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
-    model = make()
+    model = make(shared_process_noise=False)
     save_pretrained(model, tmp_path / "sharded")
     shards = sorted((tmp_path / "sharded").glob("model-*.safetensors"))
     count = len(shards)

@@ -172,10 +172,10 @@ def test_expected_without_a_group_is_the_population(small: Network, name: str) -
 
 
 @each_engine
-def test_one_process_noise_for_all_layers_is_prepared_too(
+def test_a_process_noise_for_every_channel_is_prepared_too(
     name: str, away_from_start: Callable[[nn.Module], None]
 ) -> None:
-    model = create_model("inception_cifar_bkn", shared_process_noise=True)
+    model = create_model("inception_cifar_bkn", shared_process_noise=False)
     away_from_start(model)
     assert_agrees(create_engine(model, name), model.eval(), photographs(1, 16), "sample")
 

@@ -160,7 +160,7 @@ def test_only_convolutions_and_linear_layers_decay_and_kalman_parameters_have_th
     decayed = [name for name in groups if name.endswith(".conv.weight") or name in ("hidden.weight", "fc.weight")]
     norms = [name for name in groups if ".norm." in name and name not in kalman]
     biases = ["hidden.bias", "fc.bias"]
-    assert len(kalman) == 3 * 18
+    assert len(kalman) == 2 * 18 + 1  # A and q of every layer, and the R that they share
     assert sorted(kalman + decayed + norms + biases) == sorted(groups)
     for chosen, decay, scale in ((kalman, 0, 0.3), (decayed, 0.01, 1), (norms, 0, 1), (biases, 0, 1)):
         assert {(groups[name]["weight_decay"], groups[name]["scale"]) for name in chosen} == {(decay, scale)}

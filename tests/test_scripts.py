@@ -239,7 +239,7 @@ def test_bad_input_ends_train_with_one_sentence(script: Script, tree: Path, chec
     assert "unexpected keyword argument 'blur'" in sentence(script, *start, "--augmentation.blur", "1")
     assert "does not take the options 'warmup'" in sentence(script, *start, "--norm_options.warmup", "1")
     assert "do not fit inception_cifar_bn" in sentence(script, *start, "--model", "inception_cifar_bn")
-    options = ("--norm_options.shared_process_noise", "true")
+    options = ("--norm_options.shared_process_noise", "false")
     assert "do not fit inception_cifar_bkn" in sentence(script, *start, *options)
     assert not (tmp_path / "runs" / "inception_cifar_bkn.photos" / "state.pt").exists()
 

@@ -50,7 +50,7 @@ def test_the_small_network_fits_256_images_with_tiny_statistics_batches(group: i
 
 
 def test_a_shared_process_noise_is_one_parameter_for_all_layers_and_trains() -> None:
-    model = create_model("inception_cifar_bkn", num_classes=CLASSES, shared_process_noise=True)
+    model = create_model("inception_cifar_bkn", num_classes=CLASSES)
     norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
     assert len({id(norm.raw_process_noise) for norm in norms}) == 1
     noise = norms[0].raw_process_noise
@@ -69,7 +69,7 @@ def test_a_shared_process_noise_is_one_parameter_for_all_layers_and_trains() -> 
 
 
 def test_without_sharing_every_layer_and_channel_has_its_own_process_noise() -> None:
-    model = create_model("inception_cifar_bkn")
+    model = create_model("inception_cifar_bkn", shared_process_noise=False)
     norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
     assert len({id(norm.raw_process_noise) for norm in norms}) == len(norms)
     assert all(norm.process_noise.shape == (norm.num_features,) for norm in norms)

@@ -16,8 +16,8 @@ NormFactory = Callable[[int, int | None], nn.Module]
 """Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
 
 
-def batch_kalman(shared_process_noise: bool = False) -> NormFactory:
-    """BKN with one process noise R per layer and channel or, as the paper has it, one for all layers."""
+def batch_kalman(shared_process_noise: bool = True) -> NormFactory:
+    """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel."""
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
     return partial(BatchKalmanNorm2d, raw_process_noise=raw_process_noise)
 
