@@ -144,7 +144,8 @@ import torch
 
 import bkn_zoo
 
-model = bkn_zoo.from_pretrained("{name}")  # or "owner/{name}", by its id on the Hub
+# By its name in a checkout, or by its id on the Hub, "owner/{name}".
+model = bkn_zoo.from_pretrained("{name}")
 logits = model(torch.randn(1, 3, {size}, {size}), statistics="{config.default_statistics}")
 ```
 

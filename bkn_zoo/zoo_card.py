@@ -62,8 +62,9 @@ UNTESTED = """\
 TRAINING = """\
 ## Time and energy of training
 
-All runs under `results/runs/`, those of twins that are not published included. Energy is an upper bound: the time,
-times the most that the board may draw."""
+All runs under `results/runs/`, those of twins and trials that are not published included. The time is that of the
+clock, also where runs shared a GPU. Energy is therefore an upper bound: that time, times the most that the board may
+draw. [docs/runs.md](docs/runs.md) has all runs."""
 
 
 def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> str:

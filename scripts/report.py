@@ -1,20 +1,22 @@
 """Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py            # rewrite docs/performance.md, MODEL_CARD.md and checkpoints/*/README.md
+python scripts/report.py      # rewrite docs/performance.md, docs/runs.md, MODEL_CARD.md and checkpoints/*/README.md
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.cards import read_runs
+from bkn_zoo.cards import DATASETS, Run, read_runs
 from bkn_zoo.config import Config
+from bkn_zoo.norms import MODES
 from bkn_zoo.publishing import card_from_results
 from bkn_zoo.results import table
 from bkn_zoo.zoo_card import zoo_card
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "performance.md"
+PERFORMANCE, RUNS = ROOT / "docs" / "performance.md", ROOT / "docs" / "runs.md"
 MODEL_CARD = ROOT / "MODEL_CARD.md"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 
@@ -67,6 +69,22 @@ cost weighs more the smaller the network is. `first_answer_s` is from the start 
 process, with files in the disk's cache; `resident_mb` counts pages that processes share for each of them.
 """
 
+TRAINED = """\
+# What was trained, and what it gave
+
+This page is written by `python scripts/report.py` from the records of `scripts/train.py` under `results/runs/`, one for
+each run; a test fails when they disagree. Top-1 in percent, as population / sample / expected statistics; *batches* are
+gradient and statistics batch. Choices are made on the validation images, which are left out of the training. The
+test images are those of the data set, and say how good a choice was, not which to make. Runs may have shared their GPU,
+so that *minutes* bound from above what a run needs.
+"""
+
+TRIALS = """\
+## Tried, and not published
+
+Runs by earlier versions of a recipe.
+"""
+
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / name).read_text())
@@ -102,15 +120,49 @@ def performance() -> str:
     return "\n".join(parts)
 
 
+def trained() -> str:
+    parts = [TRAINED]
+    runs, trials = read_runs(RESULTS / "runs"), read_runs(RESULTS / "runs" / "trials")
+    for dataset in sorted({run["dataset"] for run in runs}):
+        parts += [f"## {DATASETS[dataset][0]}\n", table_of(run for run in runs if run["dataset"] == dataset)]
+    if trials:
+        parts += [TRIALS, table_of(trials)]
+    return "\n".join(parts)
+
+
+def table_of(runs: Iterable[Run]) -> str:
+    def top1(measured: dict[str, dict[str, float]]) -> str:
+        return " / ".join(f"{measured[mode]['top1']:.2f}" for mode in MODES)
+
+    rows = [
+        {
+            "model": run["model"],
+            "options": ", ".join(f"{name} = {value}" for name, value in run["recipe"]["norm_options"].items()),
+            "batches": f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}",
+            "epochs": run["epochs"],
+            "lr": run["recipe"]["lr"],
+            "seed": run["seed"],
+            "held out": f"{run['recipe']['validation']:.0%}",
+            "validation": top1(run["curve"][-1]["validation"]),
+            "test": top1(run["test"]),
+            "minutes": round(run["seconds"] / 60),
+        }
+        for run in runs
+    ]
+    return table(rows, list(rows[0])) + "\n"
+
+
 def cards() -> dict[Path, str]:
     """The text of every model card."""
     folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
     configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
     texts = {folder / "README.md": card_from_results(folder, folder.name, RESULTS) for folder in folders}
-    return {MODEL_CARD: zoo_card(configs, read_runs(RESULTS / "runs")), **texts}
+    runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
+    return {MODEL_CARD: zoo_card(configs, runs), **texts}
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(performance())
+    PERFORMANCE.write_text(performance())
+    RUNS.write_text(trained())
     for path, text in cards().items():
         path.write_text(text)

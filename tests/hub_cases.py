@@ -37,6 +37,8 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 FOLDER = Path(sys.argv[2])
 REPOSITORY = f"owner/{FOLDER.name}"
 SECOND_SHARD = sorted(FOLDER.glob("model-*.safetensors"))[1].name
+ZOO_NAME = "inception_cifar_bkn.cifar10"
+PHOTO = Image.radial_gradient("L").convert("RGB")
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 REAL_SLEEP = time.sleep
 Result = dict[str, Any]
@@ -134,6 +136,14 @@ def loading() -> Result:
     local = compared(bkn_zoo.from_pretrained(FOLDER))
     files = snapshot(FOLDER.name)
     return {"id": by_id, "short": short, "tag": tagged, "commit": commit, "local": local, "files": files}
+
+
+def of_the_zoo() -> Result:
+    """A trained checkpoint of this tree: published, loaded from an empty cache, and asked about a photograph."""
+    published = script("publish.py", ZOO_NAME, "--namespace", "zoo")
+    ours = bkn_zoo.Classifier.from_pretrained(ZOO_NAME)(PHOTO, top_k=10)
+    theirs = bkn_zoo.Classifier.from_pretrained(f"zoo/{ZOO_NAME}")(PHOTO, top_k=10)
+    return published | {"same": ours.predictions == theirs.predictions, "revisions": [ours.revision, theirs.revision]}
 
 
 def statuses() -> Result:
@@ -357,8 +367,8 @@ def server_gone() -> Result:
 
 
 ONLINE = [
-    publishing, loading, statuses, tokens, connection_cut, flipped_byte, odd_repositories, moving_revision, full_disk,
-    two_at_once, interrupted_uploads, replacing, training, documents, server_gone,
+    publishing, loading, of_the_zoo, statuses, tokens, connection_cut, flipped_byte, odd_repositories, moving_revision,
+    full_disk, two_at_once, interrupted_uploads, replacing, training, documents, server_gone,
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from bkn_zoo.publishing import card_from_results
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "inception_cifar_bkn.test"
+ZOO_NAME = "inception_cifar_bkn.cifar10"
 Result = dict[str, Any]
 
 
@@ -154,6 +155,16 @@ def test_a_checkpoint_is_loaded_by_id_tag_commit_and_short_name_bit_for_bit(
         assert_loaded(loading[way])
         assert loading[way]["revision"] == server.repositories[f"owner/{NAME}"].branches["main"]
     assert loading["local"]["revision"] is None
+
+
+def test_a_trained_checkpoint_answers_from_the_hub_as_from_this_tree(online: Result) -> None:
+    result = online["of_the_zoo"]
+    assert result.get("exit") is None, result
+    assert "verified by downloading it" in result["output"]
+    assert result["same"]
+    local, commit = result["revisions"]
+    assert local is None
+    assert len(commit) == 40
 
 
 def test_only_config_and_weights_are_downloaded_and_only_once(online: Result, folder: Path) -> None:
@@ -418,18 +429,17 @@ def test_importing_the_package_does_not_import_the_client(online: Result) -> Non
 # The classifier and the service.
 
 
-def test_the_service_answers_from_a_repository_as_from_the_folder_and_then_offline(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Bit for bit: scores travel as JSON, which keeps every digit of a float."""
+def test_the_service_answers_from_a_repository_as_from_the_folder_and_then_offline(tmp_path: Path) -> None:
+    """Bit for bit, of a trained checkpoint: scores travel as JSON, which keeps every digit of a float."""
+    folder = Path(__file__).parent.parent / "checkpoints" / ZOO_NAME
     photo = io.BytesIO()
     Image.radial_gradient("L").save(photo, "PNG")
     (tmp_path / "server").mkdir()
     server = HubServer(tmp_path / "server", TOKEN)
-    server.create(f"owner/{NAME}")
-    commit = server.add(f"owner/{NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
-    server.repositories[f"owner/{NAME}"].tags["v1"] = commit
-    name = f"owner/{NAME}@v1"
+    server.create(f"owner/{ZOO_NAME}")
+    commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
+    server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
+    name = f"owner/{ZOO_NAME}@v1"
     wanted = bkn_zoo.Classifier.from_pretrained(folder)(photo.getvalue(), top_k=10)
     variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*"}
     for more in ({"HF_ENDPOINT": server.endpoint}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}):

@@ -1,0 +1,65 @@
+"""The checkpoints of this tree: each can be trained again, was measured, and is of a size that a checkout can bear.
+
+That each loads, repeats its golden outputs and agrees with its card is shown by test_cards.py.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkn_zoo.config import Config
+from bkn_zoo.recipes import read_recipe
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
+RUNS = [json.loads(path.read_text()) for path in (ROOT / "results" / "runs").glob("*.json")]
+
+each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+def test_no_file_is_too_large_and_all_together_are_not() -> None:
+    sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
+    assert max(sizes) <= 45e6
+    assert sum(sizes) <= 200e6
+
+
+@each
+def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
+    recipe = dataclasses.asdict(read_recipe(ROOT / "recipes" / f"{folder.name}.toml"))
+    assert json.loads(json.dumps(recipe)) == Config.read(folder / "config.json").training["recipe"]
+
+
+@each
+def test_its_twins_were_trained_by_the_same_recipe(folder: Path) -> None:
+    """BN at the same statistics batch, and at whole batches or groups of 32."""
+
+    def by(run: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in run["recipe"].items() if name not in ("model", "statistics_batch")}
+
+    ours = next(run for run in RUNS if run["name"] == folder.name)
+    network = ours["model"].removesuffix("_bkn")
+    groups = [run["statistics_batch"] for run in RUNS if run["model"] == f"{network}_bn" and by(run) == by(ours)]
+    assert ours["statistics_batch"] in groups
+    assert any(group in (None, 32) for group in groups)
+
+
+@each
+def test_its_default_statistics_were_the_best_on_the_validation_images(folder: Path) -> None:
+    run = next(run for run in RUNS if run["name"] == folder.name)
+    validation = run["curve"][-1]["validation"]
+    best = max(metrics["top1"] for metrics in validation.values())
+    assert validation[Config.read(folder / "config.json").default_statistics]["top1"] == best
+
+
+@each
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_evaluating_it_gives_the_published_accuracy(folder: Path, device: str) -> None:
+    measured = json.loads((ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json").read_text())
+    assert ("NVIDIA" in measured["hardware"]) == (device == "cuda")
+    accuracy = Config.read(folder / "config.json").accuracy
+    for row in measured["rows"]:
+        assert row["images"] == 10_000
+        assert row["top1"] == pytest.approx(accuracy[row["statistics"]]["top1"], abs=0.1)
