@@ -87,12 +87,13 @@ def literal(text: str) -> Any:
         return text
 
 
-def like(init: str) -> dict[str, Any]:
-    """The fields of the recipe that a checkpoint to start from decides, unless they are given."""
+def like(init: str, model: str | None) -> dict[str, Any]:
+    """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
     config = bkn_zoo.from_pretrained(init).config
     size = {"size": config.preprocessing.size} if config.preprocessing else {}
     options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
-    return {"model": config.architecture, **size, **options}
+    same = model in (None, config.architecture)
+    return {"model": config.architecture, **size, **(options if same else {})}
 
 
 def build(recipe: Recipe, init: str | None, classes: int) -> bkn_zoo.Network:
@@ -185,7 +186,7 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
 def main() -> None:
     args, overrides = parse(sys.argv[1:])
     if args.recipe is None:
-        overrides = FINE_TUNING | (like(args.init) if args.init else {}) | overrides
+        overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
     recipe = read_recipe(args.recipe, overrides)
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")

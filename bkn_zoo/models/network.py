@@ -18,7 +18,7 @@ class Network(nn.Module):
 
     Attributes:
         name: its name in the registry.
-        norm_options: the options its norm was made with.
+        norm_options: the options its norm was made with, those that were not given included.
         num_classes: outputs of the classifier.
         statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
             inference; None means the whole batch.

@@ -1,6 +1,7 @@
 """The names of all networks: every registered network exists once per norm, as `<network>_<norm>`."""
 
 import fnmatch
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,10 +75,12 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")
-    try:
-        make_norm = NORMS[norm](**norm_options)
-    except TypeError:
-        raise InputError(f"{name} does not take the options {', '.join(map(repr, norm_options))}.") from None
-    model = _networks[network](make_norm, num_classes)
-    model.name, model.norm_options = name, norm_options
+    signature = inspect.signature(NORMS[norm])
+    unknown = [option for option in norm_options if option not in signature.parameters]
+    if unknown:
+        raise InputError(f"{name} does not take the options {', '.join(map(repr, unknown))}.")
+    options = signature.bind(**norm_options)
+    options.apply_defaults()  # which a later version might change
+    model = _networks[network](NORMS[norm](**norm_options), num_classes)
+    model.name, model.norm_options = name, dict(options.arguments)
     return model
