@@ -445,7 +445,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "cat": lambda tensors, dim: ops.concat(tensors, dim),
     "flatten": lambda x, start: ops.reshape(x, [*x.shape[:start], -1], False),
     "relu": lambda x: ops.relu(x),
-    "rsqrt": lambda x: ops.divide(_node(torch.tensor(1.0)), ops.sqrt(x)),
+    "rsqrt": lambda x: ops.power(x, _node(torch.tensor(-0.5))),
     "addcmul": lambda x, y, z: ops.add(ops.multiply(y, z), x),
     "add": lambda x, y: ops.add(x, y),
     "sub": lambda x, y: ops.subtract(x, y),
