@@ -34,8 +34,8 @@ has not been tested for fairness, for robustness or on images of another kind th
 licence it inherits: decide nothing about people with it."""
 
 MEASURED = """\
-In percent, measured once on the test images with the weights as they are stored; `ece` is the expected calibration
-error. The default was chosen on validation images."""
+In percent, on the test images, with the weights as they are stored; `ece` is the expected calibration error. The
+default was chosen on validation images, and nothing by the test images."""
 
 SEEN = """\
 In percent, with the weights as they are stored, on the validation images, since there were no others: those that the
@@ -44,8 +44,9 @@ default was chosen on, so that they flatter it a little; `ece` is the expected c
 TWINS = """\
 ### Against its twins
 
-Runs of the same network on the same data with as many epochs: top-1 in percent per statistics mode, the mean of the
-runs and, if there are several, ± their standard deviation. *batches* are gradient and statistics batch."""
+Runs of the same network by the same recipe, but for the norm and the statistics batch: top-1 in percent per statistics
+mode, the mean over seeds and, if there are several, ± their standard deviation. *batches* are gradient and statistics
+batch."""
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -59,13 +60,18 @@ def read_speed(path: Path) -> dict[str, Any]:
 
 
 def check_agreement(config: Config, name: str, runs: Sequence[Run]) -> None:
-    """Refuse a config whose accuracy is not what the record of its run says."""
+    """Refuse a config whose accuracy, recipe or default statistics are not what the record of its run says."""
+    if not config.accuracy:
+        return
+    ours = name, config.architecture, config.training.get("recipe"), config.default_statistics
     for run in runs:
-        if run["name"] == name and (run["model"] != config.architecture or not _measured(config, run)):
-            raise CheckpointError(
-                f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json: "
-                "take both from the same run."
-            )
+        theirs = run["name"], run["model"], run["recipe"], run["chosen_statistics"]
+        if ours == theirs and _measured(config, run):
+            return
+    raise CheckpointError(
+        f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
+        "take both from the same run."
+    )
 
 
 def _measured(config: Config, run: Run) -> bool:
@@ -139,6 +145,8 @@ def _how_to_load(config: Config, name: str) -> str:
     return f"""\
 ## Load it
 
+With bkn_zoo installed, as `pip install -e '.[serve,openvino]'` does in a checkout of its repository:
+
 ```python
 import torch
 
@@ -185,8 +193,7 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
     network = config.architecture.rpartition("_")[0]
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        same_data = (run["dataset"], run["epochs"]) == (recipe.get("dataset"), recipe.get("epochs"))
-        if run["model"].rpartition("_")[0] == network and same_data:
+        if run["model"].rpartition("_")[0] == network and _but_for_twins(run["recipe"]) == _but_for_twins(recipe):
             batches = f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}"
             groups.setdefault((run["norm"], batches), []).append(run)
     if len(groups) < 2:
@@ -197,6 +204,12 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
         for (norm, batches), members in sorted(groups.items())
     ]
     return f"{TWINS}\n\n{table(rows, list(rows[0]))}"
+
+
+def _but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What twins have in common."""
+    own = ("model", "norm_options", "statistics_batch", "seed")
+    return {name: value for name, value in recipe.items() if name not in own}
 
 
 def _spread(values: list[float]) -> str:

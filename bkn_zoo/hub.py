@@ -76,14 +76,15 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
         return download(repository, revision or None) if REPOSITORY.fullmatch(repository) else (find(name), None)
     try:
         return find(name), None
-    except UnknownNameError as unknown:
+    except UnknownNameError as error:
         repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"
         if not REPOSITORY.fullmatch(repository):
             raise
-        try:
-            return download(repository, revision or None)
-        except HubError as error:
-            raise UnknownNameError(f"{str(unknown).rstrip('.')}; on the Hub: {error}") from None
+        unknown = str(error).rstrip(".")
+    try:  # out here, since what the client raises would otherwise seem to come of the error above
+        return download(repository, revision or None)
+    except HubError as error:
+        raise UnknownNameError(f"{unknown}; on the Hub: {error}") from None
 
 
 def download(repository: str, revision: str | None = None) -> tuple[Path, str]:

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+import bkn_zoo
+
 PACKAGES = ("torch", "torchvision", "triton", "openvino", "numpy", "safetensors", "fastapi", "uvicorn", "litserve")
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:
     """Where and how the running script runs."""
-    installed = {}
-    for name in ("bkn-zoo", *PACKAGES):
+    installed = {"bkn-zoo": bkn_zoo.__version__}
+    for name in PACKAGES:
         try:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -15,8 +15,8 @@ INTRODUCTION = """\
 # The zoo's model card
 
 This page is written by `python scripts/report.py` from `checkpoints/` and `results/`; a test fails when they disagree.
-Each checkpoint has a card of its own, with its command, recipe, twins, speed and calibration, in its folder and on the
-Hub.
+Each checkpoint has a card of its own, with its command, recipe, twins, speed and calibration, in its folder and, once
+it is published, on the Hub.
 
 ## Checkpoints
 
@@ -47,8 +47,8 @@ METHOD = """\
 | `sample` | when training had one image per group |
 | `expected` | when training had a few images per group |
 
-Each checkpoint's default is the mode that was best on its validation images. In every mode an image's result does not
-depend on what else is in the batch."""
+Each checkpoint's default is the mode that was best on its validation images, however small the difference. In every
+mode an image's result does not depend on what else is in the batch."""
 
 UNTESTED = """\
 ## What was not tested
@@ -63,8 +63,8 @@ TRAINING = """\
 ## Time and energy of training
 
 All runs under `results/runs/`, those of twins and trials that are not published included. The time is that of the
-clock, also where runs shared a GPU. Energy is therefore an upper bound: that time, times the most that the board may
-draw. [docs/runs.md](docs/runs.md) has all runs."""
+clock, also where runs shared a GPU. Energy, that of the board alone, is therefore an upper bound: that time, times the
+most that the board may draw. [docs/runs.md](docs/runs.md) has all runs."""
 
 
 def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> str:

@@ -126,16 +126,19 @@ def trained() -> str:
     for dataset in sorted({run["dataset"] for run in runs}):
         parts += [f"## {DATASETS[dataset][0]}\n", table_of(run for run in runs if run["dataset"] == dataset)]
     if trials:
-        parts += [TRIALS, table_of(trials)]
+        parts += [TRIALS, table_of(trials, named=True)]
     return "\n".join(parts)
 
 
-def table_of(runs: Iterable[Run]) -> str:
+def table_of(runs: Iterable[Run], named: bool = False) -> str:
+    """A row for each run; `named` adds its data set."""
+
     def top1(measured: dict[str, dict[str, float]]) -> str:
         return " / ".join(f"{measured[mode]['top1']:.2f}" for mode in MODES)
 
     rows = [
-        {
+        ({"data": DATASETS[run["dataset"]][0]} if named else {})
+        | {
             "model": run["model"],
             "options": ", ".join(f"{name} = {value}" for name, value in run["recipe"]["norm_options"].items()),
             "batches": f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}",

@@ -363,6 +363,7 @@ def server_gone() -> Result:
     return {
         "cached": guarded(lambda: compared(hub.from_pretrained(REPOSITORY))),
         "not cached": guarded(lambda: compared(hub.from_pretrained("owner/never-asked"))),
+        "misspelt": guarded(lambda: compared(hub.from_pretrained("inception_cifar_bnk"))),
     }
 
 

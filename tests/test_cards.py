@@ -23,6 +23,7 @@ ACCURACY = {
     for mode, top1 in (("population", 80.125), ("sample", 85.5), ("expected", 86.75))
 }
 RECIPE = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 20, "gradient_batch": 128}
+RECIPE |= {"statistics_batch": 2, "seed": 0}
 FACTS = {"command": "python scripts/train.py recipes/x.toml", "hardware": "NVIDIA H200", "seed": 0}
 
 
@@ -30,7 +31,8 @@ def record(name: str, norm: str, top1: float, **changes: Any) -> dict[str, Any]:
     test = {mode: {"top1": top1, "top5": 99.1, "ece": 2.5, "loss": 0.5} for mode in ACCURACY}
     about = {"model": f"inception_cifar_{norm}", "norm": norm, "dataset": "cifar10", "epochs": 20, "seconds": 7200.0}
     batches = {"gradient_batch": 128, "statistics_batch": 2}
-    return {"name": name, **about, **batches, "test": test, **FACTS, **changes}
+    run = {"name": name, **about, **batches, "test": test, "chosen_statistics": "expected", **FACTS, **changes}
+    return {**run, "recipe": {field: run[field] for field in RECIPE}}
 
 
 RUNS = [
@@ -162,6 +164,9 @@ def test_every_card_in_this_tree_is_what_its_sources_say() -> None:
         (lambda folder, results: (folder / "golden.safetensors").unlink(), "golden.safetensors does not exist"),
         (lambda folder, results: (results / "runs" / "bn_1.json").unlink(), "README.md is not what config.json"),
         (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"test": RUNS[1]["test"]}), "the same run"),
+        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"recipe": RECIPE | {"epochs": 21}}), "run"),
+        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"chosen_statistics": "sample"}), "same run"),
+        (lambda folder, results: (results / "runs" / f"{NAME}.json").unlink(), "or there is none"),
     ],
 )
 def test_what_disagrees_is_not_published(
@@ -197,6 +202,13 @@ def test_torch_hub_lists_and_makes_every_registered_model() -> None:
     assert listed == set(bkn_zoo.list_models())
     assert all(name in module[name].__doc__ for name in listed)
     assert hub_load("inception_cifar_gn", num_classes=3).num_classes == 3
+
+
+def test_torch_hub_loads_a_trained_checkpoint_as_docs_hub_has_it() -> None:
+    code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
+    assert code is not None
+    model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
+    assert model.config.accuracy["expected"]["top1"] > 90
 
 
 def test_torch_hub_loads_the_checkpoint_of_a_network(

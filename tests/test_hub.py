@@ -186,6 +186,8 @@ def test_without_a_connection_the_cache_serves_and_all_else_is_refused_at_once(o
     gone = online["server_gone"]
     assert_loaded(gone["cached"])
     assert_refused(gone["not cached"], "HubUnavailableError", "owner/never-asked", "check the connection")
+    assert_refused(gone["misspelt"], "UnknownNameError", "'inception_cifar_bnk'", "check the connection")
+    assert "UnknownNameError" not in gone["misspelt"]["message"]
 
 
 def test_publishing_in_other_files_removes_the_old_ones_in_the_same_commit(online: Result, folder: Path) -> None:

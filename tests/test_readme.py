@@ -2,29 +2,36 @@
 
 import importlib.util
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from bkn_zoo import cli
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "MODEL_CARD.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "checkpoints").glob("*/README.md")),
 ]
 PYTHON_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^bkn-zoo ((?:classify|compare|list|info) ?.*)$", re.MULTILINE)
 # The first line of a block that cannot run here; the reader sees it, and the reason, too.
 NOT_RUN = re.compile(r"# not run by the tests: \S")
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NAMED_TEST = re.compile(r"\b(test_\w+\.py)::(test_\w+)")
 
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @documents
 def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block in one namespace, as a reader would paste them, in an empty working directory."""
+    """Block after block in one namespace, as a reader would paste them, beside a photograph; then those for a shell."""
     monkeypatch.chdir(tmp_path)
+    Image.radial_gradient("L").save("photo.jpg")
     text = document.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in PYTHON_BLOCK.finditer(text):
@@ -34,6 +41,8 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
         # The blank lines make a traceback point at the line of the document.
         lines_above = text.count("\n", 0, block.start(1))
         exec(compile("\n" * lines_above + code, str(document), "exec"), namespace)
+    for line in COMMAND.findall(text):
+        assert cli.main(shlex.split(line, comments=True)) == 0, line
 
 
 def test_readme_has_python_examples() -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -203,6 +204,19 @@ def test_the_curl_examples_of_the_readme_work(running: ServiceProcess, photo: Pa
             [*command, "-sf", "--noproxy", "*"], cwd=photo.parent, capture_output=True, check=True, timeout=60
         )
         assert json.loads(done.stdout)
+
+
+class FromAShell(ServiceProcess):
+    command = (str(Path(sys.executable).with_name("bkn-zoo")), "serve")
+
+
+def test_the_serve_command_of_the_readme_works(tmp_path: Path) -> None:
+    save_small_checkpoint(tmp_path / "my_network")
+    line = re.search(r"^bkn-zoo serve .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert line is not None
+    flags = shlex.split(line[0], comments=True)[2:]
+    with FromAShell(tmp_path, *(flag.replace("./", f"{tmp_path}/") for flag in flags)) as process:
+        assert [model["name"] for model in ask(f"{process.url}/v1/models")[1]["models"]] == ["my_network"]
 
 
 @pytest.fixture

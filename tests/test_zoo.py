@@ -33,6 +33,13 @@ def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
 
 
 @each
+def test_its_card_shows_all_that_was_measured(folder: Path) -> None:
+    card = (folder / "README.md").read_text()
+    for section in ("## Accuracy", "### Against its twins", "## Speed", "## Training"):
+        assert section in card
+
+
+@each
 def test_its_twins_were_trained_by_the_same_recipe(folder: Path) -> None:
     """BN at the same statistics batch, and at whole batches or groups of 32."""
 
@@ -60,6 +67,7 @@ def test_evaluating_it_gives_the_published_accuracy(folder: Path, device: str) -
     measured = json.loads((ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json").read_text())
     assert ("NVIDIA" in measured["hardware"]) == (device == "cuda")
     accuracy = Config.read(folder / "config.json").accuracy
+    assert [row["statistics"] for row in measured["rows"]] == list(accuracy)
     for row in measured["rows"]:
         assert row["images"] == 10_000
         assert row["top1"] == pytest.approx(accuracy[row["statistics"]]["top1"], abs=0.1)
