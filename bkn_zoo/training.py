@@ -276,6 +276,8 @@ def fit(
     if not per_epoch:
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
+    size = recipe.train_size or data.preprocessing.size
+    varied = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
     step = make_step(training, recipe, device)
     saved = time.monotonic()
     begun = saved - training.seconds  # as if what came before an interruption had come just before now
@@ -305,7 +307,7 @@ def fit(
             started, first = time.monotonic(), training.step
             losses: list[Tensor] = []
             batches = training_batches(
-                data, local, epoch, recipe.seed, recipe.augmentation, device, skip, rank, ranks, workers
+                varied, local, epoch, recipe.seed, recipe.augmentation, device, skip, rank, ranks, workers
             )
             for batch in batches:
                 for group in training.optimizer.param_groups:

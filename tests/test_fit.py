@@ -166,6 +166,16 @@ def test_only_convolutions_and_linear_layers_decay_and_kalman_parameters_have_th
         assert {(groups[name]["weight_decay"], groups[name]["scale"]) for name in chosen} == {(decay, scale)}
 
 
+def test_training_images_may_have_another_size_than_those_that_are_evaluated(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, train_size=6, ema=0.0, epochs=1)
+    state, seen = started(recipe), set()
+    state.model.register_forward_pre_hook(lambda model, args: seen.add((model.training, *args[0].shape[2:])))
+    fit(state, recipe, data(), tmp_path, CPU, quiet=True)
+    side = data().preprocessing.size
+    assert side != 6
+    assert seen == {(True, 6, 6), (False, side, side)}
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_scale_of_the_kalman_learning_rate_reaches_the_step(optimizer: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, optimizer=optimizer, kalman_lr=0.0, epochs=1, ema=0.0)

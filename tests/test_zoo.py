@@ -3,15 +3,15 @@
 That each loads, repeats its golden outputs and agrees with its card is shown by test_cards.py.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bkn_zoo.augmentation import Augmentation
 from bkn_zoo.config import Config
-from bkn_zoo.recipes import read_recipe
+from bkn_zoo.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
@@ -28,8 +28,9 @@ def test_no_file_is_too_large_and_all_together_are_not() -> None:
 
 @each
 def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
-    recipe = dataclasses.asdict(read_recipe(ROOT / "recipes" / f"{folder.name}.toml"))
-    assert json.loads(json.dumps(recipe)) == Config.read(folder / "config.json").training["recipe"]
+    stored = Config.read(folder / "config.json").training["recipe"]
+    stored |= {"augmentation": Augmentation(**stored["augmentation"])}
+    assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == Recipe(**stored)
 
 
 @each
