@@ -1,6 +1,7 @@
 """How good a network is, per statistics mode: accuracy and calibration."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +12,23 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import MODES
 
+if TYPE_CHECKING:
+    from bkn_zoo.engines import Engine
+
 BINS = 15
 
 
 @torch.inference_mode()
-def evaluate(model: Network, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
+def evaluate(
+    model: "Network | Engine", batches: Iterable[Batch], modes: Sequence[str] = MODES
+) -> dict[str, dict[str, float]]:
     """Percentages of top-1 and top-5 and the expected calibration error, and the mean loss, for each mode.
 
-    The network is put into evaluation mode, and left in the mode that it was in.
+    A network is put into evaluation mode, and left in the mode that it was in.
     """
-    was_training = model.training
-    model.eval()
+    network = model if isinstance(model, Network) else model.model
+    was_training = network.training
+    network.eval()
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     try:
@@ -31,7 +38,7 @@ def evaluate(model: Network, batches: Iterable[Batch], modes: Sequence[str] = MO
             for mode in modes:
                 logits[mode].append(model(images, statistics=mode).float())
     finally:
-        model.train(was_training)
+        network.train(was_training)
     if not labels:
         raise InputError("there are no images to evaluate on: check the data folder.")
     return {mode: measure(torch.cat(outputs), torch.cat(labels)) for mode, outputs in logits.items()}

@@ -1,6 +1,7 @@
 """Measures a checkpoint on a data set, in each statistics mode: top-1, top-5 and expected calibration error.
 
 python scripts/evaluate.py inception_cifar_bkn.cifar10 --data CIFAR_FOLDER
+python scripts/evaluate.py inception_cifar_bkn.cifar10 --data CIFAR_FOLDER --engine openvino      # faster on a CPU
 python scripts/evaluate.py ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json
 """
 
@@ -14,6 +15,7 @@ import torch
 import bkn_zoo
 from bkn_zoo.data import evaluation_batches
 from bkn_zoo.datasets import load_data
+from bkn_zoo.engines import create_engine
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.evaluation import evaluate
 from bkn_zoo.norms import MODES
@@ -27,6 +29,9 @@ def main() -> None:
     parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
     parser.add_argument("--split", choices=["validation", "test"], default="test")
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--engine", choices=["eager", "torch", "openvino"], default="eager", help="the network as it is, or an engine"
+    )
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
@@ -46,10 +51,12 @@ def main() -> None:
             raise InputError(f"{args.data} has {theirs!r} for {ours!r} of {args.checkpoint}: name the classes alike.")
     device = torch.device(args.device)
     batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
-    measured = evaluate(model, batches, args.statistics)
+    run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
+    measured = evaluate(run, batches, args.statistics)
     rows = [{"statistics": mode, "images": len(getattr(data, args.split)), **m} for mode, m in measured.items()]
     name = Path(args.checkpoint).name
-    write_results(args.output or Path("results/evaluate") / f"{name}.json", rows, checkpoint=name, split=args.split)
+    about = {"checkpoint": name, "split": args.split, "engine": args.engine}
+    write_results(args.output or Path("results/evaluate") / f"{name}.json", rows, **about)
     print(table(rows, list(rows[0])))
 
 

@@ -99,16 +99,19 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == model.config.default_statistics == chosen
 
-    script("evaluate.py", output / "checkpoint", "--data", tree, "--device", "cpu", "--output", "measured.json")
-    measured = json.loads((tmp_path / "measured.json").read_text())
-    assert {"command", "hardware", "versions", "rows"} <= measured.keys()
-    rows = {row["statistics"]: row for row in measured["rows"]}
-    assert rows.keys() == record["test"].keys()
+    for engine in ("eager", "torch"):
+        options = ("--device", "cpu", "--engine", engine, "--output", "measured.json")
+        script("evaluate.py", output / "checkpoint", "--data", tree, *options)
+        measured = json.loads((tmp_path / "measured.json").read_text())
+        assert {"command", "hardware", "versions", "rows"} <= measured.keys()
+        rows = {row["statistics"]: row for row in measured["rows"]}
+        assert rows.keys() == record["test"].keys()
+        for mode, metrics in record["test"].items():
+            assert rows[mode]["images"] == 7  # the same share was held out
+            for name in ("top1", "top5", "ece"):
+                assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
+            assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
     for mode, metrics in record["test"].items():
-        assert rows[mode]["images"] == 7  # the same share was held out
-        for name in ("top1", "top5", "ece"):
-            assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
-        assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
         assert model.config.accuracy[mode]["top1"] == pytest.approx(metrics["top1"], abs=0.1)
 
 
