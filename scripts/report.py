@@ -1,14 +1,16 @@
 """Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py      # rewrite docs/performance.md, docs/runs.md, MODEL_CARD.md and checkpoints/*/README.md
+python scripts/report.py      # docs/performance.md, docs/runs.md, MODEL_CARD.md, checkpoints/*/README.md,
+                              # and the table of docs/imagenet.md
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.cards import DATASETS, Run, read_runs
+from bkn_zoo.cards import DATASETS, Run, batches, read_runs
 from bkn_zoo.config import Config
 from bkn_zoo.norms import MODES
 from bkn_zoo.publishing import card_from_results
@@ -16,7 +18,7 @@ from bkn_zoo.results import table
 from bkn_zoo.zoo_card import zoo_card
 
 ROOT = Path(__file__).resolve().parent.parent
-PERFORMANCE, RUNS = ROOT / "docs" / "performance.md", ROOT / "docs" / "runs.md"
+PERFORMANCE, RUNS, IMAGENET = (ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md"))
 MODEL_CARD = ROOT / "MODEL_CARD.md"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 
@@ -120,6 +122,28 @@ def performance() -> str:
     return "\n".join(parts)
 
 
+def imagenet() -> str:
+    """docs/imagenet.md, with the table of what its trainings would cost."""
+    images = 90 * 1_268_355
+    speeds = {
+        (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
+        for row in read("benchmark_train.json")["rows"]
+        if row["norm"] == "bkn"
+    }
+    rows = []
+    for network in ("inception_v2", "resnet101"):
+        for group in (32, 4, 1):
+            graph, python = (speeds[network, group, launch] for launch in ("graph", "python"))
+            hours = images / python / 3600
+            rows.append({
+                "network": f"`{network}_bkn`", "sizes": f"(256,{group})", "images/s, graph": round(graph),
+                "images/s, Python": round(python), "one GPU, graph": f"{images / graph / 3600:.1f} h",
+                "8 GPUs, 32 images each": f"{hours:.1f} h ({8 * hours:.0f} GPU-hours)",
+                "8 GPUs, 256 images each": f"{hours / 8:.1f} h ({hours:.0f} GPU-hours)",
+            })  # fmt: skip
+    return re.sub(r"^\| network \|.*?(?=\n\n)", table(rows, list(rows[0])), IMAGENET.read_text(), flags=re.M | re.S)
+
+
 def trained() -> str:
     parts = [TRAINED]
     runs, trials = read_runs(RESULTS / "runs"), read_runs(RESULTS / "runs" / "trials")
@@ -141,7 +165,7 @@ def table_of(runs: Iterable[Run], named: bool = False) -> str:
         | {
             "model": run["model"],
             "options": ", ".join(f"{name} = {value}" for name, value in run["recipe"]["norm_options"].items()),
-            "batches": f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}",
+            "batches": batches(run),
             "epochs": run["epochs"],
             "lr": run["recipe"]["lr"],
             "seed": run["seed"],
@@ -167,5 +191,6 @@ def cards() -> dict[Path, str]:
 if __name__ == "__main__":
     PERFORMANCE.write_text(performance())
     RUNS.write_text(trained())
+    IMAGENET.write_text(imagenet())
     for path, text in cards().items():
         path.write_text(text)

@@ -45,9 +45,11 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
         assert cli.main(shlex.split(line, comments=True)) == 0, line
 
 
-def test_readme_has_python_examples() -> None:
+def test_readme_has_examples() -> None:
     """So that a changed way of fencing them cannot quietly leave nothing to run."""
-    assert len(PYTHON_BLOCK.findall(DOCUMENTS[0].read_text(encoding="utf-8"))) >= 5
+    text = DOCUMENTS[0].read_text(encoding="utf-8")
+    assert len(PYTHON_BLOCK.findall(text)) >= 5
+    assert len(COMMAND.findall(text)) >= 3
 
 
 @documents
@@ -68,7 +70,7 @@ def test_named_tests_exist(document: Path) -> None:
 
 
 def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
-    """`python scripts/report.py` writes docs/performance.md and docs/runs.md again."""
+    """`python scripts/report.py` writes them again."""
     spec = importlib.util.spec_from_file_location("report", ROOT / "scripts" / "report.py")
     assert spec is not None
     assert spec.loader is not None
@@ -76,3 +78,4 @@ def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
     spec.loader.exec_module(report)
     assert report.PERFORMANCE.read_text() == report.performance()
     assert report.RUNS.read_text() == report.trained()
+    assert report.IMAGENET.read_text() == report.imagenet()
