@@ -194,16 +194,20 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         if run["model"].rpartition("_")[0] == network and _but_for_twins(run["recipe"]) == _but_for_twins(recipe):
-            batches = f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}"
-            groups.setdefault((run["norm"], batches), []).append(run)
+            groups.setdefault((run["norm"], batches(run)), []).append(run)
     if len(groups) < 2:
         return ""
     rows = [
-        {"norm": norm, "batches": batches, "runs": len(members)}
+        {"norm": norm, "batches": sizes, "runs": len(members)}
         | {mode: _spread([run["test"][mode]["top1"] for run in members]) for mode in MODES}
-        for (norm, batches), members in sorted(groups.items())
+        for (norm, sizes), members in sorted(groups.items())
     ]
     return f"{TWINS}\n\n{table(rows, list(rows[0]))}"
+
+
+def batches(run: Run) -> str:
+    """Its gradient and statistics batch, to show."""
+    return f"{run['gradient_batch']}, {run['statistics_batch'] or run['gradient_batch']}"
 
 
 def _but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,9 +92,8 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
                 image = open_image(self.images.paths[candidate])
             except ImageError:
                 continue
-            pixels = enlarge(self._pixels(image, row)[None], self.preprocessing.size, self.preprocessing.interpolation)[
-                0
-            ]
+            p = self.preprocessing
+            pixels = enlarge(self._pixels(image, row)[None], p.size, p.interpolation)[0]
             return pixels, self.images.labels[candidate], -1 if step == 0 else row
         raise InputError("none of the image files can be read: check the data folder.")
 

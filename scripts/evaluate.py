@@ -15,7 +15,7 @@ import torch
 import bkn_zoo
 from bkn_zoo.data import evaluation_batches
 from bkn_zoo.datasets import load_data
-from bkn_zoo.engines import create_engine
+from bkn_zoo.engines import ENGINES, create_engine
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.evaluation import evaluate
 from bkn_zoo.norms import MODES
@@ -29,8 +29,9 @@ def main() -> None:
     parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
     parser.add_argument("--split", choices=["validation", "test"], default="test")
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
+    named = [name for name in ENGINES if name != "auto"]  # so that a result says which it was
     parser.add_argument(
-        "--engine", choices=["eager", "torch", "openvino"], default="eager", help="the network as it is, or an engine"
+        "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
     )
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

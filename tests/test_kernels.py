@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from cuda_graphs import capture
 
 import bkn_zoo
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, kernels
@@ -291,13 +292,7 @@ def test_a_cuda_graph_of_a_training_step_replays_it():
         loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     steps = model.conv.norm.num_batches_tracked.clone()
     graph.replay()
     torch.testing.assert_close(captured, step())

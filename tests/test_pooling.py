@@ -6,6 +6,7 @@ The interpreter is slow: only the small cases are run there.
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import capture
 
 import bkn_zoo
 from bkn_zoo.models import pooling
@@ -298,13 +299,7 @@ def test_a_cuda_graph_replays_them():
         y = pooling.average_pool(pooling.max_pool(x, *HALVING), 3, 1, 1)
         return torch.autograd.grad(y, x, torch.ones_like(y))[0]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     with torch.no_grad():
         x.copy_(features(x.shape, torch.bfloat16))
     graph.replay()

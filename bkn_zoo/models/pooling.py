@@ -17,6 +17,7 @@ from bkn_zoo.norms import kernels
 
 with suppress(ImportError):  # no Triton for this platform, and `kernels.chosen` says no
     from bkn_zoo.models import pooling_jit as jit
+    from bkn_zoo.norms.kernels.triton_launch import position_stride
 
 LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled
 MOST_IMAGES = 2**16 - 1  # in a CUDA grid
@@ -138,10 +139,6 @@ def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, 
             maximum, *window, tile.height, tile.width, tile.channels, num_warps=tile.warps,
         )  # fmt: skip
     return dx
-
-
-def position_stride(x: Tensor) -> int:
-    return x.stride(3 if x.shape[3] > 1 else 2)
 
 
 def channel_slice(dy: Tensor) -> Tensor:

@@ -75,12 +75,11 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")
-    signature = inspect.signature(NORMS[norm])
-    unknown = [option for option in norm_options if option not in signature.parameters]
+    defaults = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
+    unknown = [option for option in norm_options if option not in defaults]
     if unknown:
         raise InputError(f"{name} does not take the options {', '.join(map(repr, unknown))}.")
-    options = signature.bind(**norm_options)
-    options.apply_defaults()  # which a later version might change
-    model = _networks[network](NORMS[norm](**norm_options), num_classes)
-    model.name, model.norm_options = name, dict(options.arguments)
+    options = defaults | norm_options
+    model = _networks[network](NORMS[norm](**options), num_classes)
+    model.name, model.norm_options = name, options  # all of them, since a later version might have other defaults
     return model

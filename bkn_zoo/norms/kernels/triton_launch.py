@@ -14,7 +14,7 @@ from bkn_zoo.norms.kernels import triton_jit as jit
 GROUPS, CHANNELS = 16, 32  # of a product with beliefs or their gradients
 DEPTH = 32  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
-STAGES = 1  # a loop that loads ahead needs shared memory and registers that the passes would miss
+STAGES = 1  # of a product's loop: it does not load ahead, which would take shared memory
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
 
 
