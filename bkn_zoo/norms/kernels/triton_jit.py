@@ -101,7 +101,7 @@ def normalize_image(
 def predict(
     tile_k, tile_g, tile_o, prior_mean, prior_var, transition, partial_mean, partial_var,
     groups, inputs, channels,
-    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A m and (A*A) v over the `tile_k`-th stretch of SPLIT inputs; `form_belief` adds the stretches up."""
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -120,8 +120,8 @@ def predict(
             mask=(o < channels)[None, :] & i_mask[:, None],
             other=0.0,
         ).to(tl.float32)
-        mean = tl.dot(m, a, mean, input_precision="tf32x3")
-        var = tl.dot(v, a * a, var, input_precision="tf32x3")
+        mean = tl.dot(m, a, mean, input_precision=PRECISION)
+        var = tl.dot(v, a * a, var, input_precision=PRECISION)
     at = (tile_k * groups + g)[:, None] * channels + o[None, :]
     mask = (g < groups)[:, None] & (o < channels)[None, :]
     tl.store(partial_mean + at, mean, mask=mask)
@@ -133,7 +133,7 @@ def moments(
     x, image_mean, image_var, prior_mean, prior_var, transition, partial_mean, partial_var,
     channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
     HAS_PRIOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: channel blocks x images, and predict's tiles among them."""
     blocks = tl.cdiv(channels, BLOCK_C)
@@ -143,7 +143,7 @@ def moments(
             wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
             predict(
                 ride // (wide * high), ride // wide % high, ride % wide, prior_mean, prior_var, transition,
-                partial_mean, partial_var, groups, inputs, channels, BLOCK_G, BLOCK_O, BLOCK_I, SPLIT,
+                partial_mean, partial_var, groups, inputs, channels, BLOCK_G, BLOCK_O, BLOCK_I, SPLIT, PRECISION,
             )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
@@ -437,7 +437,7 @@ def disbelieve(
 def prior_gradient(
     tile_g, tile_i, dpredicted_mean, dpredicted_var, transition, dprior_mean, dprior_var,
     groups, inputs, channels,
-    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dm = A^T dm' and dv = (A*A)^T dv'."""
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -456,8 +456,8 @@ def prior_gradient(
             mask=o_mask[:, None] & (i < inputs)[None, :],
             other=0.0,
         ).to(tl.float32)
-        mean = tl.dot(dm, a, mean, input_precision="tf32x3")
-        var = tl.dot(dv, a * a, var, input_precision="tf32x3")
+        mean = tl.dot(dm, a, mean, input_precision=PRECISION)
+        var = tl.dot(dv, a * a, var, input_precision=PRECISION)
     at = g[:, None] * inputs + i[None, :]
     mask = (g < groups)[:, None] & (i < inputs)[None, :]
     tl.store(dprior_mean + at, mean, mask=mask)
@@ -468,7 +468,7 @@ def prior_gradient(
 def transition_gradient(
     tile_o, tile_i, dpredicted_mean, dpredicted_var, prior_mean, prior_var, transition, dtransition,
     groups, inputs, channels,
-    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dA = dm'^T m + 2 A * (dv'^T v), summed over the groups."""
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -486,8 +486,8 @@ def transition_gradient(
         dv = tl.load(dpredicted_var + out_at, mask=out_mask, other=0.0)
         m = tl.load(prior_mean + in_at, mask=in_mask, other=0.0)
         v = tl.load(prior_var + in_at, mask=in_mask, other=0.0)
-        mean = tl.dot(dm, m, mean, input_precision="tf32x3")
-        var = tl.dot(dv, v, var, input_precision="tf32x3")
+        mean = tl.dot(dm, m, mean, input_precision=PRECISION)
+        var = tl.dot(dv, v, var, input_precision=PRECISION)
     at = o[:, None] * inputs + i[None, :]
     mask = (o < channels)[:, None] & (i < inputs)[None, :]
     a = tl.load(transition + at, mask=mask, other=0.0).to(tl.float32)
@@ -510,7 +510,7 @@ def finish_backward(
     dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
     groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
     HAS_PRIOR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of predict, and the parameters' sums over the groups.
 
@@ -521,14 +521,14 @@ def finish_backward(
             wide = tl.cdiv(inputs, BLOCK_A)
             prior_gradient(
                 pid // wide, pid % wide, dpredicted_mean, dpredicted_var, transition, dprior_mean, dprior_var,
-                groups, inputs, channels, BLOCK_G, BLOCK_K, BLOCK_A,
+                groups, inputs, channels, BLOCK_G, BLOCK_K, BLOCK_A, PRECISION,
             )  # fmt: skip
         elif pid < prior_tiles + transition_tiles:
             wide = tl.cdiv(inputs, BLOCK_A)
             at = pid - prior_tiles
             transition_gradient(
                 at // wide, at % wide, dpredicted_mean, dpredicted_var, prior_mean, prior_var, transition,
-                dtransition, groups, inputs, channels, BLOCK_G, BLOCK_A, BLOCK_A,
+                dtransition, groups, inputs, channels, BLOCK_G, BLOCK_A, BLOCK_A, PRECISION,
             )  # fmt: skip
     block = pid - prior_tiles - transition_tiles
     if block >= 0:
@@ -563,6 +563,7 @@ def gradient(
     HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: channel blocks x images, the last (still in the cache) first, and finish_backward's tiles among them."""
     blocks = tl.cdiv(channels, BLOCK_C)
@@ -573,7 +574,7 @@ def gradient(
             prior_mean, prior_var, transition, raw_noise,
             dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
             groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
-            HAS_PRIOR, BLOCK_G, BLOCK_K, BLOCK_A, BLOCK_R, BLOCK_S,
+            HAS_PRIOR, BLOCK_G, BLOCK_K, BLOCK_A, BLOCK_R, BLOCK_S, PRECISION,
         )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)

@@ -11,8 +11,8 @@ from torch import Tensor
 from bkn_zoo.norms.kernels import triton_jit as jit
 
 # Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
-GROUPS, CHANNELS = 16, 32  # of a product with beliefs or their gradients
-DEPTH = 32  # summed over at a time
+GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients, at most
+DEPTH = 64  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
 STAGES = 1  # of a product's loop: it does not load ahead, which would take shared memory
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
@@ -81,6 +81,15 @@ def floats(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
+def precision(x: Tensor) -> str:
+    """Of the products with beliefs: float32's for float32 features; for others that of tf32, no less than their own."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def groups_per_tile(groups: int) -> int:
+    return min(GROUPS, max(16, triton.next_power_of_2(groups)))  # a tensor core takes no fewer than 16
+
+
 def rows_per_tile(group: int) -> int:
     return min(32, triton.next_power_of_2(group))
 
@@ -126,14 +135,14 @@ def forward(
     if transition is not None:
         inputs = transition.shape[1]
         stretches = triton.cdiv(inputs, SPLIT)
-        predict_tiles = stretches * triton.cdiv(groups, GROUPS) * triton.cdiv(channels, CHANNELS)
+        predict_tiles = stretches * triton.cdiv(groups, groups_per_tile(groups)) * triton.cdiv(channels, CHANNELS)
         partial = list(floats(x, 2, stretches, groups, channels).unbind(0))
         prior = [present(prior_mean), present(prior_var)]
     noise, gain = raw_process_noise if has_prior else weight, raw_gain if has_prior else weight
     jit.moments[(predict_tiles + blocks * images,)](
         x, image_mean, image_var, *prior, transition if has_prior else unused, *partial,
         channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
-        has_prior, tiling.block_p, tiling.block_c, GROUPS, CHANNELS, DEPTH, SPLIT,
+        has_prior, tiling.block_p, tiling.block_c, groups_per_tile(groups), CHANNELS, DEPTH, SPLIT, precision(x),
         num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     jit.believe[(blocks, groups)](
@@ -199,7 +208,7 @@ def backward(
     jit.sums[(blocks * images,)](
         dy, x, x if y is None else y, dresidual, weight, bias, belief_mean, belief_var, image_s0, image_s1,
         channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-        has_residual, tiling.block_p, tiling.block_c, num_warps=tiling.warps,
+        has_residual, max(tiling.block_p // 2, 1), tiling.block_c, num_warps=tiling.warps,
     )  # fmt: skip
     jit.disbelieve[(blocks, groups)](
         image_s0, image_s1, weight, belief_mean, belief_var, observed_mean, observed_var, gain, *upper,
@@ -211,7 +220,7 @@ def backward(
     dbelow = [unused, unused, unused, dnoise, unused]
     if transition is not None:
         inputs = transition.shape[1]
-        prior_tiles = triton.cdiv(groups, GROUPS) * triton.cdiv(inputs, CHANNELS)
+        prior_tiles = triton.cdiv(groups, groups_per_tile(groups)) * triton.cdiv(inputs, CHANNELS)
         transition_tiles = triton.cdiv(channels, CHANNELS) * triton.cdiv(inputs, CHANNELS)
         below = [present(prior_mean), present(prior_var), transition, present(raw_process_noise)]
         dprior_mean, dprior_var = floats(x, groups, inputs), floats(x, groups, inputs)
@@ -224,7 +233,8 @@ def backward(
         channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
         images, groups, inputs, int(below[3].numel() > 1), groups * blocks, prior_tiles, transition_tiles,
         finish_tiles, has_prior, has_residual, tiling.block_p, tiling.block_c,
-        GROUPS, DEPTH, CHANNELS, ROWS // 4, COLUMNS, num_warps=tiling.warps, num_stages=STAGES,
+        groups_per_tile(groups), DEPTH, CHANNELS, ROWS // 4, COLUMNS, precision(x),
+        num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     if not has_prior:
         return dx, dresidual, dweight, dbias, *(x.new_empty(0) for _ in range(5))
