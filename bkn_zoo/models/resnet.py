@@ -63,7 +63,8 @@ class ResNet(Network):
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
         x, belief = self.bn1(self.conv1(images), None, statistics, relu=True)
-        state = max_pool(x, 3, 2, 1), belief
+        x = max_pool(x, 3, 2, 1)  # the larger x, which no backward pass needs, ends here
+        state = x, belief
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             for block in stage:
                 state = block(state, statistics)

@@ -1,0 +1,62 @@
+"""What a training step holds at its peak, in fake tensors: nothing is computed, and no GPU is needed."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bkn_zoo
+from bkn_zoo.norms import kernels
+
+pytest.importorskip("triton")
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators return, until these are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def peak_of_a_step(name: str, group: int | None) -> int:
+    """In bytes, without parameters and what the optimizer keeps."""
+    with FakeTensorMode():
+        model = bkn_zoo.create_model(name, num_classes=1000).train()
+        model.statistics_batch_size = group
+        images = torch.empty(256, 3, 224, 224).to(memory_format=torch.channels_last)
+        labels = torch.zeros(256, dtype=torch.long)
+        with Peak() as peak, kernels.use("triton"):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+        return peak.most
+
+
+@pytest.mark.parametrize("network", ["resnet101", "inception_v2"])
+def test_bkn_needs_no_more_memory_than_bn(network: str) -> None:
+    bn = peak_of_a_step(f"{network}_bn", None)
+    assert bn > 2**30
+    for group in (32, 1):
+        assert peak_of_a_step(f"{network}_bkn", group) <= bn
