@@ -46,13 +46,13 @@ The exit code is 0, or 1 if any image could not be used: those are named on stde
 """
 COMPARE_EXAMPLES = """\
 example:
-  bkn-zoo compare photo.jpg --model inception_cifar_bkn.cifar10
+  bkn-zoo compare photo.jpg --model inception_v2_bkn.tiny_imagenet
 
 The times are those of the network alone: the median of five runs after a first one that prepares it.
 """
 INFO_EXAMPLES = """\
 examples:
-  bkn-zoo info inception_cifar_bkn.cifar10
+  bkn-zoo info inception_v2_bkn.tiny_imagenet
   bkn-zoo info ./my_network --format json
 """
 

@@ -208,7 +208,8 @@ def test_torch_hub_loads_a_trained_checkpoint_as_docs_hub_has_it() -> None:
     code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
     assert code is not None
     model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
-    assert model.config.accuracy["expected"]["top1"] > 90
+    assert (model.name, model.training) == ("inception_v2_bkn", False)
+    assert model.config.accuracy["expected"]["top1"] > 60
 
 
 def test_torch_hub_loads_the_checkpoint_of_a_network(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
 from bkn_zoo.config import Preprocessing
@@ -113,6 +114,19 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
             assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
     for mode, metrics in record["test"].items():
         assert model.config.accuracy[mode]["top1"] == pytest.approx(metrics["top1"], abs=0.1)
+
+
+def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
+    script: Script, tree: Path, tmp_path: Path
+) -> None:
+    script("train.py", "--data", tree, "--init", "inception_v2_bkn.tiny_imagenet", "--epochs", "1", "--device", "cpu")
+    folder = tmp_path / "runs" / "inception_v2_bkn.photos" / "checkpoint"
+    model = bkn_zoo.from_pretrained(folder)
+    assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_v2_bkn", 2, 1)
+    image = (tree / "light" / "0.jpg").read_bytes()
+    with ServiceProcess(tmp_path, "--models", str(folder)) as service:
+        answer = json.load(DIRECT.open(f"{service.url}/v1/classify", image))
+    assert {prediction["label"] for prediction in answer["predictions"]} == {"dark", "light"}
 
 
 def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked(
