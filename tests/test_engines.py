@@ -16,12 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bkn_zoo import BknZooError, InputError, Network, UnknownNameError, create_model, engines, list_models
-from bkn_zoo.engines import Engine, ImageNorm, OpenVINOEngine, Symbol, TorchEngine, create_engine, fold
+from bkn_zoo import (
+    BknZooError,
+    InputError,
+    Network,
+    UnknownNameError,
+    create_model,
+    engines,
+    list_models,
+    openvino_graph,
+)
+from bkn_zoo.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
+from bkn_zoo.folding import ImageNorm, JoinedInception, fold, prepare
+from bkn_zoo.models.inception import Inception
 from bkn_zoo.models.network import ConvNorm
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, GroupNorm2d, Statistics
 from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.openvino_graph import Symbol
 
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
 NAMES = ["torch", pytest.param("openvino", marks=needs_openvino)]
@@ -100,6 +112,21 @@ def test_folding_takes_in_every_norm_but_group_normalization(model: Network) -> 
     folded = fold(model)
     assert count(folded, RunningNorm) == 0
     assert count(folded, GroupNorm2d) == count(model, GroupNorm2d)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_that_begin_alike_are_joined(model: Network, mode: str) -> None:
+    """Of every Inception block, unless its norms take channels together; that they compute the same is shown below."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepared = prepare(model, Statistics(mode, 4))
+    joined = [module for module in prepared.modules() if isinstance(module, JoinedInception)]
+    blocks = [] if model.name.endswith("_gn") else [m for m in model.modules() if isinstance(m, Inception)]
+    assert len(joined) == len(blocks)
+    for after, block in zip(joined, blocks, strict=True):
+        firsts = [branch[0] for branch in block.branches if isinstance(branch[0], ConvNorm)]
+        assert after.widths == [first.conv.out_channels for first in firsts if first.pool is None]
+        assert len(after.head.norm.weight if mode != "population" else after.head.conv.bias) == sum(after.widths)
+    assert_close(dict(model.state_dict()), before)
 
 
 def test_folding_adds_the_shift_after_a_pooling(away_from_start: Callable[[nn.Module], None]) -> None:
@@ -242,7 +269,7 @@ def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
     lean, statistics = ImageNorm(norm.requires_grad_(False), Statistics("sample")), Statistics("sample")
     if name == "torch":
         return lean(x, None, statistics)[0]
-    parameter = engines.ops.parameter(list(x.shape))
+    parameter = openvino_graph.ops.parameter(list(x.shape))
     y = lean(Symbol(parameter), None, statistics)[0]
     return torch.from_numpy(run_graph(y, parameter, x))
 
@@ -250,7 +277,7 @@ def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
 def run_graph(y: Symbol, parameter: object, x: Tensor) -> object:
     graph = engines.ov.Model([y.node], [parameter])
     options = {"INFERENCE_PRECISION_HINT": "f32"}
-    return engines._core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
+    return openvino_graph.core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
 
 
 @each_engine
@@ -277,7 +304,7 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(
     kernel: int, stride: int, shape: tuple[int, int], ceil_mode: bool, padding: int
 ) -> None:
     x = torch.randn(1, 3, *shape)
-    parameter = engines.ops.parameter(list(x.shape))
+    parameter = openvino_graph.ops.parameter(list(x.shape))
     options = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode}
     found = run_graph(F.max_pool2d(Symbol(parameter), kernel, **options), parameter, x)
     assert_close(torch.from_numpy(found), F.max_pool2d(x, kernel, **options), atol=0, rtol=0)
@@ -289,7 +316,7 @@ def test_what_openvino_cannot_translate_is_named(small: Network) -> None:
     model.head = lambda x: torch.cumsum(x, 1)
     with pytest.raises(InputError, match="cannot translate cumsum: choose engine='torch'"):
         OpenVINOEngine(model)(photographs(1, 16))
-    symbol = Symbol(engines.ops.parameter([1, 4, 8, 8]))
+    symbol = Symbol(openvino_graph.ops.parameter([1, 4, 8, 8]))
     with pytest.raises(InputError, match="cannot translate grouped convolutions"):
         nn.Conv2d(4, 4, 3, groups=4)(symbol)
     with pytest.raises(InputError, match="cannot translate this average pooling"):
@@ -318,7 +345,7 @@ def test_a_missing_openvino_is_said(small: Network, monkeypatch: pytest.MonkeyPa
 
 def test_the_module_imports_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
-    assert runpy.run_path(engines.__file__)["ov"] is None
+    assert runpy.run_path(openvino_graph.__file__)["ov"] is None
 
 
 def test_unknown_names_are_said(small: Network) -> None:

@@ -18,8 +18,11 @@ class Inception(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, state: State, statistics: Statistics) -> State:
-        outputs = [branch(state, statistics) for branch in self.branches]
-        return torch.cat([x for x, _ in outputs], dim=1), concatenate([belief for _, belief in outputs])
+        return side_by_side([branch(state, statistics) for branch in self.branches])
+
+
+def side_by_side(outputs: list[State]) -> State:
+    return torch.cat([x for x, _ in outputs], dim=1), concatenate([belief for _, belief in outputs])
 
 
 class MaxPool(nn.Module):

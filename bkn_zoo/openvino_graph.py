@@ -1,0 +1,197 @@
+"""A network as an OpenVINO graph: its own code runs once on a stand-in for an image, which writes down what is done."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.models.network import Network
+from bkn_zoo.norms.kalman import Belief
+
+try:
+    import openvino as ov
+    from openvino import opset13 as ops
+except ImportError:  # an optional extra
+    ov = None
+
+
+class Graph:
+    """A compiled OpenVINO graph for one image, with a request for each thread that uses it at the time."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.idle: list[Any] = []
+
+    def __call__(self, image: Tensor) -> Tensor:
+        try:
+            request = self.idle.pop()
+        except IndexError:
+            request = self.compiled.create_infer_request()
+        logits = request.infer([image.contiguous().numpy()[None]], share_inputs=True)[0].copy()
+        self.idle.append(request)
+        return torch.from_numpy(logits)[0]
+
+
+def compile_graph(network: Network, shape: tuple[int, ...], mode: str, options: dict[Any, Any]) -> Graph:
+    """`network`, prepared for a mode of statistics, for one image of a shape (3, height, width)."""
+    images = ops.parameter([1, *shape])
+    stand_in: Any = Symbol(images)
+    logits: Any = network.cpu()(stand_in, mode)
+    model = ov.Model([logits.node], [images])
+    _merge_products(model)
+    return Graph(core().compile_model(model, "CPU", options))
+
+
+@functools.cache
+def core() -> Any:
+    """OpenVINO, once for the whole process.
+
+    Each Core gives the thread an alternate stack for signals and takes the one before back when it ends. Two that ended
+    in the order in which they began left a stack that was gone, and the next signal (a child's end, say) was a crash.
+    """
+    return ov.Core()
+
+
+class Symbol:
+    """A value in an OpenVINO graph that is being built, in the place of the tensor that it will be.
+
+    The network's own code runs on it: PyTorch hands each of its functions that meets a Symbol to
+    `__torch_function__`. What meets tensors alone is computed on the spot, and becomes a constant.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, node: Any) -> None:
+        self.node = node.output(0) if isinstance(node, ov.Node) else node
+        self.shape = tuple(self.node.shape)
+        self.ndim = len(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> "Symbol":
+        translate = TRANSLATIONS.get(function.__name__)
+        if translate is None:
+            raise InputError(f"the OpenVINO engine cannot translate {function.__name__}: choose engine='torch'.")
+        return cls(translate(*map(_node, args), **{name: _node(value) for name, value in (kwargs or {}).items()}))
+
+    def observe(self) -> Belief:
+        # Deviations rather than E[x^2] - E[x]^2, which cancels where means are large, and costs as much.
+        mean = _avg_pool2d(self.node, self.shape[2:])
+        deviation = ops.subtract(self.node, mean)
+        var = _avg_pool2d(ops.multiply(deviation, deviation), self.shape[2:])
+        rows: list[Any] = [Symbol(node).reshape(self.shape[:2]) for node in (mean, var)]
+        return Belief(*rows)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def to(self, dtype: torch.dtype) -> "Symbol":
+        return self
+
+    def reshape(self, shape: tuple[int, ...]) -> "Symbol":
+        return Symbol(ops.reshape(self.node, list(shape), False))
+
+    def split(self, sizes: list[int], dim: int) -> "list[Symbol]":
+        return list(map(Symbol, ops.variadic_split(self.node, dim, sizes).outputs()))
+
+    def relu_(self) -> "Symbol":
+        return Symbol(ops.relu(self.node))
+
+    def __add__(self, other: Any) -> "Symbol":
+        return Symbol(ops.add(self.node, _node(other)))
+
+    def __sub__(self, other: Any) -> "Symbol":
+        return Symbol(ops.subtract(self.node, _node(other)))
+
+    def __mul__(self, other: Any) -> "Symbol":
+        return Symbol(ops.multiply(self.node, _node(other)))
+
+    add_ = __add__
+
+
+def _node(value: Any) -> Any:
+    if isinstance(value, Symbol):
+        return value.node
+    if isinstance(value, Tensor):
+        return ops.constant(value.detach().contiguous().numpy(), shared_memory=True)
+    return [_node(item) for item in value] if isinstance(value, list) else value
+
+
+def _pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def _conv2d(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+    if groups != 1:
+        raise InputError("the OpenVINO engine cannot translate grouped convolutions: choose engine='torch'.")
+    y = ops.convolution(x, weight, _pair(stride), _pair(padding), _pair(padding), _pair(dilation))
+    return y if bias is None else ops.add(y, ops.reshape(bias, [1, -1, 1, 1], False))
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    y = ops.matmul(x, weight, False, True)
+    return y if bias is None else ops.add(y, bias)
+
+
+def _max_pool2d(x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, **_: Any) -> Any:
+    kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
+    ends = list(pads)
+    if ceil_mode:
+        # OpenVINO is slow at rounding sizes up; padding as far as the last window reaches does the same.
+        for axis, (size, k, s, p) in enumerate(zip(x.shape[2:], kernel, strides, pads, strict=True)):
+            last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)  # the last to begin before the end's padding
+            ends[axis] = max(p, last * s + k - size - p)
+    return ops.max_pool(x, strides, _pair(dilation), pads, ends, kernel).output(0)
+
+
+def _avg_pool2d(
+    x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False, include_pad: bool = True,
+    divisor: int | None = None,
+) -> Any:  # fmt: skip
+    if ceil_mode or divisor:
+        raise InputError("the OpenVINO engine cannot translate this average pooling: choose engine='torch'.")
+    pads = _pair(padding)
+    return ops.avg_pool(x, _pair(stride or kernel_size), pads, pads, _pair(kernel_size), not include_pad)
+
+
+def _pad(x: Any, pads: tuple[int, ...], mode: str, value: float | None) -> Any:
+    left, right, top, bottom = pads
+    filling = _node(torch.tensor(value or 0.0))
+    return ops.pad(x, [0, 0, top, left], [0, 0, bottom, right], mode, filling)
+
+
+TRANSLATIONS: dict[str, Callable[..., Any]] = {
+    "conv2d": _conv2d,
+    "linear": _linear,
+    "max_pool2d": _max_pool2d,
+    "avg_pool2d": _avg_pool2d,
+    "pad": _pad,
+    "group_norm": lambda x, groups, weight, bias, eps: ops.group_normalization(x, weight, bias, groups, eps),
+    "cat": lambda tensors, dim: ops.concat(tensors, dim),
+    "flatten": lambda x, start: ops.reshape(x, [*x.shape[:start], -1], False),
+    "relu": lambda x: ops.relu(x),
+    "rsqrt": lambda x: ops.power(x, _node(torch.tensor(-0.5))),
+    "addcmul": lambda x, y, z: ops.add(ops.multiply(y, z), x),
+    "add": lambda x, y: ops.add(x, y),
+    "sub": lambda x, y: ops.subtract(x, y),
+    "mul": lambda x, y: ops.multiply(x, y),
+}
+
+
+def _merge_products(model: Any) -> None:
+    """Make one product of those that multiply the same vector: the branches of an Inception block share their prior."""
+    sharing: dict[Any, list[Any]] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "MatMul":
+            vector = node.input_value(0)
+            sharing.setdefault((vector.get_node().get_name(), vector.get_index()), []).append(node)
+    for products in sharing.values():
+        if len(products) > 1:
+            matrices = [product.input_value(1).get_node().data for product in products]
+            joint = ops.matmul(products[0].input_value(0), ops.constant(np.concatenate(matrices)), False, True)
+            parts = ops.variadic_split(joint, 1, [len(matrix) for matrix in matrices])
+            for product, part in zip(products, parts.outputs(), strict=True):
+                product.output(0).replace(part)
