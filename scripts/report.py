@@ -37,7 +37,8 @@ batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says
 by one or replays them from a CUDA graph: on this machine's processor the launching alone often takes longer than the
 GPU's work, BKN's most of all, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN
 launched from Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph.
-`peak_gib` includes `transition_gib`, A and its momentum, which BN does not have.
+`peak_gib` includes `transition_gib`, A and its momentum, which BN does not have. Statistics and beliefs are float32;
+their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise.
 """
 
 ROOFLINE = """\
