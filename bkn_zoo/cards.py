@@ -223,6 +223,8 @@ def _spread(values: list[float]) -> str:
 def _speed(config: Config, speed: Mapping[str, Any]) -> str:
     network, _, norm = config.architecture.rpartition("_")
     rows = [row for row in speed.get("rows", []) if (row["model"], row["norm"]) == (network, norm)]
+    if config.preprocessing is not None:
+        rows = [row for row in rows if row["size"] == config.preprocessing.size]
     if not rows:
         return ""
     columns = ["engine", "precision", "statistics", "batch", "size", "ms_per_image"]

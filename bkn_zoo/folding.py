@@ -52,6 +52,7 @@ def fold(model: Network) -> Network:
 
 
 def frozen(model: Network) -> Network:
+    """A copy in float32, in evaluation mode, without gradients."""
     return copy.deepcopy(model).eval().float().requires_grad_(False)
 
 
@@ -122,9 +123,10 @@ class ImageNorm(nn.Module):
         if self.expects:
             own = torch.tensor(1 / (statistics.group or 1))
             others = 1 - own
-            self.own, self.others, self.image_mean = nn.Buffer(own), nn.Buffer(others), nn.Buffer(norm.image_mean)
-            self.partners_mean = nn.Buffer(others * norm.image_mean)
-            self.partners_var = nn.Buffer(others * norm.image_var + others**2 * norm.image_spread)
+            partners, spread = norm.partners()
+            self.own, self.others, self.image_mean = nn.Buffer(own), nn.Buffer(others), nn.Buffer(partners.mean)
+            self.partners_mean = nn.Buffer(others * partners.mean)
+            self.partners_var = nn.Buffer(others * partners.var + others**2 * spread)
         if isinstance(norm, BatchKalmanNorm2d) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
@@ -170,19 +172,26 @@ def join(network: Network) -> Network:
     for name, module in list(network.named_modules()):
         if isinstance(module, Inception):
             branches: list[Any] = list(module.branches)
-            heads = [branch[0] for branch in branches if _begins_alike(branch[0])]
+            heads = [branch[0] for branch in branches if _may_be_joined(branch[0])]
+            heads = [head for head in heads if _alike(head, heads[0])]
             if len(heads) > 1:
                 network.set_submodule(name, JoinedInception(branches, heads))
     return network
 
 
-def _begins_alike(layer: nn.Module) -> bool:
+def _may_be_joined(layer: nn.Module) -> bool:
     """Whether it is a 1x1 convolution, with a norm that treats each channel by itself."""
     return (
         isinstance(layer, ConvNorm)
         and (layer.conv.kernel_size, layer.conv.stride, layer.pool) == ((1, 1), (1, 1), None)
         and isinstance(layer.norm, FoldedNorm | ImageNorm)
     )
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether they have the same parts, with the same numbers where a number is for all channels."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(t.ndim > 0 or torch.equal(t, theirs[n]) for n, t in mine.items())
 
 
 class JoinedInception(nn.Module):
@@ -194,9 +203,10 @@ class JoinedInception(nn.Module):
         self.branches = nn.ModuleList(branch[1:] if branch[0] in heads else branch for branch in branches)
         self.widths = [head.conv.out_channels for head in heads]
         self.head = copy.deepcopy(heads[0])
+        self.head.conv.out_channels = sum(self.widths)
         states = [head.state_dict() for head in heads]
         for name, tensor in self.head.state_dict(keep_vars=True).items():
-            if tensor.ndim > 0:  # and not the same for all
+            if tensor.ndim > 0:  # a number is the same for all
                 tensor.data = torch.cat([state[name] for state in states])
 
     def forward(self, state: State, statistics: Statistics) -> State:

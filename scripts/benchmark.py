@@ -33,7 +33,7 @@ COLUMNS = [
     "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn_eager", "ratio_to_bn_compiled",
 ]  # fmt: skip
 INFER_COLUMNS = [
-    "model", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
+    "model", "size", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
     "ratio_to_population", "ratio_to_bn_folded", "ratio_to_torch",
 ]  # fmt: skip
 KERNELS = ("moments", "believe", "normalize", "sums", "disbelieve", "gradient")
@@ -295,8 +295,9 @@ def race_engines(contestants: list[Contestant], rounds: int) -> None:
 def infer(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rows: list[dict[str, Any]] = []
-    for network in args.networks:
-        size = 32 if network == "inception_cifar" else 224
+    for case in args.cases:
+        network, _, side = case.partition(":")
+        size = int(side)
         # A brightness and a contrast of its own for each image, as photographs have.
         samples = torch.randn(4, 3, 1, 1) + (0.5 + torch.rand(4, 3, 1, 1)) * torch.randn(4, 3, size, size)
         samples = samples.to(args.device)
@@ -337,7 +338,11 @@ def main() -> None:
     command.add_argument("--output", type=Path, default=Path("results/benchmark_train_cpu.json"))
     command.set_defaults(run=train_cpu)
     command = commands.add_parser("infer", help="images through the engines: BKN at all statistics, BN folded")
-    command.add_argument("--networks", nargs="+", default=["resnet101", "inception_v2", "inception_cifar"])
+    command.add_argument(
+        "--cases", nargs="+",
+        default=["resnet101:224", "resnet101:128", "inception_v2:224", "inception_v2:128", "inception_cifar:32"],
+        help="network and size of its input",
+    )  # fmt: skip
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     command.add_argument("--batch", type=int, default=1)
     command.add_argument("--rounds", type=int, default=25)

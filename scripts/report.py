@@ -4,6 +4,7 @@ python scripts/report.py      # docs/performance.md, docs/runs.md, MODEL_CARD.md
                               # and the table of docs/imagenet.md
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from bkn_zoo.cards import DATASETS, Run, batches, read_runs
 from bkn_zoo.config import Config
 from bkn_zoo.norms import MODES
 from bkn_zoo.publishing import card_from_results
+from bkn_zoo.recipes import Recipe, read_recipe
 from bkn_zoo.results import table
 from bkn_zoo.zoo_card import zoo_card
 
@@ -59,7 +61,9 @@ INFER = """\
 
 The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/engines.py`). Time per image; the ratios
 are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine in the same
-mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here.
+mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here. A norm that
+takes an image's own statistics costs some small operations of a fixed length: its share grows as images, networks or
+numbers (f16) get smaller.
 """
 
 SERVE = """\
@@ -85,7 +89,7 @@ so that *minutes* bound from above what a run needs.
 TRIALS = """\
 ## Tried, and not published
 
-Runs by earlier versions of a recipe.
+Runs by earlier versions of a recipe; *before* is what else the recipe said then.
 """
 
 
@@ -155,14 +159,27 @@ def trained() -> str:
     return "\n".join(parts)
 
 
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Its fields by name, augmentation's with a dot."""
+    fields = dataclasses.asdict(recipe)
+    augmentation = fields.pop("augmentation")
+    return fields | {f"augmentation.{name}": value for name, value in augmentation.items()}
+
+
 def table_of(runs: Iterable[Run], named: bool = False) -> str:
-    """A row for each run; `named` adds its data set."""
+    """A row for each run; `named` adds its data set, and what sets its recipe apart from that of the same name now."""
 
     def top1(measured: dict[str, dict[str, float]]) -> str:
         return " / ".join(f"{measured[mode]['top1']:.2f}" for mode in MODES)
 
+    def differences(run: Run) -> str:
+        now = flat(read_recipe(ROOT / "recipes" / f"{run['name'].partition('-')[0]}.toml"))
+        then = flat(read_recipe(None, run["recipe"]))
+        shown = ("model", "norm_options", "gradient_batch", "statistics_batch", "epochs", "lr", "seed", "validation")
+        return ", ".join(f"{n} = {v}" for n, v in then.items() if v != now[n] and n.partition(".")[0] not in shown)
+
     rows = [
-        ({"data": DATASETS[run["dataset"]][0]} if named else {})
+        ({"data": DATASETS[run["dataset"]][0], "before": differences(run)} if named else {})
         | {
             "model": run["model"],
             "options": ", ".join(f"{name} = {value}" for name, value in run["recipe"]["norm_options"].items()),

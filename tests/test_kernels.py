@@ -27,6 +27,7 @@ SMALL = [
     (8, 33, (7, 7), 4, 20),
     (1, 16, (5, 6), 1, 40),
     (4, 16, (2, 2), 4, None),
+    (40, 5, (1, 1), 1, 70),  # more than a tile of groups, and of inputs
 ]
 LARGE = [
     (32, 64, (56, 56), 1, None),
@@ -38,6 +39,7 @@ LARGE = [
 ]
 SHAPES = [*SMALL, *(pytest.param(shape, marks=gpu_only) for shape in LARGE)]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def run(implementation, shape, dtype, layout, residual, relu, precise=False):
@@ -101,7 +103,7 @@ def test_a_training_step_equals_the_pytorch_version_in_float32(shape, layout, re
     assert difference < 1e-5, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[5:], ids=str)
 def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, dtype):
     case = (shape, dtype, torch.channels_last, True, True)
@@ -109,7 +111,14 @@ def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, d
     assert difference < (1e-5 if dtype == torch.float32 else 2e-2), name
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[6:8] + SHAPES[9:], ids=str)
+def test_products_of_beliefs_are_as_exact_as_the_features() -> None:
+    from bkn_zoo.norms.kernels import triton_launch  # which needs Triton
+
+    found = {dtype: triton_launch.precision(torch.empty(0, dtype=dtype)) for dtype in DTYPES}
+    assert found == {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[5:6] + SHAPES[7:9] + SHAPES[10:], ids=str)
 def test_one_process_noise_for_all_channels_gets_the_sum_of_their_gradients(shape):
     images, channels, size, group, below = shape
     torch.manual_seed(0)

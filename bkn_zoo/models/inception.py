@@ -22,6 +22,7 @@ class Inception(nn.Module):
 
 
 def side_by_side(outputs: list[State]) -> State:
+    """Features and beliefs of branches, concatenated."""
     return torch.cat([x for x, _ in outputs], dim=1), concatenate([belief for _, belief in outputs])
 
 

@@ -103,7 +103,7 @@ def predict(
     groups, inputs, channels,
     BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A m and (A*A) v over the `tile_k`-th stretch of SPLIT inputs; `form_belief` adds the stretches up."""
+    """A m and (A*A) v over the `tile_k`-th stretch of SPLIT inputs; `believe` adds the stretches up."""
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     g = tile_g * BLOCK_G + tl.arange(0, BLOCK_G)
     i = tile_k * SPLIT + tl.arange(0, BLOCK_I)

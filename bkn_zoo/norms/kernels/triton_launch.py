@@ -11,7 +11,7 @@ from torch import Tensor
 from bkn_zoo.norms.kernels import triton_jit as jit
 
 # Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
-GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients, at most
+GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients; fewer groups where there are fewer
 DEPTH = 64  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
 STAGES = 1  # of a product's loop: it does not load ahead, which would take shared memory
@@ -82,7 +82,7 @@ def floats(x: Tensor, *shape: int) -> Tensor:
 
 
 def precision(x: Tensor) -> str:
-    """Of the products with beliefs: float32's for float32 features; for others that of tf32, no less than their own."""
+    """Of the products with beliefs: float32's, or tf32's for features in half precision, which have no more bits."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
@@ -205,10 +205,11 @@ def backward(
     unused = belief_mean  # stands for pointers that the kernel, compiled without them, does not read
     gain = raw_gain if has_prior else weight
     upper = (dbelief_mean, dbelief_var) if has_upper else (unused, unused)
+    # Its two sums of every value take registers: half a tile leaves room for more programs.
     jit.sums[(blocks * images,)](
         dy, x, x if y is None else y, dresidual, weight, bias, belief_mean, belief_var, image_s0, image_s1,
         channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-        has_residual, max(tiling.block_p // 2, 1), tiling.block_c, num_warps=tiling.warps,
+        has_residual, tiling.block_p // 2, tiling.block_c, num_warps=tiling.warps,
     )  # fmt: skip
     jit.disbelieve[(blocks, groups)](
         image_s0, image_s1, weight, belief_mean, belief_var, observed_mean, observed_var, gain, *upper,
