@@ -27,7 +27,6 @@ SMALL = [
     (8, 33, (7, 7), 4, 20),
     (1, 16, (5, 6), 1, 40),
     (4, 16, (2, 2), 4, None),
-    (40, 5, (1, 1), 1, 70),  # more than a tile of groups, and of inputs
 ]
 LARGE = [
     (32, 64, (56, 56), 1, None),
@@ -111,6 +110,17 @@ def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, d
     assert difference < (1e-5 if dtype == torch.float32 else 2e-2), name
 
 
+def test_more_groups_and_inputs_than_a_tile_has_are_taken() -> None:
+    from bkn_zoo.norms.kernels import triton_launch  # which needs Triton
+
+    shape = (33, 3, (1, 1), 1, 70)
+    assert shape[0] > triton_launch.GROUPS
+    assert shape[-1] > triton_launch.DEPTH
+    case = (shape, torch.float32, torch.channels_last, False, True)
+    difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
+    assert difference < 1e-5, name
+
+
 def test_products_of_beliefs_are_as_exact_as_the_features() -> None:
     from bkn_zoo.norms.kernels import triton_launch  # which needs Triton
 
@@ -118,7 +128,7 @@ def test_products_of_beliefs_are_as_exact_as_the_features() -> None:
     assert found == {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[5:6] + SHAPES[7:9] + SHAPES[10:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[6:8] + SHAPES[9:], ids=str)
 def test_one_process_noise_for_all_channels_gets_the_sum_of_their_gradients(shape):
     images, channels, size, group, below = shape
     torch.manual_seed(0)

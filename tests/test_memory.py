@@ -57,7 +57,7 @@ def peak_of_a_step(name: str, group: int | None) -> int:
 
 @pytest.mark.parametrize("network", ["resnet101", "inception_v2"])
 def test_bkn_needs_no_more_memory_than_bn(network: str) -> None:
+    """With one image per group, when there are most beliefs to keep."""
     bn = peak_of_a_step(f"{network}_bn", None)
     assert bn > 2**30
-    for group in (32, 1):
-        assert peak_of_a_step(f"{network}_bkn", group) <= bn
+    assert peak_of_a_step(f"{network}_bkn", 1) <= bn
