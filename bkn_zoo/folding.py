@@ -1,7 +1,8 @@
 """Copies of a network that are lean at inference, each for one kind of statistics.
 
 With population statistics every norm folds into the convolution before it. With those of the image (`sample`,
-`expected`) the norms stay, rid of what does not depend on the image.
+`expected`) the norms stay, rid of what does not depend on the image. Branches of an Inception block that begin alike
+begin as one.
 """
 
 import copy

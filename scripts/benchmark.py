@@ -296,7 +296,7 @@ def infer(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rows: list[dict[str, Any]] = []
     for case in args.cases:
-        network, _, side = case.partition(":")
+        network, side = case.split(":")
         size = int(side)
         # A brightness and a contrast of its own for each image, as photographs have.
         samples = torch.randn(4, 3, 1, 1) + (0.5 + torch.rand(4, 3, 1, 1)) * torch.randn(4, 3, size, size)

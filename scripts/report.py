@@ -62,8 +62,8 @@ INFER = """\
 The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/engines.py`). Time per image; the ratios
 are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine in the same
 mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here. A norm that
-takes an image's own statistics costs some small operations of a fixed length: its share grows as images, networks or
-numbers (f16) get smaller.
+takes an image's own statistics costs small operations and products with A, whose size does not depend on the image's:
+their share grows as images, networks or numbers (f16) get smaller.
 """
 
 SERVE = """\

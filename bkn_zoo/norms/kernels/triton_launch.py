@@ -131,18 +131,19 @@ def forward(
 
     unused = belief_mean  # stands for pointers that the kernel, compiled without a prior, does not read
     inputs = stretches = predict_tiles = 0
+    tile_groups = groups_per_tile(groups)
     partial = prior = [unused, unused]
     if transition is not None:
         inputs = transition.shape[1]
         stretches = triton.cdiv(inputs, SPLIT)
-        predict_tiles = stretches * triton.cdiv(groups, groups_per_tile(groups)) * triton.cdiv(channels, CHANNELS)
+        predict_tiles = stretches * triton.cdiv(groups, tile_groups) * triton.cdiv(channels, CHANNELS)
         partial = list(floats(x, 2, stretches, groups, channels).unbind(0))
         prior = [present(prior_mean), present(prior_var)]
     noise, gain = raw_process_noise if has_prior else weight, raw_gain if has_prior else weight
     jit.moments[(predict_tiles + blocks * images,)](
         x, image_mean, image_var, *prior, transition if has_prior else unused, *partial,
         channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
-        has_prior, tiling.block_p, tiling.block_c, groups_per_tile(groups), CHANNELS, DEPTH, SPLIT, precision(x),
+        has_prior, tiling.block_p, tiling.block_c, tile_groups, CHANNELS, DEPTH, SPLIT, precision(x),
         num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     jit.believe[(blocks, groups)](
@@ -217,11 +218,12 @@ def backward(
         channels, positions, group, eps, has_prior, has_upper, rows_per_tile(group), tiling.block_c,
     )  # fmt: skip
     inputs = prior_tiles = transition_tiles = 0
+    tile_groups = groups_per_tile(groups)
     below = [unused, unused, unused, weight]
     dbelow = [unused, unused, unused, dnoise, unused]
     if transition is not None:
         inputs = transition.shape[1]
-        prior_tiles = triton.cdiv(groups, groups_per_tile(groups)) * triton.cdiv(inputs, CHANNELS)
+        prior_tiles = triton.cdiv(groups, tile_groups) * triton.cdiv(inputs, CHANNELS)
         transition_tiles = triton.cdiv(channels, CHANNELS) * triton.cdiv(inputs, CHANNELS)
         below = [present(prior_mean), present(prior_var), transition, present(raw_process_noise)]
         dprior_mean, dprior_var = floats(x, groups, inputs), floats(x, groups, inputs)
@@ -234,8 +236,7 @@ def backward(
         channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
         images, groups, inputs, int(below[3].numel() > 1), groups * blocks, prior_tiles, transition_tiles,
         finish_tiles, has_prior, has_residual, tiling.block_p, tiling.block_c,
-        groups_per_tile(groups), DEPTH, CHANNELS, ROWS // 4, COLUMNS, precision(x),
-        num_warps=tiling.warps, num_stages=STAGES,
+        tile_groups, DEPTH, CHANNELS, ROWS // 4, COLUMNS, precision(x), num_warps=tiling.warps, num_stages=STAGES,
     )  # fmt: skip
     if not has_prior:
         return dx, dresidual, dweight, dbias, *(x.new_empty(0) for _ in range(5))
