@@ -53,6 +53,8 @@ class Pool:
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
         self.names = list(self.sources)
+        # Who names models expects them; of all that are bundled, the default is enough to begin with.
+        self._first = self.names[: settings.loaded_models if settings.models else 1]
         self.failure: Exception | None = None
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
@@ -73,7 +75,7 @@ class Pool:
     async def start(self) -> None:
         """Load the first models."""
         try:
-            for name in self.names[: self.settings.loaded_models]:
+            for name in self._first:
                 await self._load(name)
         except Exception as error:
             expected = isinstance(error, BknZooError)

@@ -27,7 +27,10 @@ class Settings(BaseSettings):
         "first serves requests that name none; default: all that are bundled",
     )
     loaded_models: int = Field(
-        2, ge=1, description="how many models stay in memory; so many are loaded at the start, the others on first use"
+        2,
+        ge=1,
+        description="how many models stay in memory; so many of those that --models names are loaded at the start (the "
+        "first, where it names none), the others on first use",
     )
     engine: str = Field("auto", description=" or ".join(ENGINES))
     device: str = Field("auto", description="auto, cpu or cuda")

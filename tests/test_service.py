@@ -325,6 +325,18 @@ def test_a_model_that_cannot_be_loaded_drives_no_other_out(checkpoints: Path, ph
         assert client.post("/v1/classify", content=photo.read_bytes()).status_code == 200
 
 
+@pytest.mark.usefixtures("bundled")
+@pytest.mark.parametrize(("arguments", "loaded"), [([], 1), (["--models", "first,second,third"], 2)])
+def test_named_models_are_loaded_at_the_start_and_of_those_bundled_the_default(
+    arguments: list[str], loaded: int
+) -> None:
+    with TestClient(create_app(read_settings(arguments))) as client:
+        until_ready(client)
+        models = client.get("/v1/models").json()["models"]
+        assert len(models) >= 3
+        assert [model["loaded"] for model in models] == [k < loaded for k in range(len(models))]
+
+
 def until_ready(client: TestClient) -> None:
     end = time.monotonic() + 60
     while client.get("/health/ready").status_code != 200:
