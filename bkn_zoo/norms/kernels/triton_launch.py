@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from bkn_zoo.norms.kernels import triton_jit as jit
@@ -16,6 +15,17 @@ DEPTH = 64  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
 STAGES = 1  # of a product's loop: it does not load ahead, which would take shared memory
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
+
+
+# Triton's own versions of these two, made for kernels, take longer than all the rest of a launch's arithmetic.
+def tiles(size: int, tile: int) -> int:
+    """How many of `tile` cover `size`."""
+    return -(-size // tile)
+
+
+def power_of_2(size: int) -> int:
+    """The smallest one that is at least `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 class Tiling(NamedTuple):
@@ -33,8 +43,8 @@ def choose_tiling(positions: int, channels: int, channels_last: bool, backward: 
     They are few, since every one of them has to be compiled.
     """
     if not channels_last:
-        block_p = min(1024, max(16, triton.next_power_of_2(positions)))
-        return Tiling(block_p, min(4096 // block_p, triton.next_power_of_2(channels)), 4)
+        block_p = min(1024, max(16, power_of_2(positions)))
+        return Tiling(block_p, min(4096 // block_p, power_of_2(channels)), 4)
     if channels <= 64 and positions >= 3136:  # few channels, large maps: the first layers of a network
         return Tiling(128, 32, 4) if backward else Tiling(128, 64, 8)
     block_c = next((size for size in (128, 64, 32) if channels % size == 0), 64)
@@ -87,11 +97,11 @@ def precision(x: Tensor) -> str:
 
 
 def groups_per_tile(groups: int) -> int:
-    return min(GROUPS, max(16, triton.next_power_of_2(groups)))  # a tensor core takes no fewer than 16
+    return min(GROUPS, max(16, power_of_2(groups)))  # a tensor core takes no fewer than 16
 
 
 def rows_per_tile(group: int) -> int:
-    return min(32, triton.next_power_of_2(group))
+    return min(32, power_of_2(group))
 
 
 def forward(
@@ -119,7 +129,7 @@ def forward(
     positions, stride_c, stride_p = strides(x)
     tiling = choose_tiling(positions, channels, stride_c == 1, backward=False)
     floor = 0.0 if relu else -math.inf
-    blocks = triton.cdiv(channels, tiling.block_c)
+    blocks = tiles(channels, tiling.block_c)
     has_prior = transition is not None
     y = torch.empty_like(x)
     belief_mean = floats(x, groups, channels)
@@ -135,8 +145,8 @@ def forward(
     partial = prior = [unused, unused]
     if transition is not None:
         inputs = transition.shape[1]
-        stretches = triton.cdiv(inputs, SPLIT)
-        predict_tiles = stretches * triton.cdiv(groups, tile_groups) * triton.cdiv(channels, CHANNELS)
+        stretches = tiles(inputs, SPLIT)
+        predict_tiles = stretches * tiles(groups, tile_groups) * tiles(channels, CHANNELS)
         partial = list(floats(x, 2, stretches, groups, channels).unbind(0))
         prior = [present(prior_mean), present(prior_var)]
     noise, gain = raw_process_noise if has_prior else weight, raw_gain if has_prior else weight
@@ -151,7 +161,7 @@ def forward(
         channels, groups, group, stretches, int(present(noise).numel() > 1),
         has_prior, rows_per_tile(group), tiling.block_c,
     )  # fmt: skip
-    remember_blocks = triton.cdiv(channels, COLUMNS) if running else 0
+    remember_blocks = tiles(channels, COLUMNS) if running else 0
     bessel = 1 / max(group * positions - 1, 1)
     jit.normalize[(remember_blocks + blocks * images,)](
         x, y, x if residual is None else residual, weight, bias, belief_mean, belief_var,
@@ -191,7 +201,7 @@ def backward(
     dy_size, dy_stride_p = dy.stride(0), position_stride(dy) if channels_last(x) else 1
     tiling = choose_tiling(positions, channels, stride_c == 1, backward=True)
     floor = 0.0 if relu else -math.inf
-    blocks = triton.cdiv(channels, tiling.block_c)
+    blocks = tiles(channels, tiling.block_c)
     has_prior, has_upper, has_residual = transition is not None, dbelief_mean is not None, y is not None
     dx = torch.empty_like(x)
     dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
@@ -223,12 +233,12 @@ def backward(
     dbelow = [unused, unused, unused, dnoise, unused]
     if transition is not None:
         inputs = transition.shape[1]
-        prior_tiles = triton.cdiv(groups, tile_groups) * triton.cdiv(inputs, CHANNELS)
-        transition_tiles = triton.cdiv(channels, CHANNELS) * triton.cdiv(inputs, CHANNELS)
+        prior_tiles = tiles(groups, tile_groups) * tiles(inputs, CHANNELS)
+        transition_tiles = tiles(channels, CHANNELS) * tiles(inputs, CHANNELS)
         below = [present(prior_mean), present(prior_var), transition, present(raw_process_noise)]
         dprior_mean, dprior_var = floats(x, groups, inputs), floats(x, groups, inputs)
         dbelow = [dprior_mean, dprior_var, torch.empty_like(transition), dnoise, floats(x)]
-    finish_tiles = prior_tiles + transition_tiles + triton.cdiv(channels, COLUMNS)
+    finish_tiles = prior_tiles + transition_tiles + tiles(channels, COLUMNS)
     jit.gradient[(finish_tiles + blocks * images,)](
         dy, x, x if y is None else y, dresidual, dx, weight, bias, belief_mean, belief_var,
         observed_mean, factor_b, factor_k,
