@@ -179,9 +179,10 @@ def default_checkpoint() -> str:
 
 
 def usable_checkpoints() -> list[str]:
-    """The names of those that can classify images, best first; an error if there is none.
+    """The names of those that can classify images, in the order to prefer them in; an error if there is none.
 
-    The preferred one if it is there, then BKN networks before others, then those that tell most classes apart.
+    The preferred one if it is there (a little less accurate than the largest, and several times as fast), then BKN
+    networks before others, then those that tell most classes apart.
     """
     ranked = sorted(
         (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, name)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bkn_zoo.cards import Run, dataset_name, duration
+from bkn_zoo.cards import DATASETS, Run, dataset_name, duration
 from bkn_zoo.config import Config
 from bkn_zoo.norms.statistics import MODES
 from bkn_zoo.results import table
@@ -76,7 +76,8 @@ def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> str:
     """
     rows = [_row(name, config) for name, config in sorted(checkpoints.items())]
     shown = table(rows, list(rows[0])) if rows else NONE
-    return "\n\n".join([INTRODUCTION, shown, METHOD, UNTESTED, TRAINING, _training(runs)]) + "\n"
+    notes = [data.note for data in DATASETS.values() if data.note and any(row["data"] == data.shown for row in rows)]
+    return "\n\n".join([INTRODUCTION, shown, *notes, METHOD, UNTESTED, TRAINING, _training(runs)]) + "\n"
 
 
 def _row(name: str, config: Config) -> dict[str, Any]:

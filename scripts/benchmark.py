@@ -351,7 +351,7 @@ def main() -> None:
     command.set_defaults(run=infer)
     command = commands.add_parser("serve", help="the service under load, beside its bare engine and LitServe")
     command.add_argument(
-        "--cases", nargs="+", default=["resnet101:224:224", "inception_v2:128:64"],
+        "--cases", nargs="+", default=["resnet101:224:224", "resnet101:128:64", "inception_v2:128:64"],
         help="network, size of its input, side of the image that the clients send",
     )  # fmt: skip
     command.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])

@@ -36,9 +36,10 @@ TRAIN = """\
 
 One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
 batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says whether Python launches the kernels one
-by one or replays them from a CUDA graph: on this machine's processor the launching alone often takes longer than the
-GPU's work, BKN's most of all, so that rows launched alike are to be compared. `ratio_to_bn_eager` is against eager BN
-launched from Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph.
+by one or replays them from a CUDA graph: the launching alone often takes longer than the GPU's work, BKN's most of all.
+`ratio_to_bn_eager` is against eager BN launched from Python, and so compares like with like for BKN launched from
+Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph, and compares like
+with like for BKN from a graph. Launched from Python, BKN is slower than BN; capture its steps, as the recipes do.
 `peak_gib` includes `transition_gib`, A and its momentum, which BN does not have. Statistics and beliefs are float32;
 their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise.
 """
@@ -82,8 +83,9 @@ TRAINED = """\
 This page is written by `python scripts/report.py` from the records of `scripts/train.py` under `results/runs/`, one for
 each run; a test fails when they disagree. Top-1 in percent, as population / sample / expected statistics; *batches* are
 gradient and statistics batch. Choices are made on the validation images, which are left out of the training. The
-test images are those of the data set, and say how good a choice was, not which to make. Runs may have shared their GPU,
-so that *minutes* bound from above what a run needs.
+test images are those of the data set, and say how good a choice was, not which to make; they are seen in float32 by the
+weights as stored, the validation images in the precision of the training. Runs may have shared their GPU, so that
+*minutes* bound from above what a run needs.
 """
 
 TRIALS = """\
@@ -153,7 +155,9 @@ def trained() -> str:
     parts = [TRAINED]
     runs, trials = read_runs(RESULTS / "runs"), read_runs(RESULTS / "runs" / "trials")
     for dataset in sorted({run["dataset"] for run in runs}):
-        parts += [f"## {DATASETS[dataset][0]}\n", table_of(run for run in runs if run["dataset"] == dataset)]
+        about = DATASETS[dataset]
+        parts += [f"## {about.shown}\n", *([f"{about.note}\n"] if about.note else [])]
+        parts += [table_of(run for run in runs if run["dataset"] == dataset)]
     if trials:
         parts += [TRIALS, table_of(trials, named=True)]
     return "\n".join(parts)
@@ -179,7 +183,7 @@ def table_of(runs: Iterable[Run], named: bool = False) -> str:
         return ", ".join(f"{n} = {v}" for n, v in then.items() if v != now[n] and n.partition(".")[0] not in shown)
 
     rows = [
-        ({"data": DATASETS[run["dataset"]][0], "before": differences(run)} if named else {})
+        ({"data": DATASETS[run["dataset"]].shown, "before": differences(run)} if named else {})
         | {
             "model": run["model"],
             "options": ", ".join(f"{name} = {value}" for name, value in run["recipe"]["norm_options"].items()),

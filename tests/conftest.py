@@ -17,7 +17,7 @@ from bkn_zoo.norms.running import RunningNorm
 NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn": GroupNorm2d}
 
 
-SLOW = ("test_training.py", "test_hub.py", "test_fit.py", "test_models.py", "test_page.py")
+SLOW = ("test_training.py", "test_hub.py", "test_fit.py", "test_models.py", "test_readme.py", "test_page.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -773,15 +773,14 @@ def test_killed_in_the_middle_and_resumed_a_training_ends_with_the_very_same_wei
 
 
 def train_in_two_processes(folder: Path) -> list[dict[str, Any]]:
-    """What each process found; they also train on folder/tree, into folder/run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """What each process found."""
     script = str(ROOT / "tests" / "two_processes.py")
     both = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(folder)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, script, str(rank), str(folder)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]
@@ -795,7 +794,6 @@ def train_in_two_processes(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_two_processes_train_as_one_would(tmp_path: Path) -> None:
-    write_tree(tmp_path / "tree", 12)
     found = train_in_two_processes(tmp_path)
     assert_same_gradient([process["step"] for process in found])
     assert_same_gradient([process["accumulated"] for process in found])
@@ -804,7 +802,26 @@ def test_two_processes_train_as_one_would(tmp_path: Path) -> None:
     assert [process["accumulated"]["passes_alone"] for process in found] == [1, 1]
     assert_shared_running_averages([process["step"] for process in found])
     assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
-    # And through the script, as torchrun starts it: one of them leaves the checkpoint.
+
+
+def test_torchrun_trains_by_the_recipe_for_imagenet(tmp_path: Path) -> None:
+    """As docs/imagenet.md has it, but with two processes, smaller images and batches, and a tree of two classes."""
+    write_tree(tmp_path / "tree", 12)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "scripts/train.py",
+        "recipes/inception_v2_bkn.imagenet.toml", "--data", tmp_path / "tree", "--statistics_batch", "2",
+        "--name", "pair", "--device", "cpu", "--precision", "float32", "--epochs", "1", "--size", "32",
+        "--gradient_batch", "8", "--validation", "0.25",
+        "--output", tmp_path / "run", "--results", tmp_path / "results",
+    ]  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150
+    )
+    assert ended.returncode == 0, ended.stderr
+    # One of them leaves the checkpoint.
     assert bkn_zoo.from_pretrained(tmp_path / "run" / "checkpoint").config.label_names == ("dark", "light")
     record = json.loads((tmp_path / "results" / "pair.json").read_text())
     assert record["curve"][-1]["step"] == 2

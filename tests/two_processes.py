@@ -4,7 +4,6 @@ python tests/two_processes.py RANK FOLDER
 """
 
 import os
-import runpy
 import signal
 import sys
 from dataclasses import replace
@@ -23,7 +22,6 @@ from bkn_zoo.recipes import Recipe
 from bkn_zoo.training import begin, fit, load_state, make_step
 
 CPU = torch.device("cpu")
-TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
 RECIPE = Recipe(
     model="inception_cifar_bkn", dataset="folder", epochs=2, gradient_batch=8, statistics_batch=2, precision="float32",
     lr=0.02, augmentation=Augmentation(flip=False),
@@ -102,14 +100,6 @@ def main(rank: int, folder: Path) -> None:
     found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")
     dist.destroy_process_group()
-    # As torchrun would start it; the address comes with the environment.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    sys.argv = [
-        str(TRAIN), "--data", str(folder / "tree"), "--model", RECIPE.model, "--device", "cpu", "--epochs", "1",
-        "--size", "8", "--gradient_batch", "8", "--validation", "0.25", "--output", str(folder / "run"),
-        "--results", str(folder / "results"), "--name", "pair",
-    ]  # fmt: skip
-    runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 if __name__ == "__main__":
