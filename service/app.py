@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import uvicorn
-from fastapi import Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -27,7 +26,6 @@ from bkn_zoo.errors import BknZooError
 from service.envelope import Envelope
 from service.errors import (
     CODES,
-    BadParameterError,
     DeadlineError,
     KeyRefusedError,
     ServiceError,
@@ -40,7 +38,7 @@ from service.logs import set_up_logs
 from service.metrics import Metrics
 from service.pool import Loaded, Pool
 from service.protocol import Protocol
-from service.schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, image_body
+from service.schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, upload
 from service.settings import Settings, read_settings
 from service.uploads import BodyLimit, read_upload
 
@@ -86,19 +84,18 @@ class Service:
         if self._keys and not any(matches):
             raise KeyRefusedError("an API key is missing or wrong: send the header Authorization: Bearer KEY.")
 
-    async def classify(self, request: Request, field: str, options: Options, model: str | None = None) -> Classified:
+    async def classify(self, request: Request, field: str, model: str | None = None) -> Classified:
         """From a request to its answer, within the deadline and only as long as the client waits for it.
 
         Args:
             field: the image's name in JSON and in forms.
-            options: those of the query; the body's win over them.
             model: where the path names it.
         """
         if self.draining:
             raise UnavailableError("the service is about to stop: try again, or another one.", retry_after=5)
         try:
             async with asyncio.timeout(self.settings.deadline):
-                image, options = await read_upload(request, field, options)
+                image, options = await read_upload(request, field)
                 loaded = await self.pool.get(options.model if model is None else model)
                 request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
                 return await _unless_gone(request, self._run(loaded, image, options))
@@ -171,11 +168,6 @@ def create_app(settings: Settings) -> FastAPI:
             service.metrics.rejected.labels(error.code).inc()
         return respond(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return respond(BadParameterError(f"{first['loc'][-1]}: {first['msg']}."))
-
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
         code = CODES.get(error.status_code, "malformed_request")
@@ -197,17 +189,17 @@ def create_app(settings: Settings) -> FastAPI:
 def _add_routes(app: FastAPI, service: Service) -> None:
     keyed: dict[str, Any] = {"dependencies": [Depends(service.check_key)], "responses": ERRORS}
 
-    @app.post("/v1/classify", openapi_extra=image_body("image", form=True), response_model=Classified, **keyed)
-    async def classify(request: Request, options: Annotated[Options, Query()]) -> Response:
+    @app.post("/v1/classify", openapi_extra=upload("image", form=True), response_model=Classified, **keyed)
+    async def classify(request: Request) -> Response:
         """Classify an image: its bytes as the body, a form (`-F image=@photo.jpg`), or JSON with base64."""
-        return JSONResponse((await service.classify(request, "image", options)).model_dump())
+        return JSONResponse((await service.classify(request, "image")).model_dump())
 
     @app.post(
-        "/models/{name:path}", openapi_extra=image_body("inputs", form=False), response_model=list[Prediction], **keyed
+        "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[Prediction], **keyed
     )
-    async def hugging_face(request: Request, name: str, options: Annotated[Options, Query()]) -> Response:
+    async def hugging_face(request: Request, name: str) -> Response:
         """The same in the shape of the Hugging Face inference API, for `InferenceClient.image_classification`."""
-        answer = await service.classify(request, "inputs", options, name)
+        answer = await service.classify(request, "inputs", name)
         return JSONResponse([prediction.model_dump() for prediction in answer.predictions])
 
     @app.get("/v1/models", response_model=Models, **keyed)

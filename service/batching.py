@@ -92,7 +92,8 @@ class Line:
         finally:
             with self._change:
                 self.admitted -= 1
-                self._change.notify_all()
+                if self._closing:  # only then does the thread wait for places to be given back
+                    self._change.notify_all()
 
     def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
         """Queue an image; cancelling the future takes it out again."""

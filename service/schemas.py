@@ -72,10 +72,17 @@ class Health(BaseModel):
     status: Literal["live", "ready", "starting", "draining", "failing"]
 
 
-def image_body(field: str, form: bool) -> dict[str, Any]:
-    """The body of a request in OpenAPI's words: the image as it is, in base64 within JSON, or in a form."""
+def upload(field: str, form: bool) -> dict[str, Any]:
+    """What `read_upload` reads, in OpenAPI's words.
+
+    That is options in the query, and as the body the image as it is, in base64 within JSON, or in a form.
+    """
     base64 = {"type": "string", "contentEncoding": "base64", "description": "the image file, in base64"}
     options = Options.model_json_schema()["properties"]
+    query = [
+        {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
+        for name, schema in options.items()
+    ]
     inner = {"parameters": {"type": "object", "properties": options}} if not form else options
     binary = {"schema": {"type": "string", "format": "binary"}}
     content: dict[str, Any] = {
@@ -90,4 +97,4 @@ def image_body(field: str, form: bool) -> dict[str, Any]:
         file = {"type": "string", "format": "binary", "description": "the image file"}
         schema = {"type": "object", "required": [field], "properties": {field: file, **options}}
         content["multipart/form-data"] = {"schema": schema}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"parameters": query, "requestBody": {"required": True, "content": content}}

@@ -18,7 +18,7 @@ OPTIONS = tuple(Options.model_fields)
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
 
 
-async def read_upload(request: Request, field: str, query: Options) -> tuple[bytes, Options]:
+async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     """The image and the options of a request; those in the body win over those in the query.
 
     Args:
@@ -33,8 +33,9 @@ async def read_upload(request: Request, field: str, query: Options) -> tuple[byt
         image, given = await request.body(), {}
     if not image:
         raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
+    query = {name: request.query_params[name] for name in OPTIONS if name in request.query_params}
     try:
-        return image, Options.model_validate(query.model_dump(exclude_unset=True) | given)
+        return image, Options.model_validate(query | given)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadParameterError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
