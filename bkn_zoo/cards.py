@@ -29,21 +29,19 @@ class Dataset(NamedTuple):
 
     shown: str | None
     hub: str | None = None
-    split: str = "test"
+    split: str | None = None
     note: str = ""
 
 
+OFFICIAL_VALIDATION = """\
+The labels of Tiny ImageNet's own test images are not public. The test images here are its 10,000 official validation
+images, and the validation images here a part of its training images."""
+
 DATASETS = {  # by the name in a recipe
-    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10"),
-    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100"),
-    "tiny_imagenet": Dataset(
-        "Tiny ImageNet",
-        "zh-plus/tiny-imagenet",
-        "valid",
-        "The labels of Tiny ImageNet's own test images are not public. The test images here are its 10,000 official "
-        "validation images, and the validation images here a part of its training images.",
-    ),
-    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k"),
+    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test"),
+    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100", "test"),
+    "tiny_imagenet": Dataset("Tiny ImageNet", "zh-plus/tiny-imagenet", "valid", OFFICIAL_VALIDATION),
+    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k", "validation"),
     "folder": Dataset("images of its owner"),
 }
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
@@ -69,8 +67,8 @@ TWINS = """\
 
 Runs of the same network by the same recipe, but for the norm and the statistics batch: top-1 in percent per statistics
 mode, the mean over seeds and, if there are several, ± their standard deviation. *batches* are gradient and statistics
-batch. In bold, the mode that was best on a run's validation images: rows are to be compared by those. On ten thousand
-images, two runs that differ by less than a point may differ by chance."""
+batch. In bold, the mode that was best on a run's validation images: rows are to be compared by those. Between single
+runs, a difference of a point or so may be chance."""
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -117,7 +115,6 @@ def checkpoint_card(config: Config, name: str, runs: Sequence[Run] = (), speed: 
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
         _how_to_load(config, name),
-        _input(config.preprocessing),
         _how_to_call(config, name),
         _accuracy(config),
         _twins(config, runs),
@@ -148,7 +145,7 @@ def _metadata(config: Config, name: str) -> str:
             task_type="image-classification",
             dataset_type=data.hub or config.training["recipe"]["dataset"],
             dataset_name=data.shown,
-            dataset_split=data.split,
+            dataset_split=None if _on_validation(config) else data.split,
             metric_type="accuracy",
             metric_name=f"{METRICS[metric]}, {mode} statistics",
             metric_value=value,
@@ -170,41 +167,48 @@ def _metadata(config: Config, name: str) -> str:
 
 
 def _how_to_load(config: Config, name: str) -> str:
-    size = config.preprocessing.size if config.preprocessing else 64
-    return f"""\
+    installed = f"""\
 ## Load it
 
-With bkn_zoo installed, as `pip install -e '.[serve,openvino]'` does in a checkout of its repository:
+With bkn_zoo installed, as `pip install -e '.[serve,openvino]'` does in a checkout of its repository; by the name of the
+checkpoint in a checkout, or by its id on the Hub, "owner/{name}":"""
+    if config.preprocessing is None:  # nobody knows how to make its input of an image
+        return f"""\
+{installed}
 
 ```python
-import torch
-
 import bkn_zoo
 
-# By its name in a checkout, or by its id on the Hub, "owner/{name}".
 model = bkn_zoo.from_pretrained("{name}")
-logits = model(torch.randn(1, 3, {size}, {size}), statistics="{config.default_statistics}")
-```
-
-From an image file to names and probabilities:
+```"""
+    return f"""\
+{installed}
 
 ```python
+import bkn_zoo
+
 classify = bkn_zoo.Classifier.from_pretrained("{name}")
 classify("photo.jpg", top_k=5)
+```
+
+The network itself takes images that are prepared as they were for the accuracy below:
+{_prepared(config.preprocessing)}.
+
+```python
+from bkn_zoo.images import open_image, preprocess
+
+model = bkn_zoo.from_pretrained("{name}")
+image = preprocess(open_image("photo.jpg"), model.config.preprocessing)
+logits = model(image[None], statistics="{config.default_statistics}")
 ```"""
 
 
-def _input(preprocessing: Preprocessing | None) -> str:
-    if preprocessing is None:
-        return ""
+def _prepared(preprocessing: Preprocessing) -> str:
     p = preprocessing
-    brought = f"{p.size} px" if p.native_size in (None, p.size) else f"{p.native_size} px, then to {p.size} px"
-    mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (p.mean, p.std))
-    return (
-        f"The classifier prepares an image as the network saw it in training: its central square, resized to {brought} "
-        f"({p.interpolation}), in [0, 1], less ({mean}), divided by ({std}). Whoever calls the network itself does the "
-        "same by `bkn_zoo.images.preprocess(image, model.config.preprocessing)`."
-    )
+    sizes = f"{p.size} px" if p.native_size in (None, p.size) else f"{p.native_size} px, then to {p.size} px"
+    means, deviations = (", ".join(f"{value:.3f}" for value in values) for values in (p.mean, p.std))
+    square = f"the central square, resized to {sizes} ({p.interpolation}), in [0, 1]"
+    return f"{square}, less ({means}) and divided by ({deviations})"
 
 
 def _how_to_call(config: Config, name: str) -> str:
@@ -226,9 +230,13 @@ def _accuracy(config: Config) -> str:
         | {metric: f"{value:g}" for metric, value in measured.items()}
         for mode, measured in config.accuracy.items()
     ]
-    seen = config.training.get("test_images") == "validation"
-    about = [SEEN] if seen else [MEASURED, _dataset(config).note]
+    about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
+
+
+def _on_validation(config: Config) -> bool:
+    """Whether the accuracy is that on the validation images, for want of others."""
+    return config.training.get("test_images") == "validation"
 
 
 def _twins(config: Config, runs: Sequence[Run]) -> str:
@@ -241,9 +249,9 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
     if len(groups) < 2:
         return ""
     rows = [
-        {"norm": norm, "batches": f"{gradient}, {statistics}", "runs": len(members)}
+        {"norm": norm, "batches": batches(members[0]), "runs": len(members)}
         | {mode: _top1(members, mode) for mode in MODES}
-        for (norm, gradient, statistics), members in sorted(groups.items())
+        for (norm, *_), members in sorted(groups.items())
     ]
     return f"{TWINS}\n\n{table(rows, list(rows[0]))}\n\n{_gain(recipe, groups)}".rstrip()
 
@@ -255,12 +263,13 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
     if ours is None:
         return ""
     gains = [
-        f"{abs(gain):.1f} points {'above' if gain > 0 else 'below'} {norm.upper()} with groups of {statistics}"
+        f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {norm.upper()} with groups of {statistics}"
         for norm, gradient, statistics in sorted(groups)
         for gain in [top1[ours] - top1[norm, gradient, statistics]]
-        if norm != ours[0]
+        if norm != ours[0] and gain
     ]
-    return f"By those, {ours[0].upper()} with groups of {ours[2]} ends {', '.join(gains)}." if gains else ""
+    shown = f"In the modes in bold, {ours[0].upper()} with groups of {ours[2]} ends"
+    return f"{shown} {', '.join(gains)}." if gains else ""
 
 
 def _top1(runs: list[Run], mode: str) -> str:
@@ -270,7 +279,7 @@ def _top1(runs: list[Run], mode: str) -> str:
 
 def batches(run: Run) -> str:
     """Its gradient and statistics batch, to show."""
-    return "{}, {}".format(*_sizes(run))
+    return ", ".join(map(str, _sizes(run)))
 
 
 def _sizes(run: Run) -> tuple[int, int]:
@@ -297,7 +306,8 @@ def _speed(config: Config, speed: Mapping[str, Any]) -> str:
     columns = ["engine", "precision", "statistics", "batch", "size", "ms_per_image", "spread_ms"]
     return (
         f"## Speed\n\nMilliseconds per image on {speed['hardware']}, of the network with untrained weights "
-        f"(`results/benchmark_infer.json`, by `{speed['command']}`).\n\n{table(rows, columns)}"
+        f"(`results/benchmark_infer.json`, by `{speed['command']}`): the median over rounds, and the slowest "
+        f"round less the fastest.\n\n{table(rows, columns)}"
     )
 
 
@@ -306,7 +316,7 @@ def _training(config: Config, run: Run) -> str:
     if "command" not in training:
         return ""
     versions = ", ".join(f"{package} {version}" for package, version in training.get("versions", {}).items())
-    took = f" in {duration(run['seconds'])}, perhaps beside other runs on it" if run else ""
+    took = f" in at most {duration(run['seconds'])}" if run else ""
     group = config.statistics_batch_size or "all"
     return (
         f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} images per statistics "

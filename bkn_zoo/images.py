@@ -123,8 +123,8 @@ def enlarge(pixels: Tensor, size: int, interpolation: str = "bilinear") -> Tenso
         return pixels
     align_corners = None if interpolation == "nearest" else False
     # Where pixels become more, there is nothing to smooth: the same but for rounding, in half of the time on a CPU.
-    smooth = interpolation == "bilinear" and size > pixels.shape[-1] and pixels.is_cpu
-    return F.interpolate(pixels, size=(size, size), mode=interpolation, align_corners=align_corners, antialias=smooth)
+    faster = interpolation == "bilinear" and size > pixels.shape[-1] and pixels.is_cpu
+    return F.interpolate(pixels, size=(size, size), mode=interpolation, align_corners=align_corners, antialias=faster)
 
 
 def normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:

@@ -28,7 +28,8 @@ INTRODUCTION = """\
 # How fast it is
 
 This page is written by `python scripts/report.py` from the files under `results/`; a test fails when the two disagree.
-Contestants take turns within one run, and every ratio is the median of the ratios within a round.
+Contestants take turns within one run. Times are medians over the rounds, a spread is the slowest round less the
+fastest, and every ratio is the median of the ratios within a round.
 """
 
 TRAIN = """\
@@ -39,7 +40,8 @@ batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says
 by one or replays them from a CUDA graph: the launching alone often takes longer than the GPU's work, BKN's most of all.
 `ratio_to_bn_eager` is against eager BN launched from Python, and so compares like with like for BKN launched from
 Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph, and compares like
-with like for BKN from a graph. Launched from Python, BKN is slower than BN; capture its steps, as the recipes do.
+with like for BKN from a graph. Launched from Python, BKN is slower than BN: capture its steps, as the recipes do where
+there is one GPU.
 `peak_gib` includes `transition_gib`, A and its momentum, which BN does not have. Statistics and beliefs are float32;
 their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise.
 """

@@ -29,8 +29,8 @@ class Settings(BaseSettings):
     loaded_models: int = Field(
         2,
         ge=1,
-        description="how many models stay in memory; so many of those that --models names are loaded at the start (the "
-        "first, where it names none), the others on first use",
+        description="how many models stay in memory; of those that --models names, so many are loaded at the start and "
+        "the others on first use; without --models, only the default is loaded at the start",
     )
     engine: str = Field("auto", description=" or ".join(ENGINES))
     device: str = Field("auto", description="auto, cpu or cuda")

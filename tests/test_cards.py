@@ -3,15 +3,18 @@
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import bkn_zoo
 from bkn_zoo import CheckpointError, checkpoints
+from bkn_zoo.cards import checkpoint_card
 from bkn_zoo.config import Config, Preprocessing
 from bkn_zoo.publishing import card_from_results, publish, validate
 from bkn_zoo.zoo_card import zoo_card
@@ -21,6 +24,10 @@ NAME = "inception_cifar_bkn.cifar10"
 ACCURACY = {
     mode: {"top1": top1, "top5": 99.1, "ece": 2.5}
     for mode, top1 in (("population", 80.125), ("sample", 85.5), ("expected", 86.75))
+}
+ACCURACY_OF_BN = {
+    mode: {"top1": top1, "top5": 99.1, "ece": 2.5}
+    for mode, top1 in (("population", 87.5), ("sample", 10.0), ("expected", 88.0))
 }
 RECIPE = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 20, "gradient_batch": 128}
 RECIPE |= {"statistics_batch": 2, "seed": 0}
@@ -39,7 +46,7 @@ RUNS = [
     record(NAME, "bkn", 0, test={mode: measured | {"loss": 0.4} for mode, measured in ACCURACY.items()}),
     record("bn_0", "bn", 80.0),
     record("bn_1", "bn", 82.0),
-    record("bn_large", "bn", 87.5, statistics_batch=None),
+    record("bn_large", "bn", 0, statistics_batch=None, chosen_statistics="population", test=ACCURACY_OF_BN),
     record("bn_short", "bn", 11.0, epochs=1),
     record("bn_other", "bn", 12.0, dataset="cifar100"),
 ]
@@ -53,7 +60,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     bkn_zoo.save_pretrained(
         model.eval(),
         folder,
-        preprocessing=Preprocessing(32, (0.5,) * 3, (0.2,) * 3),
+        preprocessing=Preprocessing(32, (0.5,) * 3, (0.2,) * 3, native_size=16),
         default_statistics="expected",
         accuracy=ACCURACY,
         training={"recipe": RECIPE, "init": None, "versions": {"torch": "2.15"}, **FACTS},
@@ -112,12 +119,13 @@ def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, resu
         "| expected (default) | 86.75 | 99.1 | 2.5 |",
         "| bkn | 128, 2 | 1 | 80.12 | 85.50 | **86.75** |\n"
         "| bn | 128, 2 | 2 | 81.00 ± 1.41 | 81.00 ± 1.41 | **81.00 ± 1.41** |\n"
-        "| bn | 128, 128 | 1 | 87.50 | 87.50 | **87.50** |\n",
-        "ends 5.8 points above BN with groups of 2, 0.8 points below BN with groups of 128.",
+        "| bn | 128, 128 | 1 | **87.50** | 10.00 | 88.00 |\n",
+        "BKN with groups of 2 ends 5.75 points above BN with groups of 2, 0.75 points below BN with groups of 128.",
         "| openvino | f32 | sample | 1 | 32 | 1.250 | 0.500 |",
         "python scripts/train.py recipes/x.toml",
         f"bkn-zoo serve --models {NAME}",
-        "NVIDIA H200 in 2.0 h",
+        "NVIDIA H200 in at most 2.0 h",
+        "the central square, resized to 16 px, then to 32 px (bilinear)",
         "## What it is for, and what not",
     ):
         assert line in text
@@ -126,12 +134,28 @@ def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, resu
     assert "\n\n\n" not in text
 
 
-def test_the_cards_example_runs(folder: Path, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_examples_run_and_agree(
+    folder: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "SOURCE_TREE", folder.parent)
-    code = re.findall(r"```python\n(.*?)```", card_from_results(folder, NAME, results), re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 50), "red").save("photo.jpg")
     namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    assert namespace["logits"].shape == (1, 10)
+    for code in re.findall(r"```python\n(.*?)```", card_from_results(folder, NAME, results), re.DOTALL):
+        exec(code, namespace)
+    best = namespace["classify"]("photo.jpg").predictions[0]
+    assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
+
+
+def test_a_card_says_which_images_it_was_tested_on(folder: Path) -> None:
+    def card(**training: str) -> str:
+        config = Config.read(folder / "config.json")
+        return checkpoint_card(replace(config, training={"recipe": {"dataset": "tiny_imagenet"}, **training}), "x")
+
+    assert "split: valid\n" in card()
+    assert "official validation\nimages" in card()
+    for word in ("split:", "official validation"):
+        assert word not in card(test_images="validation")
 
 
 def test_a_card_of_a_users_own_network_claims_nothing(tmp_path: Path) -> None:

@@ -180,6 +180,13 @@ def test_the_metrics_count_what_happened(running: ServiceProcess, photo: Path) -
         assert wanted in text
 
 
+def test_the_body_s_options_win_over_the_query_s(running: ServiceProcess, photo: Path) -> None:
+    data = {"image": base64.b64encode(photo.read_bytes()).decode(), "top_k": 2, "statistics": None}
+    url = f"{running.url}/v1/classify?top_k=3&statistics=sample"
+    status, answer, _ = ask(url, json.dumps(data).encode(), Content_Type="application/json")
+    assert (status, len(answer["predictions"]), answer["statistics"]) == (200, 2, "sample")
+
+
 def test_the_page_asks_no_other_host(running: ServiceProcess) -> None:
     status, page, headers = ask(f"{running.url}/")
     assert (status, "<title>" in page) == (200, True)
@@ -192,6 +199,12 @@ def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> Non
     operation = schema["paths"]["/v1/classify"]["post"]
     assert {"multipart/form-data", "application/json", "image/*"} <= operation["requestBody"]["content"].keys()
     assert {"200", "400", "401", "404", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
+    for path, parameters in {
+        "/v1/classify": {("model", "query"), ("statistics", "query"), ("top_k", "query")},
+        "/models/{name}": {("name", "path"), ("model", "query"), ("statistics", "query"), ("top_k", "query")},
+    }.items():
+        shown = schema["paths"][path]["post"]["parameters"]
+        assert {(parameter["name"], parameter["in"]) for parameter in shown} == parameters
 
 
 def test_the_curl_examples_of_the_readme_work(running: ServiceProcess, photo: Path) -> None:

@@ -17,14 +17,14 @@ STAGES = 1  # of a product's loop: it does not load ahead, which would take shar
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
 
 
-# Triton's own versions of these two, made for kernels, take longer than all the rest of a launch's arithmetic.
+# Triton's own versions of these two, made for kernels, took a seventh of Python's time per layer.
 def tiles(size: int, tile: int) -> int:
     """How many of `tile` cover `size`."""
     return -(-size // tile)
 
 
 def power_of_2(size: int) -> int:
-    """The smallest one that is at least `size`."""
+    """The smallest one that is at least `size`, which is positive."""
     return 1 << (size - 1).bit_length()
 
 
