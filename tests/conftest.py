@@ -17,7 +17,10 @@ from bkn_zoo.norms.running import RunningNorm
 NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn": GroupNorm2d}
 
 
-SLOW = ("test_training.py", "test_hub.py", "test_fit.py", "test_models.py", "test_readme.py", "test_page.py")
+SLOW = (
+    "test_fit.py", "test_training.py", "test_models.py", "test_hub.py", "test_engines.py", "test_checkpoints.py",
+    "test_service_load.py", "test_scripts.py", "test_readme.py", "test_service.py", "test_page.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
