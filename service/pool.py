@@ -53,8 +53,6 @@ class Pool:
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
         self.names = list(self.sources)
-        # Who names models expects them; of all that are bundled, the default is enough to begin with.
-        self._first = self.names[: settings.loaded_models if settings.models else 1]
         self.failure: Exception | None = None
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
@@ -74,8 +72,10 @@ class Pool:
 
     async def start(self) -> None:
         """Load the first models."""
+        # Who names models expects them; of all that are bundled, the default is enough to begin with.
+        first = self.names[: self.settings.loaded_models if self.settings.models else 1]
         try:
-            for name in self._first:
+            for name in first:
                 await self._load(name)
         except Exception as error:
             expected = isinstance(error, BknZooError)

@@ -24,6 +24,7 @@ async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     Args:
         field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`.
     """
+    query = _options({name: request.query_params[name] for name in OPTIONS if name in request.query_params})
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         image, given = await _from_form(request, field)
@@ -33,9 +34,12 @@ async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
         image, given = await request.body(), {}
     if not image:
         raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
-    query = {name: request.query_params[name] for name in OPTIONS if name in request.query_params}
+    return image, _options(query.model_dump(exclude_unset=True) | given)
+
+
+def _options(given: dict[str, Any]) -> Options:
     try:
-        return image, Options.model_validate(query | given)
+        return Options.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadParameterError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None

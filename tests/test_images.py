@@ -581,7 +581,8 @@ def test_the_config_s_interpolation_is_used_in_both_steps(interpolation: str) ->
     align = {} if interpolation == "nearest" else {"align_corners": False}
     large = torch.nn.functional.interpolate(scaled, (64, 64), mode=interpolation, **align)
     expected = (large - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-5)
+    rounding = 1e-5 if interpolation == "bilinear" else 0  # for which there is a faster kernel
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=rounding)
 
 
 def test_the_square_is_the_middle_of_the_image() -> None:

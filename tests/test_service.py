@@ -185,6 +185,9 @@ def test_the_body_s_options_win_over_the_query_s(running: ServiceProcess, photo:
     url = f"{running.url}/v1/classify?top_k=3&statistics=sample"
     status, answer, _ = ask(url, json.dumps(data).encode(), Content_Type="application/json")
     assert (status, len(answer["predictions"]), answer["statistics"]) == (200, 2, "sample")
+    url = f"{running.url}/v1/classify?top_k=0"
+    status, answer, _ = ask(url, json.dumps(data).encode(), Content_Type="application/json")
+    assert (status, answer["error"]["code"]) == (422, "bad_parameter")  # which is refused even so
 
 
 def test_the_page_asks_no_other_host(running: ServiceProcess) -> None:
