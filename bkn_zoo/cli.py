@@ -16,13 +16,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
-from bkn_zoo.classifier import Classification, Classifier, default_checkpoint
-from bkn_zoo.config import Config
-from bkn_zoo.engines import ENGINES
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import CONFIG, find, list_checkpoints
+from bkn_zoo.checkpoints.hub import load_located, locate
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.hub import load_located, locate
 from bkn_zoo.images import SUFFIXES
+from bkn_zoo.inference.classifier import Classification, Classifier, default_checkpoint
+from bkn_zoo.inference.engines import ENGINES
 from bkn_zoo.norms.statistics import MODES
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes; the last two as a shell reports signals

@@ -26,7 +26,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
-from bkn_zoo.config import Preprocessing
+from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
 
 MAX_PIXELS = 50_000_000

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import bkn_zoo
-from bkn_zoo import engines
+from bkn_zoo.inference import engines
 from bkn_zoo.norms import MODES
 from bkn_zoo.norms.baselines import GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.results import table, write_results
+from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
     "model", "norm", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",

@@ -27,8 +27,8 @@ import uvloop
 from PIL import Image
 
 import bkn_zoo
-from bkn_zoo.config import Preprocessing
-from bkn_zoo.results import table, write_results
+from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.publishing.results import table, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = [

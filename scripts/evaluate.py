@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 import bkn_zoo
-from bkn_zoo.data import evaluation_batches
-from bkn_zoo.datasets import load_data
-from bkn_zoo.engines import ENGINES, create_engine
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.evaluation import evaluate
+from bkn_zoo.inference.engines import ENGINES, create_engine
 from bkn_zoo.norms import MODES
-from bkn_zoo.results import table, write_results
+from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.evaluation import evaluate
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from bkn_zoo.checkpoints import find
+from bkn_zoo.checkpoints.folder import find
 from bkn_zoo.errors import BknZooError
-from bkn_zoo.publishing import publish
+from bkn_zoo.publishing.publish import publish
 
 ROOT = Path(__file__).resolve().parent.parent
 

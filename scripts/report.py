@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.cards import DATASETS, Run, batches, read_runs
-from bkn_zoo.config import Config
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing import card_from_results
-from bkn_zoo.recipes import Recipe, read_recipe
-from bkn_zoo.results import table
-from bkn_zoo.zoo_card import zoo_card
+from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_runs
+from bkn_zoo.publishing.publish import card_from_results
+from bkn_zoo.publishing.results import table
+from bkn_zoo.publishing.zoo_card import zoo_card
+from bkn_zoo.training.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE, RUNS, IMAGENET = (ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md"))
@@ -36,7 +36,7 @@ TRAIN = """\
 ## Training on a GPU
 
 One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
-batches; BKN runs on the fused kernels of `bkn_zoo/norms/kernels`. *launch* says whether Python launches the kernels one
+batches; BKN runs on the fused kernels of `bkn_zoo/kernels`. *launch* says whether Python launches the kernels one
 by one or replays them from a CUDA graph: the launching alone often takes longer than the GPU's work, BKN's most of all.
 `ratio_to_bn_eager` is against eager BN launched from Python, and so compares like with like for BKN launched from
 Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph, and compares like
@@ -62,11 +62,11 @@ The PyTorch version of BKN against BN, the small network, float32.
 INFER = """\
 ## Inference on a CPU
 
-The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/engines.py`). Time per image; the ratios
-are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine in the same
-mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here. A norm that
-takes an image's own statistics costs small operations and products with A, whose size does not depend on the image's:
-their share grows as images, networks or numbers (f16) get smaller.
+The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/inference/engines.py`). Time per image;
+the ratios are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine
+in the same mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here. A
+norm that takes an image's own statistics costs small operations and products with A, whose size does not depend on the
+image's: their share grows as images, networks or numbers (f16) get smaller.
 """
 
 SERVE = """\

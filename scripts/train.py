@@ -28,15 +28,15 @@ import torch
 import torch.distributed as dist
 
 import bkn_zoo
-from bkn_zoo.data import evaluation_batches
-from bkn_zoo.datasets import Data, load_data
+from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.evaluation import evaluate
-from bkn_zoo.hub import check_repository
-from bkn_zoo.publishing import card_from_results, publish
-from bkn_zoo.recipes import Recipe, read_recipe
-from bkn_zoo.results import environment
-from bkn_zoo.training import Training, TrainingError, begin, fit, load_state
+from bkn_zoo.publishing.publish import card_from_results, publish
+from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.loop import Training, TrainingError, begin, fit, load_state
+from bkn_zoo.training.recipes import Recipe, read_recipe
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",

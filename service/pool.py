@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bkn_zoo.checkpoints import CONFIG, find
-from bkn_zoo.classifier import Classifier, usable_checkpoints
-from bkn_zoo.config import Config
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import CONFIG, find
+from bkn_zoo.checkpoints.hub import is_folder, load_located, locate
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.hub import is_folder, load_located, locate
+from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
 from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import MODES
 from service.batching import Line

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
-from bkn_zoo.engines import ENGINES, PRECISIONS
 from bkn_zoo.errors import InputError
+from bkn_zoo.inference.engines import ENGINES, PRECISIONS
 
 Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
 

@@ -28,8 +28,8 @@ import torch
 from PIL import Image
 
 import bkn_zoo
-from bkn_zoo import hub
-from bkn_zoo.checkpoints import load_folder
+from bkn_zoo.checkpoints import hub
+from bkn_zoo.checkpoints.folder import load_folder
 
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
 ENDPOINT = os.environ["HF_ENDPOINT"]

@@ -13,11 +13,12 @@ import yaml
 from PIL import Image
 
 import bkn_zoo
-from bkn_zoo import CheckpointError, checkpoints
-from bkn_zoo.cards import checkpoint_card
-from bkn_zoo.config import Config, Preprocessing
-from bkn_zoo.publishing import card_from_results, publish, validate
-from bkn_zoo.zoo_card import zoo_card
+from bkn_zoo import CheckpointError
+from bkn_zoo.checkpoints import folder as checkpoints
+from bkn_zoo.checkpoints.config import Config, Preprocessing
+from bkn_zoo.publishing.cards import checkpoint_card
+from bkn_zoo.publishing.publish import card_from_results, publish, validate
+from bkn_zoo.publishing.zoo_card import zoo_card
 
 ROOT = Path(__file__).parent.parent
 NAME = "inception_cifar_bkn.cifar10"
@@ -200,8 +201,8 @@ def test_every_card_in_this_tree_is_what_its_sources_say() -> None:
 def test_what_disagrees_is_not_published(
     folder: Path, results: Path, damage: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkn_zoo.publishing.push_to_hub", lambda *_, **__: pytest.fail("published"))
-    monkeypatch.setattr("bkn_zoo.publishing.changes", lambda *_: [])
+    monkeypatch.setattr("bkn_zoo.publishing.publish.push_to_hub", lambda *_, **__: pytest.fail("published"))
+    monkeypatch.setattr("bkn_zoo.publishing.publish.changes", lambda *_: [])
     (folder / "README.md").write_text(card_from_results(folder, NAME, results))
     damage(folder, results)
     if words is None:

@@ -16,15 +16,16 @@ import torchvision
 from torch import nn
 
 import bkn_zoo
-from bkn_zoo import CheckpointError, InputError, Network, UnknownNameError, checkpoints
-from bkn_zoo.checkpoints import (
+from bkn_zoo import CheckpointError, InputError, Network, UnknownNameError
+from bkn_zoo.checkpoints import folder as checkpoints
+from bkn_zoo.checkpoints.config import Config, Preprocessing
+from bkn_zoo.checkpoints.folder import (
     from_pretrained,
     list_checkpoints,
     load_batchnorm_weights,
     save_pretrained,
     verify_golden,
 )
-from bkn_zoo.config import Config, Preprocessing
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d
 
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
@@ -287,7 +288,7 @@ KILLED = """
     import torch
     torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
     import bkn_zoo
-    from bkn_zoo import checkpoints
+    from bkn_zoo.checkpoints import folder as checkpoints
 
     checkpoints._outputs = lambda model, images: {"population": torch.zeros(1, 2)}
     real = {name: getattr(os, name) for name in ("fsync", "rename")}

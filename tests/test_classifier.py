@@ -15,9 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bkn_zoo
-from bkn_zoo.classifier import Classification, Classifier, Prediction, default_checkpoint, usable_checkpoints
-from bkn_zoo.config import Preprocessing
-from bkn_zoo.engines import OpenVINOEngine, TorchEngine, ov
+from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import (
     BrokenImageError,
     CheckpointError,
@@ -27,6 +25,8 @@ from bkn_zoo.errors import (
     UnknownNameError,
 )
 from bkn_zoo.images import open_image, preprocess
+from bkn_zoo.inference.classifier import Classification, Classifier, Prediction, default_checkpoint, usable_checkpoints
+from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, ov
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import MODES
 
@@ -293,7 +293,7 @@ def write(root: Path, name: str, architecture: str, classes: int, preprocessing:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place where checkpoints are looked for."""
-    monkeypatch.setattr("bkn_zoo.checkpoints.SOURCE_TREE", tmp_path / "none")
+    monkeypatch.setattr("bkn_zoo.checkpoints.folder.SOURCE_TREE", tmp_path / "none")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
     return tmp_path
 

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 
-from bkn_zoo import datasets
-from bkn_zoo.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
-from bkn_zoo.config import Preprocessing
-from bkn_zoo.data import evaluation_batches, normalize, training_batches
-from bkn_zoo.datasets import ArrayImages, Data, load_data
+from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import InputError
+from bkn_zoo.training import datasets
+from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
+from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
+from bkn_zoo.training.datasets import ArrayImages, Data, load_data
 
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False)

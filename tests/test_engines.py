@@ -22,18 +22,17 @@ from bkn_zoo import (
     Network,
     UnknownNameError,
     create_model,
-    engines,
     list_models,
-    openvino_graph,
 )
-from bkn_zoo.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
-from bkn_zoo.folding import ImageNorm, JoinedInception, fold, prepare
+from bkn_zoo.inference import engines, openvino_graph
+from bkn_zoo.inference.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
+from bkn_zoo.inference.folding import ImageNorm, JoinedInception, fold, prepare
+from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import Inception
 from bkn_zoo.models.network import ConvNorm
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, GroupNorm2d, Statistics
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.openvino_graph import Symbol
 
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
 NAMES = ["torch", pytest.param("openvino", marks=needs_openvino)]
@@ -432,7 +431,7 @@ def test_a_signal_finds_a_stack_after_engines_have_come_and_gone() -> None:
     pytest.importorskip("openvino")
     program = """
         import gc, os, signal, torch, bkn_zoo
-        from bkn_zoo.engines import create_engine
+        from bkn_zoo.inference.engines import create_engine
 
         signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
         model = bkn_zoo.create_model("inception_cifar_gn").eval()

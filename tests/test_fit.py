@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bkn_zoo
-from bkn_zoo import create_model, list_models, training
-from bkn_zoo.augmentation import Augmentation, Batch
-from bkn_zoo.data import evaluation_batches, training_batches
-from bkn_zoo.datasets import load_data
+from bkn_zoo import create_model, list_models
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
-from bkn_zoo.evaluation import calibration_error, evaluate, measure
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchRenorm2d
-from bkn_zoo.recipes import Recipe, read_recipe
-from bkn_zoo.training import (
+from bkn_zoo.training import loop
+from bkn_zoo.training.augmentation import Augmentation, Batch
+from bkn_zoo.training.data import evaluation_batches, training_batches
+from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.evaluation import calibration_error, evaluate, measure
+from bkn_zoo.training.loop import (
     Training,
     TrainingError,
     average,
@@ -44,6 +44,7 @@ from bkn_zoo.training import (
     parameter_groups,
     save_state,
 )
+from bkn_zoo.training.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -182,7 +183,7 @@ def test_the_scale_of_the_kalman_learning_rate_reaches_the_step(optimizer: str, 
     state = run(tmp_path, recipe)
     before = dict(network().named_parameters())
     moved = {name for name, parameter in state.model.named_parameters() if not torch.equal(parameter, before[name])}
-    kalman = {name for name in before if name.rpartition(".")[2] in training.KALMAN}
+    kalman = {name for name in before if name.rpartition(".")[2] in loop.KALMAN}
     assert moved == before.keys() - kalman
 
 
@@ -521,7 +522,7 @@ def test_the_host_does_not_wait_for_the_gpu_between_batches(gpu: torch.device) -
 
 def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     """Let `act` see, and change, the batch of that number, counted over all epochs that follow."""
-    plain, seen = training.training_batches, 0
+    plain, seen = loop.training_batches, 0
 
     def watched(*arguments: Any) -> Any:
         nonlocal seen
@@ -529,7 +530,7 @@ def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
             yield act(found) if seen == number else found
             seen += 1
 
-    monkeypatch.setattr(training, "training_batches", watched)
+    monkeypatch.setattr(loop, "training_batches", watched)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -571,7 +572,7 @@ def test_the_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatc
     def die(found: Batch) -> Batch:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training.time, "monotonic", clock)
+    monkeypatch.setattr(loop.time, "monotonic", clock)
     with monkeypatch.context() as patch:
         at_batch(patch, 5, die)  # in the second epoch
         with pytest.raises(KeyboardInterrupt):

@@ -22,11 +22,12 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
-from bkn_zoo import checkpoints, hub
-from bkn_zoo.config import Preprocessing
+from bkn_zoo.checkpoints import folder as checkpoints
+from bkn_zoo.checkpoints import hub
+from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import HubError
-from bkn_zoo.hub_client import ask
-from bkn_zoo.publishing import card_from_results
+from bkn_zoo.publishing.publish import card_from_results
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "inception_cifar_bkn.test"

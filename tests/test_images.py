@@ -19,11 +19,11 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from bkn_zoo import images
-from bkn_zoo.config import INTERPOLATIONS, Preprocessing
-from bkn_zoo.data import evaluation_batches
-from bkn_zoo.datasets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.checkpoints.config import INTERPOLATIONS, Preprocessing
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import MAX_PARTS, MAX_SCANS, central_square, normalize, open_image, preprocess
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")

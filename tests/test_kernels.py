@@ -11,10 +11,11 @@ import torch
 from cuda_graphs import capture
 
 import bkn_zoo
-from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, kernels
+from bkn_zoo import kernels
+from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
 
-pytestmark = pytest.mark.skipif(kernels.norm is None, reason="Triton is not installed on this platform")
+pytestmark = pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -111,20 +112,20 @@ def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, d
 
 
 def test_more_groups_and_inputs_than_a_tile_has_are_taken() -> None:
-    from bkn_zoo.norms.kernels import triton_launch  # which needs Triton
+    from bkn_zoo.kernels import norm_launch  # which needs Triton
 
     shape = (33, 3, (1, 1), 1, 70)
-    assert shape[0] > triton_launch.GROUPS
-    assert shape[-1] > triton_launch.DEPTH
+    assert shape[0] > norm_launch.GROUPS
+    assert shape[-1] > norm_launch.DEPTH
     case = (shape, torch.float32, torch.channels_last, False, True)
     difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
     assert difference < 1e-5, name
 
 
 def test_products_of_beliefs_are_as_exact_as_the_features() -> None:
-    from bkn_zoo.norms.kernels import triton_launch  # which needs Triton
+    from bkn_zoo.kernels import norm_launch  # which needs Triton
 
-    found = {dtype: triton_launch.precision(torch.empty(0, dtype=dtype)) for dtype in DTYPES}
+    found = {dtype: norm_launch.precision(torch.empty(0, dtype=dtype)) for dtype in DTYPES}
     assert found == {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 
 

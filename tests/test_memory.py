@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bkn_zoo
-from bkn_zoo.norms import kernels
+from bkn_zoo import kernels
 
 pytest.importorskip("triton")
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from cuda_graphs import capture
 
 import bkn_zoo
-from bkn_zoo.models import pooling
+from bkn_zoo import kernels
+from bkn_zoo.kernels import pool as pooling
 from bkn_zoo.models.inception import AveragePool
-from bkn_zoo.norms import kernels
 
-pytestmark = pytest.mark.skipif(kernels.norm is None, reason="Triton is not installed on this platform")
+pytestmark = pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bkn_zoo.cards import Run, read_runs
-from bkn_zoo.config import Config
-from bkn_zoo.recipes import read_recipe
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.publishing.cards import Run, read_runs
+from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bkn_zoo import create_model, training
-from bkn_zoo.augmentation import Augmentation, Batch
-from bkn_zoo.config import Preprocessing
-from bkn_zoo.datasets import ArrayImages, Data
-from bkn_zoo.recipes import Recipe
-from bkn_zoo.training import begin, fit, load_state, make_step
+from bkn_zoo import create_model
+from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.training import loop
+from bkn_zoo.training.augmentation import Augmentation, Batch
+from bkn_zoo.training.datasets import ArrayImages, Data
+from bkn_zoo.training.loop import begin, fit, load_state, make_step
+from bkn_zoo.training.recipes import Recipe
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -70,7 +71,7 @@ def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
 
 def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
     """Only process 1 hears SIGTERM, in its second step, and only process 0 is told to save often."""
-    plain = training.training_batches
+    plain = loop.training_batches
 
     def terminated(*arguments: Any) -> Any:
         for number, found in enumerate(plain(*arguments)):
@@ -79,13 +80,13 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
             yield found
 
     save_minutes = 1e-4 if rank == 0 else 1e4
-    training.training_batches = terminated
+    loop.training_batches = terminated
     message = ""
     try:
         fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, CPU, save_minutes, quiet=True)
     except SystemExit as stop:
         message = str(stop)
-    training.training_batches = plain
+    loop.training_batches = plain
     dist.barrier()  # process 0 has written the state
     state = begin(RECIPE, network(), CPU)
     load_state(state, RECIPE, folder, CPU)

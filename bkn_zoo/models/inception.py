@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo.kernels.pool import average_pool, max_pool
 from bkn_zoo.models.network import Branch, State
-from bkn_zoo.models.pooling import average_pool, max_pool
 from bkn_zoo.norms.kalman import concatenate
 from bkn_zoo.norms.statistics import Statistics
 

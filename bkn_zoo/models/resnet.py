@@ -5,8 +5,8 @@ At a residual sum the belief is that of the main branch; a downsampling branch s
 
 from torch import Tensor, nn
 
+from bkn_zoo.kernels.pool import max_pool
 from bkn_zoo.models.network import Network, State, global_average, initialize
-from bkn_zoo.models.pooling import max_pool
 from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.norms.statistics import Statistics
 

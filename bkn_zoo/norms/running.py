@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
-from bkn_zoo.norms import kernels
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import (
     Statistics,
@@ -112,7 +112,7 @@ class RunningNorm(nn.Module):
         if statistics.mode == "batch":
             running = [self.running_mean, self.running_var, self.image_mean, self.image_var, self.image_spread]
             running += [self.num_batches_tracked, self.skipped_steps]
-        y, mean, var = kernels.norm(
+        y, mean, var = kernels.fused_norm(
             x, self.weight, self.bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual,
             running, group, self.eps, self.momentum, relu,
         )  # fmt: skip

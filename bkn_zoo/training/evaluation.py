@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bkn_zoo.augmentation import Batch
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.training.augmentation import Batch
 
 if TYPE_CHECKING:
-    from bkn_zoo.engines import Engine
+    from bkn_zoo.inference.engines import Engine
 
 BINS = 15
 

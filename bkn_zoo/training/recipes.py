@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.augmentation import Augmentation
 from bkn_zoo.errors import InputError
+from bkn_zoo.training.augmentation import Augmentation
 
 
 @dataclass(frozen=True)

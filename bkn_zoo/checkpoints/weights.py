@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.config import read_json
+from bkn_zoo.checkpoints.config import read_json
+from bkn_zoo.checkpoints.files import write
 from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
-from bkn_zoo.files import write
 from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
 from bkn_zoo.norms.running import RunningNorm

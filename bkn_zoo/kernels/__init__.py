@@ -13,21 +13,21 @@ from torch import Tensor
 from bkn_zoo.errors import UnknownNameError
 
 try:
-    from bkn_zoo.norms.kernels.ops import Norm
-    from bkn_zoo.norms.kernels.triton_launch import dense, like
+    from bkn_zoo.kernels.norm import Norm
+    from bkn_zoo.kernels.norm_launch import dense, like
 
-    norm = Norm.apply
+    fused_norm = Norm.apply
 except ImportError:  # no Triton for this platform
-    norm = None
+    fused_norm = None
 
-__all__ = ["chosen", "use", "norm", "dense", "like"]
+__all__ = ["chosen", "use", "fused_norm", "dense", "like"]
 
 _forced: str | None = None
 
 
 def chosen(x: Tensor) -> bool:
     """Whether the kernels normalize `x`."""
-    if norm is None or _forced == "pytorch" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if fused_norm is None or _forced == "pytorch" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     return x.is_cuda or _forced == "triton"
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError, UnknownNameError
-from bkn_zoo.folding import FoldedNorm, frozen, prepare
+from bkn_zoo.inference.folding import FoldedNorm, frozen, prepare
+from bkn_zoo.inference.openvino_graph import Graph, compile_graph, ov
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, choose_statistics
-from bkn_zoo.openvino_graph import Graph, compile_graph, ov
 
 ENGINES = ("auto", "torch", "openvino")
 PRECISIONS = {"f32": torch.float32, "f16": torch.float16}

@@ -19,13 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import bkn_zoo
-from bkn_zoo.cards import checkpoint_card
-from bkn_zoo.config import FORMAT_VERSION, Config, Preprocessing
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
-from bkn_zoo.files import put_in_place, sync, write
-from bkn_zoo.models import Network, create_model
-from bkn_zoo.norms.statistics import MODES
-from bkn_zoo.weights import (
+from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, Preprocessing
+from bkn_zoo.checkpoints.files import put_in_place, sync, write
+from bkn_zoo.checkpoints.weights import (
     BATCHNORM_GAIN,
     INDEX,
     WEIGHTS,
@@ -42,6 +38,10 @@ from bkn_zoo.weights import (
     weights_file,
     write_weights,
 )
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.models import Network, create_model
+from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.publishing.cards import checkpoint_card
 
 __all__ = [
     "save_pretrained",
@@ -69,7 +69,7 @@ GOLDEN_SIZE = 64
 GOLDEN_TOLERANCE = 1e-3
 """Of golden outputs, relative to the largest: for another processor's order of summation, not for other weights."""
 
-SOURCE_TREE = Path(__file__).resolve().parent.parent / "checkpoints"
+SOURCE_TREE = Path(__file__).resolve().parents[2] / "checkpoints"
 ENVIRONMENT_VARIABLE = "BKN_ZOO_CHECKPOINTS"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bkn_zoo.norms.kernels import triton_launch
+from bkn_zoo.kernels import norm_launch
 
 _library = torch.library.Library("bkn_zoo", "DEF")
 _library.define(
@@ -23,8 +23,8 @@ _library.define(
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dprior_mean, Tensor dprior_var, "
     "Tensor dtransition, Tensor draw_process_noise, Tensor draw_gain)"
 )
-_library.impl("norm", triton_launch.forward, "CompositeExplicitAutograd")
-_library.impl("norm_backward", triton_launch.backward, "CompositeExplicitAutograd")
+_library.impl("norm", norm_launch.forward, "CompositeExplicitAutograd")
+_library.impl("norm_backward", norm_launch.backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("bkn_zoo::norm", lib=_library)
@@ -69,7 +69,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dy, dmean, dvar = grads
         x, kept, *saved = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else triton_launch.slice_like(x, dy)
+        dy = torch.zeros_like(x) if dy is None else norm_launch.slice_like(x, dy)
         if dmean is not None or dvar is not None:
             belief_mean = saved[2]
             dmean = torch.zeros_like(belief_mean) if dmean is None else dmean.contiguous()

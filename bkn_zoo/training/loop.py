@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from bkn_zoo.augmentation import Batch
-from bkn_zoo.data import evaluation_batches, training_batches
-from bkn_zoo.datasets import Data, FileImages
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
-from bkn_zoo.evaluation import evaluate
 from bkn_zoo.models import Network
-from bkn_zoo.recipes import Recipe
+from bkn_zoo.training.augmentation import Batch
+from bkn_zoo.training.data import evaluation_batches, training_batches
+from bkn_zoo.training.datasets import Data, FileImages
+from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.recipes import Recipe
 
 KALMAN = ("transition", "raw_process_noise", "raw_gain")
 STATE, LOG = "state.pt", "log.jsonl"

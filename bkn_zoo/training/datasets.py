@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bkn_zoo.config import Preprocessing
+from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import SUFFIXES, open_image
 

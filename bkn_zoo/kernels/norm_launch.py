@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bkn_zoo.norms.kernels import triton_jit as jit
+from bkn_zoo.kernels import norm_jit as jit
 
 # Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
 GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients; fewer groups where there are fewer

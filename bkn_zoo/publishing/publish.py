@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import bkn_zoo
-from bkn_zoo.cards import check_agreement, checkpoint_card, read_runs, read_speed
-from bkn_zoo.checkpoints import CARD, CONFIG, files_of, verify_golden
-from bkn_zoo.config import Config
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import CARD, CONFIG, files_of, verify_golden
+from bkn_zoo.checkpoints.hub import changes, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.hub import changes, push_to_hub, verify_published
+from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, read_runs, read_speed
 
 
 def card_from_results(folder: Path, name: str, results: Path) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bkn_zoo
-from bkn_zoo.checkpoints import CONFIG, NEEDED_FILES, OWN_FILES, files_of, find, load_folder
-from bkn_zoo.config import Config
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import CONFIG, NEEDED_FILES, OWN_FILES, files_of, find, load_folder
+from bkn_zoo.checkpoints.hub_client import ask
+from bkn_zoo.checkpoints.weights import INDEX, WEIGHTS, check_hashes, no_weights, sha256, weights_file
 from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError, UnknownNameError
-from bkn_zoo.hub_client import ask
 from bkn_zoo.models import Network
-from bkn_zoo.weights import INDEX, WEIGHTS, check_hashes, no_weights, sha256, weights_file
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bkn_zoo.cards import DATASETS, Run, dataset_name, duration
-from bkn_zoo.config import Config
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms.statistics import MODES
-from bkn_zoo.results import table
+from bkn_zoo.publishing.cards import DATASETS, Run, dataset_name, duration
+from bkn_zoo.publishing.results import table
 
 POWER_LIMIT = {"NVIDIA H200": 700}
 """Watts that a board may draw, by the name that PyTorch gives it: with the time, a bound on the energy of a run."""

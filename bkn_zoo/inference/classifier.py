@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import bkn_zoo
-from bkn_zoo.checkpoints import CONFIG, find, list_checkpoints
-from bkn_zoo.config import Config
-from bkn_zoo.engines import OpenVINOEngine, create_engine
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import CONFIG, find, list_checkpoints
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
+from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import choose_statistics
 

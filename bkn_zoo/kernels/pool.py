@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bkn_zoo.norms import kernels
+from bkn_zoo import kernels
 
 with suppress(ImportError):  # no Triton for this platform, and `kernels.chosen` says no
-    from bkn_zoo.models import pooling_jit as jit
-    from bkn_zoo.norms.kernels.triton_launch import position_stride
+    from bkn_zoo.kernels import pool_jit as jit
+    from bkn_zoo.kernels.norm_launch import position_stride
 
 LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled
 MOST_IMAGES = 2**16 - 1  # in a CUDA grid

@@ -1,0 +1,1 @@
+"""From batch normalization to BKN."""

@@ -1,0 +1,1 @@
+"""What the world is told: model cards, results, publication."""

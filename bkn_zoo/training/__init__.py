@@ -1,0 +1,1 @@
+"""From a recipe and a data set to a trained network."""
