@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="default: results/evaluate/CHECKPOINT.json")
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
     args = parser.parse_args()
     model = bkn_zoo.from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.training.get("recipe", {})
@@ -55,9 +55,9 @@ def main() -> None:
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
     measured = evaluate(run, batches, args.statistics)
     rows = [{"statistics": mode, "images": len(getattr(data, args.split)), **m} for mode, m in measured.items()]
-    name = Path(args.checkpoint).name
-    about = {"checkpoint": name, "split": args.split, "engine": args.engine}
-    write_results(args.output or Path("results/evaluate") / f"{name}.json", rows, **about)
+    if args.output:
+        about = {"checkpoint": Path(args.checkpoint).name, "split": args.split, "engine": args.engine}
+        write_results(args.output, rows, **about)
     print(table(rows, list(rows[0])))
 
 

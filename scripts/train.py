@@ -8,8 +8,9 @@
 Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
 --statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
 output folder holds state.pt and log.jsonl while the training runs, and at the end curves.png and the folder
-`checkpoint`; the record goes to results/runs/. The statistics mode is chosen on the validation images; the test images
-are used once, at the end, on the weights as they are stored.
+`checkpoint` and the record of the run in results/runs/; a run that the zoo shows puts it into the repository's own with
+--results results/runs. The statistics mode is chosen on the validation images; the test images are used once, at the
+end, on the weights as they are stored.
 
 --resume takes the same command once more, and on the same hardware and versions ends with the very same weights as if
 nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses them by rule rather
@@ -51,7 +52,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
     parser.add_argument("--init", help="a checkpoint to start from; its classifier is kept where the classes fit")
     parser.add_argument("--output", type=Path, help="default: runs/NAME")
-    parser.add_argument("--results", type=Path, default=Path("results/runs"), help="where the record of the run goes")
+    parser.add_argument("--results", type=Path, help="for the record; default: results/runs of the output folder")
     parser.add_argument("--name", help="of the run; default: the recipe's, and what is overridden")
     parser.add_argument(
         "--publish", metavar="NAMESPACE", help="at the end, publish the checkpoint on the Hub as NAMESPACE/NAME"
@@ -199,6 +200,7 @@ def main() -> None:
     if args.publish:
         check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
     args.output = args.output or Path("runs") / name
+    args.results = args.results or args.output / "results" / "runs"
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
     if args.resume:

@@ -85,7 +85,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((output / "log.jsonl").read_text().splitlines()) == 1
 
-    record = json.loads((tmp_path / "results" / "runs" / "inception_cifar_bkn.photos.json").read_text())
+    record = json.loads((output / "results" / "runs" / "inception_cifar_bkn.photos.json").read_text())
     facts = {"model": "inception_cifar_bkn", "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 1}
     facts |= {"statistics_batch": 1, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
@@ -99,6 +99,9 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     chosen = record["chosen_statistics"]
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == model.config.default_statistics == chosen
+
+    # From a checkout, too: results/ there is the zoo's own, which a user's record would contradict.
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "start", "runs"}
 
     for engine in ("eager", "torch"):
         options = ("--device", "cpu", "--engine", engine, "--output", "measured.json")
@@ -143,7 +146,8 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
         return plain(self, images, statistics)
 
     monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
-    script("evaluate.py", tmp_path / "odd", "--data", tree, "--statistics", "sample", "--device", "cpu")
+    options = ("--statistics", "sample", "--device", "cpu", "--output", "measured/odd.json")
+    script("evaluate.py", tmp_path / "odd", "--data", tree, *options)
     (images, statistics), *rest = seen
     assert (statistics, rest) == ("sample", [])
     pixels = images * torch.tensor(odd.std).view(1, 3, 1, 1) + torch.tensor(odd.mean).view(1, 3, 1, 1)
@@ -151,7 +155,7 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
     assert pixels.min() >= -1e-6
     assert pixels.max() <= 1 + 1e-6
     assert (pixels * 255 - (pixels * 255).round()).abs().max() < 1e-3  # bytes, once the mean and std are undone
-    rows = json.loads((tmp_path / "results" / "evaluate" / "odd.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "measured" / "odd.json").read_text())["rows"]
     assert [row["statistics"] for row in rows] == ["sample"]
 
 
@@ -199,8 +203,8 @@ def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_i
         'size = 8\nprecision = "float32"\n[augmentation]\nscale = 0.5\n'
     )
     twin = ("--model", "inception_cifar_bn", "--statistics_batch", "None")
-    script("train.py", "net.toml", "--data", tree, "--device", "cpu", *twin, "--name", "net.bn")
-    record = json.loads((tmp_path / "results" / "runs" / "net.bn.json").read_text())
+    script("train.py", "net.toml", "--data", tree, "--device", "cpu", *twin, "--name", "net.bn", "--results", "shown")
+    record = json.loads((tmp_path / "shown" / "net.bn.json").read_text())
     assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
     assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
     model = bkn_zoo.from_pretrained(tmp_path / "runs" / "net.bn" / "checkpoint")
@@ -208,13 +212,14 @@ def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_i
 
 
 def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: Path, tmp_path: Path) -> None:
-    (tmp_path / "results").write_text("a file where a folder should be")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results").write_text("a file where a folder should be")
     command = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
     command += ("--device", "cpu", "--output", "out")
     assert "make room, and repeat the command with --resume" in sentence(script, *command)
-    (tmp_path / "results").unlink()
+    (tmp_path / "out" / "results").unlink()
     script(*command, "--resume")
-    assert (tmp_path / "results" / "runs" / "inception_cifar_bkn.photos.json").is_file()
+    assert (tmp_path / "out" / "results" / "runs" / "inception_cifar_bkn.photos.json").is_file()
 
 
 def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe(parse: Any) -> None:
