@@ -36,8 +36,9 @@ from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.evaluation import evaluate
-from bkn_zoo.training.loop import Training, TrainingError, begin, fit, load_state
+from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from bkn_zoo.training.state import Training, TrainingError, begin, load_state
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",

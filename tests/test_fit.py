@@ -28,23 +28,16 @@ from bkn_zoo import create_model, list_models
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchRenorm2d
 from bkn_zoo.training import loop
-from bkn_zoo.training.augmentation import Augmentation, Batch
+from bkn_zoo.training.augmentation import Augmentation
+from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure
-from bkn_zoo.training.loop import (
-    Training,
-    TrainingError,
-    average,
-    begin,
-    fit,
-    learning_rate,
-    load_state,
-    make_step,
-    parameter_groups,
-    save_state,
-)
+from bkn_zoo.training.loop import fit
+from bkn_zoo.training.optimizer import KALMAN, learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from bkn_zoo.training.state import Training, TrainingError, begin, load_state, save_state
+from bkn_zoo.training.step import average, make_step
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -183,7 +176,7 @@ def test_the_scale_of_the_kalman_learning_rate_reaches_the_step(optimizer: str, 
     state = run(tmp_path, recipe)
     before = dict(network().named_parameters())
     moved = {name for name, parameter in state.model.named_parameters() if not torch.equal(parameter, before[name])}
-    kalman = {name for name in before if name.rpartition(".")[2] in loop.KALMAN}
+    kalman = {name for name in before if name.rpartition(".")[2] in KALMAN}
     assert moved == before.keys() - kalman
 
 

@@ -17,10 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from bkn_zoo import create_model
 from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.training import loop
-from bkn_zoo.training.augmentation import Augmentation, Batch
+from bkn_zoo.training.augmentation import Augmentation
+from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.datasets import ArrayImages, Data
-from bkn_zoo.training.loop import begin, fit, load_state, make_step
+from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import begin, load_state
+from bkn_zoo.training.step import make_step
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,9 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.images import per_channel
+from bkn_zoo.training.batch import Batch
 
 MAX_STRETCH = 0.5  # of a random part: the logarithm of its width over its height
-
-
-class Batch(NamedTuple):
-    """Preprocessed images and, per image, the probability of each class (a row of zeros and a one where unmixed)."""
-
-    images: Tensor
-    targets: Tensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.norms.statistics import MODES
-from bkn_zoo.training.augmentation import Batch
+from bkn_zoo.training.batch import Batch
 
 if TYPE_CHECKING:
     from bkn_zoo.inference.engines import Engine

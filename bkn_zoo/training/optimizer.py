@@ -1,0 +1,50 @@
+"""The optimizer of a recipe: which parameters decay, which learn at a rate of their own, and the rate at a step."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo.training.recipes import Recipe
+
+KALMAN = ("transition", "raw_process_noise", "raw_gain")
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Weight decay for convolutions and linear layers only; A, R and q with a learning rate of their own."""
+    groups: dict[str, list[Tensor]] = {"decayed": [], "plain": [], "kalman": []}
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in KALMAN:
+            groups["kalman"].append(parameter)
+        else:
+            groups["decayed" if parameter.ndim >= 2 else "plain"].append(parameter)
+    decay = {"decayed": recipe.weight_decay, "plain": 0.0, "kalman": 0.0}
+    scale = {"decayed": 1.0, "plain": 1.0, "kalman": recipe.kalman_lr}
+    return [
+        {"params": members, "weight_decay": decay[name], "scale": scale[name]}
+        for name, members in groups.items()
+        if members
+    ]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
+    # A learning rate on the device can change between replays of a CUDA graph.
+    lr: Any = torch.zeros((), device=device)
+    groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
+    on_gpu = device.type == "cuda"  # where a CUDA graph may capture its steps
+    adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    adamw._warned_capturable_if_run_uncaptured = True  # no warning of the steps before the capture, which must be
+    return adamw
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """At `step` of `steps`."""
+    up = max(round(recipe.warmup * steps), 1)
+    if step < up:
+        return recipe.lr * (step + 1) / up
+    done = (step + 1 - up) / max(steps - up, 1)
+    down = 1 - done if recipe.schedule == "one_cycle" else (1 + math.cos(math.pi * done)) / 2
+    return recipe.lr * down

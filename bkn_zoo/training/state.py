@@ -1,0 +1,113 @@
+"""What changes while a network is trained: saved whole or not at all, and loaded to go on from."""
+
+import copy
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bkn_zoo.errors import BknZooError, CheckpointError
+from bkn_zoo.models import Network
+from bkn_zoo.training.optimizer import make_optimizer
+from bkn_zoo.training.recipes import Recipe
+
+STATE, LOG = "state.pt", "log.jsonl"
+REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
+
+
+class TrainingError(BknZooError):
+    """A training that cannot go on."""
+
+
+@dataclass
+class Training:
+    """What changes while a network is trained, and all that has to be saved of it."""
+
+    model: Network
+    averaged: Network | None
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    seconds: float = 0.0  # that the steps took, and the validation after each epoch
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def result(self) -> Network:
+        return self.model if self.averaged is None else self.averaged
+
+
+def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
+    model = model.to(device).to(memory_format=torch.channels_last)
+    model.statistics_batch_size = recipe.statistics_batch
+    averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
+    return Training(model, averaged, make_optimizer(model, recipe, device))
+
+
+def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
+    """Write everything that going on needs: complete, or not at all."""
+    for name, parameter in training.model.named_parameters():
+        spoiled = parameter.isnan() if name.endswith(".raw_gain") else ~parameter.isfinite()  # a gain of 1 is infinite
+        if spoiled.any():
+            raise TrainingError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
+    state = {
+        "model": training.model.state_dict(),
+        "averaged": None if training.averaged is None else training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "step": training.step,
+        "seconds": training.seconds,
+        "history": json.dumps(training.history),
+        "recipe": json.dumps(dataclasses.asdict(recipe)),
+    }
+    scratch = folder / f".{STATE}.tmp"
+    try:
+        with scratch.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, folder / STATE)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        scratch.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{folder / STATE} could not be written ({error}): make room; the last one stays."
+        ) from error
+
+
+def write_log(history: list[dict[str, Any]], folder: Path) -> None:
+    """One line per epoch."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
+    except OSError as error:
+        raise TrainingError(
+            f"{folder / LOG} could not be written ({error.strerror}): make room; the last saved state stays."
+        ) from error
+
+
+def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
+    path = folder / STATE
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read ({reason}): start the training anew.") from None
+    changed = [name for name in ours if ours[name] != theirs.get(name) and name not in ("graph", "compile")]
+    if changed:
+        name = changed[0]
+        raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
+    try:
+        training.model.load_state_dict(state["model"])
+        if training.averaged is not None:
+            training.averaged.load_state_dict(state["averaged"])
+        training.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError):
+        raise CheckpointError(
+            f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
+        ) from None
+    training.step, training.seconds = state["step"], state["seconds"]
+    training.history = json.loads(state["history"])

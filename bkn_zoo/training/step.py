@@ -1,0 +1,110 @@
+"""One optimizer step, launched kernel by kernel or replayed from a CUDA graph; what processes and averages share."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import Training
+
+
+def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
+    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
+    network: Any = training.model
+    alone: Callable[[], Any] = nullcontext  # within it, gradients are not yet shared with other processes
+    if dist.is_initialized():
+        # Every process normalizes by its own groups; `share_running_averages` joins what they remember.
+        network = DistributedDataParallel(training.model, broadcast_buffers=False)
+        alone = network.no_sync
+    if recipe.compile:
+        network = torch.compile(network)
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    half = recipe.precision == "bfloat16"
+
+    def step(batch: Batch) -> Tensor:
+        training.optimizer.zero_grad(set_to_none=True)
+        micro = recipe.micro_batch or len(batch.images)
+        parts = list(zip(batch.images.split(micro), batch.targets.split(micro), strict=True))
+        total = torch.zeros((), device=device)
+        for number, (images, targets) in enumerate(parts, start=1):
+            with alone() if number < len(parts) else nullcontext():
+                # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
+                with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+                    logits = network(images.contiguous(memory_format=torch.channels_last))
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
+        training.optimizer.step()
+        share_running_averages(training.model)
+        if training.averaged is not None:
+            average(training.averaged, training.model, 1 - recipe.ema)
+        return total
+
+    return _graphed(step) if recipe.graph and device.type == "cuda" and not dist.is_initialized() else step
+
+
+def _graphed(step: Callable[[Batch], Tensor], eager_steps: int = 3) -> Callable[[Batch], Tensor]:
+    """The same, replayed from a CUDA graph after a few steps that are launched one kernel at a time."""
+    graph, buffers, loss, taken = torch.cuda.CUDAGraph(), None, None, 0
+
+    def run(batch: Batch) -> Tensor:
+        nonlocal buffers, loss, taken
+        taken += 1
+        if taken <= eager_steps:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = step(batch)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if buffers is None:
+            buffers = Batch(*(part.clone() for part in batch))
+            # "thread_local": the thread in which a DataLoader pins memory may go on meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                loss = step(buffers)
+        for buffer, part in zip(buffers, batch, strict=True):
+            buffer.copy_(part)
+        graph.replay()
+        assert loss is not None
+        return loss.clone()
+
+    return run
+
+
+@torch.no_grad()
+def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
+    """Move the averaged weights, and the running averages with them, by `share` towards the model's."""
+
+    def values(module: nn.Module) -> list[Tensor]:
+        return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+
+    def counts(module: nn.Module) -> list[Tensor]:
+        return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+
+    torch._foreach_lerp_(values(averaged), values(model), share)
+    if counts(model):
+        torch._foreach_copy_(counts(averaged), counts(model))
+
+
+@torch.no_grad()
+def share_running_averages(model: nn.Module) -> None:
+    """Give every process the mean of all processes' running averages.
+
+    After every step, in one message: done only where a state is saved, the clock would decide what they become.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if dist.is_initialized() and buffers:
+        together = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.all_reduce(together)
+        together /= dist.get_world_size()
+        parts = together.split([buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
