@@ -9,7 +9,7 @@ import typing
 
 import bkn_zoo
 from bkn_zoo import errors
-from bkn_zoo.checkpoints import config, folder
+from bkn_zoo.checkpoints import config, files, locate
 
 dependencies = ["torch", "safetensors", "huggingface_hub"]
 
@@ -28,11 +28,11 @@ def _load(architecture: str, pretrained: bool | str = False, **options: typing.A
 
 def _checkpoint_of(architecture: str) -> str:
     def trained(name: str) -> str:
-        return config.Config.read(folder.find(name) / folder.CONFIG).architecture
+        return config.Config.read(locate.find(name) / files.CONFIG).architecture
 
-    names = [name for name in folder.list_checkpoints() if trained(name) == architecture]
+    names = [name for name in locate.list_checkpoints() if trained(name) == architecture]
     if not names:
-        available = ", ".join(folder.list_checkpoints()) or "(none)"
+        available = ", ".join(locate.list_checkpoints()) or "(none)"
         raise errors.UnknownNameError(
             f"there is no checkpoint of {architecture} on this machine: choose from {available}, or pass "
             'pretrained="owner/repo" for one on the Hub.'

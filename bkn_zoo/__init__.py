@@ -1,18 +1,26 @@
-"""Batch Kalman Normalization: the layer, networks that use it, and their checkpoints."""
+"""Batch Kalman Normalization: the layer, networks that use it, and their checkpoints.
 
+Every name is imported when it is first used: who wants the layer does not wait for the Hub, images or OpenVINO, and who
+lists checkpoints not even for PyTorch.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.checkpoints.folder import list_checkpoints, save_pretrained
-from bkn_zoo.checkpoints.hub import from_pretrained, push_to_hub
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
-from bkn_zoo.models import Network, create_model, list_models
+from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
+    from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
+    from bkn_zoo.checkpoints.hub import push_to_hub
+    from bkn_zoo.checkpoints.locate import list_checkpoints
     from bkn_zoo.inference.classifier import Classifier
-
-__version__ = "0.1.0"
+    from bkn_zoo.models import Network, create_model, list_models
+    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d
 
 __all__ = [
+    "BatchKalmanNorm1d",
+    "BatchKalmanNorm2d",
     "list_models",
     "create_model",
     "list_checkpoints",
@@ -25,13 +33,37 @@ __all__ = [
     "UnknownNameError",
     "InputError",
     "CheckpointError",
+    "__version__",
 ]
+
+ROOMS = {
+    "BatchKalmanNorm1d": "bkn_zoo.norms",
+    "BatchKalmanNorm2d": "bkn_zoo.norms",
+    "Classifier": "bkn_zoo.inference.classifier",
+    "Network": "bkn_zoo.models",
+    "create_model": "bkn_zoo.models",
+    "from_pretrained": "bkn_zoo.checkpoints.folder",
+    "list_checkpoints": "bkn_zoo.checkpoints.locate",
+    "list_models": "bkn_zoo.models",
+    "push_to_hub": "bkn_zoo.checkpoints.hub",
+    "save_pretrained": "bkn_zoo.checkpoints.folder",
+}
+"""Where the names above are at home that are not imported yet."""
+
+WINGS = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
+"""Rooms that can be entered as `bkn_zoo.norms` can, without importing them first."""
 
 
 def __getattr__(name: str) -> Any:
-    """The classifier when it is first used: it imports OpenVINO, which training and the layers do not need."""
-    if name == "Classifier":
-        from bkn_zoo.inference.classifier import Classifier
+    if name in ROOMS:
+        value = getattr(import_module(ROOMS[name]), name)
+    elif name in WINGS:
+        value = import_module(f"bkn_zoo.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # so that it is looked for once
+    return value
 
-        return Classifier
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *ROOMS, *WINGS})

@@ -12,18 +12,17 @@ from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import CONFIG, find, list_checkpoints
-from bkn_zoo.checkpoints.hub import load_located, locate
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.images import SUFFIXES
-from bkn_zoo.inference.classifier import Classification, Classifier, default_checkpoint
-from bkn_zoo.inference.engines import ENGINES
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.inference import ENGINES
+from bkn_zoo.modes import MODES
+
+if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
+    from bkn_zoo.inference.classifier import Classification, Classifier
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes; the last two as a shell reports signals
 TIMED_RUNS = 5
@@ -127,7 +126,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _load(args: argparse.Namespace) -> Classifier:
+def _load(args: argparse.Namespace) -> "Classifier":
+    from bkn_zoo.inference.classifier import Classifier, default_checkpoint
+
     return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine)
 
 
@@ -142,6 +143,8 @@ def _classify(args: argparse.Namespace) -> int:
 
 
 def _image_files(paths: list[Path], failures: list[str]) -> Iterator[Path]:
+    from bkn_zoo.images import SUFFIXES
+
     for path in paths:
         if not path.is_dir():
             yield path
@@ -154,9 +157,11 @@ def _image_files(paths: list[Path], failures: list[str]) -> Iterator[Path]:
 
 
 def _results(
-    classifier: Classifier, files: list[Path], args: argparse.Namespace, failures: list[str]
-) -> Iterator[tuple[Path, Classification]]:
+    classifier: "Classifier", files: list[Path], args: argparse.Namespace, failures: list[str]
+) -> "Iterator[tuple[Path, Classification]]":
     """The good ones as they come; the others are named on stderr and added to the failures."""
+    from tqdm import tqdm
+
     hidden = len(files) < 2 or not sys.stderr.isatty()
     results = classifier.each(files, args.statistics, args.top_k)
     with tqdm(total=len(files), unit="image", disable=hidden) as bar:
@@ -170,14 +175,14 @@ def _results(
             bar.update()
 
 
-def _print_table(results: Iterator[tuple[Path, Classification]]) -> None:
+def _print_table(results: "Iterator[tuple[Path, Classification]]") -> None:
     for path, result in results:
         print(path)
         for prediction in result.predictions:
             print(f"  {prediction.score:.4f}  {prediction.label}")
 
 
-def _print_json(results: Iterator[tuple[Path, Classification]]) -> None:
+def _print_json(results: "Iterator[tuple[Path, Classification]]") -> None:
     """A list with an object per file, each on its line, written as the results come."""
     lead = "["
     for path, result in results:
@@ -186,7 +191,7 @@ def _print_json(results: Iterator[tuple[Path, Classification]]) -> None:
     print("[]" if lead == "[" else "\n]")
 
 
-def _print_csv(results: Iterator[tuple[Path, Classification]]) -> None:
+def _print_csv(results: "Iterator[tuple[Path, Classification]]") -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["file", "rank", "label", "score"])
     for path, result in results:
@@ -251,14 +256,16 @@ def _dataset(config: Config) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
-    folder, revision = locate(args.name)
-    model = load_located(args.name, folder, revision)
+    from bkn_zoo.checkpoints.folder import load
+
+    location = locate(args.name)
+    model = load(location)
     config: Config = model.config
     facts = {
         "name": args.name,
-        "revision": revision,
+        "revision": location.revision,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes_on_disk": sum(file.stat().st_size for file in folder.iterdir()),
+        "bytes_on_disk": sum(file.stat().st_size for file in location.folder.iterdir()),
         **asdict(config),
     }
     if args.format == "json":

@@ -26,8 +26,22 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
+from bkn_zoo.preprocessing import INTERPOLATIONS, Preprocessing
+
+__all__ = [
+    "open_image",
+    "preprocess",
+    "Preprocessing",
+    "INTERPOLATIONS",
+    "central_square",
+    "enlarge",
+    "normalize",
+    "per_channel",
+    "ImageSource",
+    "SUFFIXES",
+    "MAX_PIXELS",
+]
 
 MAX_PIXELS = 50_000_000
 MAX_PARTS = 32_768  # chunks, blocks or strips of a file: millions of tiny ones would keep Python busy for minutes

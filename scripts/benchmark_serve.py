@@ -27,7 +27,7 @@ import uvloop
 from PIL import Image
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.results import table, write_results
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bkn_zoo.checkpoints.folder import find
+from bkn_zoo.checkpoints.locate import find
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.publishing.publish import publish
 

@@ -141,6 +141,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "preprocessing": data.preprocessing,
         "default_statistics": best,
         "training": {**training_facts, **environment(recipe.seed)},
+        "card": "",  # the long one follows
     }
     folder = args.output / "checkpoint"
     bkn_zoo.save_pretrained(model, folder, **about)

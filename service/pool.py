@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import CONFIG, find
-from bkn_zoo.checkpoints.hub import is_folder, load_located, locate
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.folder import load
+from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
 from bkn_zoo.models import Network
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.modes import MODES
 from service.batching import Line
 from service.errors import OverloadedError, UnavailableError, UnknownModelError
 from service.metrics import Metrics
@@ -131,24 +132,24 @@ class Pool:
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
         # A download comes before another has to leave for it.
-        folder, revision = await loop.run_in_executor(self._loader, locate, self.sources[name])
+        location = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
             oldest = min(self._loaded, key=lambda name: self._loaded[name].line.used)
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
-        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name, folder, revision)
+        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name, location)
         self._loaded[name] = loaded
         self.metrics.loaded.labels(name).set(1)
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
         return loaded
 
-    def _exchange(self, leaving: list[Line], name: str, folder: Path, revision: str | None) -> Loaded:
+    def _exchange(self, leaving: list[Line], name: str, location: Location) -> Loaded:
         for line in leaving:
             line.close()
             line.join(self.settings.deadline)  # what it accepted, it answers
         leaving.clear()  # its memory goes before the other's comes
-        model = load_located(self.sources[name], folder, revision)
+        model = load(location)
         return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:

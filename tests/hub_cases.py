@@ -29,7 +29,8 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo.checkpoints import hub
-from bkn_zoo.checkpoints.folder import load_folder
+from bkn_zoo.checkpoints.files import sha256
+from bkn_zoo.checkpoints.folder import from_pretrained, load_folder
 
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
 ENDPOINT = os.environ["HF_ENDPOINT"]
@@ -66,7 +67,7 @@ def load(name: str) -> Result:
     """Whether loading gives the bundled checkpoint's outputs bit for bit, or the error."""
     waits.clear()
     seen = len(tell("log")) if sys.argv[1] == "online" else 0
-    result = guarded(lambda: compared(hub.from_pretrained(name)))
+    result = guarded(lambda: compared(from_pretrained(name)))
     requests = tell("log")[seen:] if sys.argv[1] == "online" else []
     return result | {"waits": list(waits), "requests": requests}
 
@@ -197,7 +198,7 @@ def connection_cut() -> Result:
 
 
 def flipped_byte() -> Result:
-    second = hub.sha256(FOLDER / SECOND_SHARD)
+    second = sha256(FOLDER / SECOND_SHARD)
     results = {}
     for part, place in (("header", 9), ("tensor", -1)):
         copy(f"flip-{part}")
@@ -261,7 +262,7 @@ def two_at_once() -> Result:
         child = os.fork()
         if child == 0:
             time.sleep = REAL_SLEEP
-            os._exit(0 if guarded(lambda: compared(hub.from_pretrained("owner/shared"))).get("same") else 1)
+            os._exit(0 if guarded(lambda: compared(from_pretrained("owner/shared"))).get("same") else 1)
         children.append(child)
     return {"exits": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]}
 
@@ -273,7 +274,7 @@ def interrupted_uploads() -> Result:
         return result | {"requests": tell("log")[seen:]}
 
     # The files of all these repositories are in the server's storage already, unless their content is new.
-    tell("forget", [hub.sha256(path) for path in FOLDER.glob("*.safetensors")])
+    tell("forget", [sha256(path) for path in FOLDER.glob("*.safetensors")])
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -292,7 +293,7 @@ def interrupted_uploads() -> Result:
     order(pattern="POST /api/models/owner/failing/commit", status=412)
     conflict = push("failing")
     order()
-    tell("forget", [hub.sha256(FOLDER / SECOND_SHARD)])
+    tell("forget", [sha256(FOLDER / SECOND_SHARD)])
     order(pattern="PUT ", cut=1000)
     cut = push("failing")
     order()
@@ -339,7 +340,7 @@ def training() -> Result:
 
 
 def revision_of(name: str) -> str | None:
-    return hub.from_pretrained(name).revision
+    return from_pretrained(name).revision
 
 
 def documents() -> Result:
@@ -361,9 +362,9 @@ def documents() -> Result:
 def server_gone() -> Result:
     tell("stop", {})
     return {
-        "cached": guarded(lambda: compared(hub.from_pretrained(REPOSITORY))),
-        "not cached": guarded(lambda: compared(hub.from_pretrained("owner/never-asked"))),
-        "misspelt": guarded(lambda: compared(hub.from_pretrained("inception_cifar_bnk"))),
+        "cached": guarded(lambda: compared(from_pretrained(REPOSITORY))),
+        "not cached": guarded(lambda: compared(from_pretrained("owner/never-asked"))),
+        "misspelt": guarded(lambda: compared(from_pretrained("inception_cifar_bnk"))),
     }
 
 

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.images import Preprocessing
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback

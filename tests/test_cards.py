@@ -14,8 +14,9 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo import CheckpointError
-from bkn_zoo.checkpoints import folder as checkpoints
-from bkn_zoo.checkpoints.config import Config, Preprocessing
+from bkn_zoo.checkpoints import locate
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.cards import checkpoint_card
 from bkn_zoo.publishing.publish import card_from_results, publish, validate
 from bkn_zoo.publishing.zoo_card import zoo_card
@@ -138,7 +139,7 @@ def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, resu
 def test_the_cards_examples_run_and_agree(
     folder: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SOURCE_TREE", folder.parent)
+    monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 50), "red").save("photo.jpg")
     namespace: dict[str, Any] = {}
@@ -244,7 +245,7 @@ def test_torch_hub_loads_a_trained_checkpoint_as_docs_hub_has_it() -> None:
 def test_torch_hub_loads_the_checkpoint_of_a_network(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SOURCE_TREE", folder.parent)
+    monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     model = hub_load("inception_cifar_bkn", pretrained=True)
     assert model.config.accuracy == ACCURACY
     assert not model.training

@@ -18,14 +18,13 @@ from torch import nn
 import bkn_zoo
 from bkn_zoo import CheckpointError, InputError, Network, UnknownNameError
 from bkn_zoo.checkpoints import folder as checkpoints
-from bkn_zoo.checkpoints.config import Config, Preprocessing
-from bkn_zoo.checkpoints.folder import (
-    from_pretrained,
-    list_checkpoints,
-    load_batchnorm_weights,
-    save_pretrained,
-    verify_golden,
-)
+from bkn_zoo.checkpoints import locate
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained, verify_golden
+from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.conversion import load_batchnorm_weights
+from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d
 
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
@@ -145,7 +144,6 @@ def test_accuracy_and_training_are_not_claimed_for_weights_that_are_saved_anew(t
     loaded = from_pretrained(tmp_path / "a")
     assert loaded.config.accuracy == accuracy
     assert loaded.config.training == {"epochs": 3, "data": ["CIFAR-10"]}
-    assert "| sample (default) | 71.25 | 90 |" in (tmp_path / "a" / "README.md").read_text()
     save_pretrained(loaded, tmp_path / "b")
     assert from_pretrained(tmp_path / "b").config.accuracy == {}
     assert from_pretrained(tmp_path / "b").config.training == {}
@@ -488,7 +486,7 @@ def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
         ({"num_classes": True}, ["config.json", "num_classes is True"]),
         ({"num_classes": 10**15, "label_names": None}, ["config.json", "cannot be built"]),
         ({"label_names": [1] * 10}, ["config.json", "label_names"]),
-        ({"architecture": "vgg_bkn"}, ["config.json", "architecture is 'vgg_bkn'", "resnet101_bkn"]),
+        ({"architecture": "vgg_bkn"}, ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
         ({"architecture": ["resnet101_bkn"]}, ["config.json", "architecture"]),
         ({"architecture": "inception_cifar_gn", "norm": "gn", "norm_options": {}}, ["model.safetensors", "in excess"]),
         ({"norm": "gn"}, ["config.json", "norm is 'gn'", "'bkn'"]),
@@ -717,7 +715,7 @@ def places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     for place, name in ((source, "a.tree"), (named, "b.named")):
         place.mkdir()
         (place / name).symlink_to(folder)
-    monkeypatch.setattr(checkpoints, "SOURCE_TREE", source)
+    monkeypatch.setattr(locate, "SOURCE_TREE", source)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(named))
     return source, named
 
@@ -758,13 +756,27 @@ def test_the_source_tree_named_again_is_not_a_second_place(
 @pytest.mark.parametrize("name", ["c.unknown", "", "owner_repo"])
 def test_an_unknown_name_lists_what_there_is(places: tuple[Path, Path], name: str) -> None:
     with pytest.raises(UnknownNameError, match=r"choose from a\.tree, b\.named"):
-        from_pretrained(name)
+        find(name)
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "owner/repo", ".nowhere", "/nowhere"])
+@pytest.mark.parametrize("path", ["./nowhere", "owner/repo/more", ".nowhere", "/nowhere"])
 def test_a_path_that_does_not_exist_is_refused(places: tuple[Path, Path], path: str) -> None:
     with pytest.raises(CheckpointError, match=r"there is no folder .*choose from a\.tree, b\.named"):
         from_pretrained(path)
+
+
+def test_a_card_that_someone_wrote_is_not_lost_by_saving_anew(folder: Path, tmp_path: Path) -> None:
+    short = folder / "README.md"
+    assert f"`{SMALL}` with 10 classes" in short.read_text()
+    renamed = folder.rename(tmp_path / "renamed")
+    save_pretrained(make(), renamed)  # over the short card of another name, which says nothing more than the new one
+    (renamed / "README.md").write_text("# What I found out\n")
+    before = contents(renamed)
+    with pytest.raises(CheckpointError, match=r"README\.md .* would be lost: pass card="):
+        save_pretrained(make(), renamed)
+    assert contents(renamed) == before
+    save_pretrained(make(), renamed, card="# What I found out since\n")
+    assert (renamed / "README.md").read_text() == "# What I found out since\n"
 
 
 def test_a_folder_is_taken_by_relative_path_string_or_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,7 +841,7 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
     kalman = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features is not None]
     for layer in kalman:
         assert torch.equal(layer.transition, torch.zeros_like(layer.transition))
-        assert layer.gain.item() == pytest.approx(checkpoints.BATCHNORM_GAIN)
+        assert layer.gain.item() == pytest.approx(BATCHNORM_GAIN)
         assert layer.raw_process_noise.isfinite().all()
         wanted = before if shared else layer.running_var.clamp_min(layer.eps)
         torch.testing.assert_close(layer.process_noise.detach(), wanted)

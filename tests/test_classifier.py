@@ -15,7 +15,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import (
     BrokenImageError,
     CheckpointError,
@@ -24,11 +23,11 @@ from bkn_zoo.errors import (
     InputError,
     UnknownNameError,
 )
-from bkn_zoo.images import open_image, preprocess
+from bkn_zoo.images import Preprocessing, open_image, preprocess
 from bkn_zoo.inference.classifier import Classification, Classifier, Prediction, default_checkpoint, usable_checkpoints
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, ov
+from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.norms.statistics import MODES
 
 PREPROCESSING = Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 LABELS = ["ape", "bee", "cat", "dog", "elk", "fox"]
@@ -243,7 +242,7 @@ def test_it_loads_by_whatever_name_the_zoo_knows(folder: Path, monkeypatch: pyte
         asked.append(name)
         return model
 
-    monkeypatch.setattr(bkn_zoo, "from_pretrained", from_hub)
+    monkeypatch.setattr("bkn_zoo.inference.classifier.from_pretrained", from_hub)
     result = Classifier.from_pretrained("owner/repo", engine="torch")(images(1)[0])
     assert asked == ["owner/repo"]
     assert (result.model, result.revision) == ("owner/repo", "0123abcd")
@@ -293,7 +292,7 @@ def write(root: Path, name: str, architecture: str, classes: int, preprocessing:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place where checkpoints are looked for."""
-    monkeypatch.setattr("bkn_zoo.checkpoints.folder.SOURCE_TREE", tmp_path / "none")
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", tmp_path / "none")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
     return tmp_path
 

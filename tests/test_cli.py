@@ -18,10 +18,10 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo import cli
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import HubNotFoundError
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.classifier import Classifier
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.modes import MODES
 
 LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def only_these_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkn_zoo.checkpoints.folder.SOURCE_TREE", root / "none")
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", root / "none")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(root))
 
 
@@ -249,7 +249,7 @@ def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(repository: str, revision: str | None = None) -> None:
         raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
 
-    monkeypatch.setattr("bkn_zoo.checkpoints.hub.download", refuse)
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
 
 
 @pytest.mark.usefixtures("no_such_repository")

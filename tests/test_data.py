@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import InputError
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches

@@ -23,10 +23,10 @@ from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
-from bkn_zoo.checkpoints import hub
-from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.checkpoints import hub, locate
 from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import HubError
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.publish import card_from_results
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
@@ -306,7 +306,7 @@ def test_all_files_are_of_one_commit_even_if_the_revision_moves(online: Result) 
 
 def test_an_unknown_network_or_a_newer_format_is_refused_before_its_weights_are_downloaded(online: Result) -> None:
     odd = online["odd_repositories"]
-    assert_refused(odd["unknown"], "CheckpointError", "config.json", "architecture is 'vgg_bkn'")
+    assert_refused(odd["unknown"], "CheckpointError", "config.json", "no network 'vgg_bkn'")
     assert_refused(odd["newer"], "CheckpointError", "config.json", "format_version is 99", "upgrade bkn_zoo")
     assert_refused(odd["bare"], "CheckpointError", "owner/bare holds no config.json")
     assert odd["unknown"]["files"] == odd["newer"]["files"] == ["config.json"]
@@ -399,7 +399,7 @@ def test_a_token_never_appears_in_errors_or_logs_and_never_leaves_the_hub(online
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", "../a/b", "-a/b"])
 def test_what_looks_like_a_path_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(locate, "download", lambda *_: pytest.fail("asked the Hub"))
     with pytest.raises(bkn_zoo.CheckpointError, match="there is no folder"):
         bkn_zoo.from_pretrained(name)
 
@@ -415,12 +415,12 @@ def test_an_existing_folder_goes_before_an_id_on_the_hub(
 
 def test_ids_are_split_at_the_first_at_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BKN_ZOO_NAMESPACE", "")
-    monkeypatch.setattr(hub, "download", lambda *asked: asked)
-    assert hub.locate("owner/repo") == ("owner/repo", None)
-    assert hub.locate("owner/repo@refs/pr/1") == ("owner/repo", "refs/pr/1")
-    assert hub.locate("some_network@v1") == (f"{hub.NAMESPACE}/some_network", "v1")
+    monkeypatch.setattr(locate, "download", lambda *asked: asked)
+    assert locate.locate("owner/repo")[1:] == ("owner/repo", None)
+    assert locate.locate("owner/repo@refs/pr/1")[1:] == ("owner/repo", "refs/pr/1")
+    assert locate.locate("some_network@v1")[1:] == (f"{locate.NAMESPACE}/some_network", "v1")
     with pytest.raises(bkn_zoo.UnknownNameError, match="unknown checkpoint 'not a name'"):
-        hub.locate("not a name")
+        locate.locate("not a name")
     with pytest.raises(bkn_zoo.InputError, match="as in owner/repo"):
         hub.push_to_hub("folder", "no_owner")
 

@@ -19,9 +19,17 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from bkn_zoo import images
-from bkn_zoo.checkpoints.config import INTERPOLATIONS, Preprocessing
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
-from bkn_zoo.images import MAX_PARTS, MAX_SCANS, central_square, normalize, open_image, preprocess
+from bkn_zoo.images import (
+    INTERPOLATIONS,
+    MAX_PARTS,
+    MAX_SCANS,
+    Preprocessing,
+    central_square,
+    normalize,
+    open_image,
+    preprocess,
+)
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images
 

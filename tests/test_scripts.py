@@ -16,7 +16,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.images import Preprocessing
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 Script = Callable[..., None]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo import create_model
-from bkn_zoo.checkpoints.config import Preprocessing
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch

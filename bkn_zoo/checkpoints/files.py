@@ -1,8 +1,26 @@
-"""Writing so that what stands under a name is complete, whatever happens to the process."""
+"""The files of a checkpoint folder: their names, which of them are there and whole, and writing all of them or none.
 
+Weights are only ever safetensors, and each file of them has its SHA-256.
+"""
+
+import hashlib
+import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, NoReturn
+
+from bkn_zoo.errors import CheckpointError, DamagedFileError
+
+WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
+CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
+OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, "model*.safetensors")
+NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
+"""What loading needs, as patterns."""
+
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 def write(path: Path, data: bytes) -> None:
@@ -33,3 +51,90 @@ def put_in_place(new: Path, folder: Path) -> None:
         raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file."""
+    remedy = "restore it from the original checkpoint"
+    try:
+        data = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: {remedy}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): {remedy}.") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(data).__name__} instead of an object: {remedy}.")
+    return data
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of weights or, where there are several, their index."""
+    present = [folder / name for name in (WEIGHTS, INDEX) if (folder / name).is_file()]
+    if len(present) == 2:
+        raise CheckpointError(f"{folder} holds both {WEIGHTS} and {INDEX}: remove the one that is out of date.")
+    if present:
+        return present[0]
+    raise no_weights(str(folder), [path.name for path in folder.iterdir()])
+
+
+def no_weights(where: str, names: Collection[str]) -> CheckpointError:
+    """What is wrong with a folder or repository of these files."""
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if pickles:
+        return CheckpointError(
+            f"{where} holds no {WEIGHTS} but {pickles[0]}, a pickle, which could run any code and is never loaded: "
+            "convert it with safetensors."
+        )
+    return CheckpointError(f"{where} holds no {WEIGHTS}: restore it from the original checkpoint.")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor; files of this folder only, whatever the index says."""
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{path}: weight_map must give a file for each tensor: restore the original index.")
+    for file in sorted(set(files.values())):
+        if not fnmatch(file, "model*.safetensors") or "/" in file or "\\" in file:
+            raise CheckpointError(
+                f"{path}: weight_map names {file!r}, which is not a file of weights in this folder: "
+                "restore the original index."
+            )
+    return files
+
+
+def files_of_weights(path: Path) -> list[Path]:
+    """The files of tensors behind the file that `weights_file` found."""
+    names = {WEIGHTS} if path.name == WEIGHTS else set(read_index(path).values())
+    return [path.parent / name for name in sorted(names)]
+
+
+def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
+    """Refuse weights that are not those of which config.json keeps the SHA-256; a folder without any is as it is."""
+    for file in files_of_weights(path) if hashes else []:
+        if sha256(file) != hashes.get(file.name):
+            raise DamagedFileError(
+                f"{file} is damaged or of another checkpoint, since its SHA-256 is not the one in config.json: "
+                "restore both from the original checkpoint.",
+                file.name,
+            )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files of a checkpoint, which are those that stand on the Hub."""
+    weights = weights_file(folder)
+    files = {folder / CONFIG, folder / CARD, folder / GOLDEN, weights, *files_of_weights(weights)}
+    for path in sorted(files):
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: save it again.")
+    return sorted(files)

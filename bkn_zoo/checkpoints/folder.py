@@ -18,47 +18,28 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-import bkn_zoo
-from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, Preprocessing
-from bkn_zoo.checkpoints.files import put_in_place, sync, write
-from bkn_zoo.checkpoints.weights import (
-    BATCHNORM_GAIN,
-    INDEX,
-    WEIGHTS,
+from bkn_zoo.checkpoints.card import is_short_card, short_card
+from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config
+from bkn_zoo.checkpoints.files import (
+    CARD,
+    CONFIG,
+    GOLDEN,
+    OWN_FILES,
     check_hashes,
-    check_tensors,
-    few,
-    files_of_weights,
-    load_batchnorm_weights,
-    read_tensors,
-    read_weights,
-    stored_dtype,
-    tensors_of,
-    to_stored,
+    put_in_place,
+    sync,
     weights_file,
-    write_weights,
+    write,
 )
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.checkpoints.hub import remove_damaged
+from bkn_zoo.checkpoints.locate import Location, find, locate
+from bkn_zoo.checkpoints.weights import read_tensors, read_weights, stored_dtype, to_stored, write_weights
+from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.models import Network, create_model
-from bkn_zoo.norms.statistics import MODES
-from bkn_zoo.publishing.cards import checkpoint_card
-
-__all__ = [
-    "save_pretrained",
-    "from_pretrained",
-    "load_folder",
-    "list_checkpoints",
-    "find",
-    "files_of",
-    "verify_golden",
-    "load_batchnorm_weights",
-    "BATCHNORM_GAIN",
-]
-
-CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
-OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, "model*.safetensors")
-NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
-"""What loading needs, as patterns."""
+from bkn_zoo.models.tensors import check_tensors, few, tensors_of
+from bkn_zoo.modes import MODES
+from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.version import __version__
 
 MAX_FILE_SIZE = 45 * 10**6
 """Of a file of weights, in bytes; only a single tensor that is larger gets a larger file."""
@@ -68,9 +49,6 @@ GOLDEN_SIZE = 64
 
 GOLDEN_TOLERANCE = 1e-3
 """Of golden outputs, relative to the largest: for another processor's order of summation, not for other weights."""
-
-SOURCE_TREE = Path(__file__).resolve().parents[2] / "checkpoints"
-ENVIRONMENT_VARIABLE = "BKN_ZOO_CHECKPOINTS"
 
 
 def save_pretrained(
@@ -97,22 +75,21 @@ def save_pretrained(
             speak of its weights.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         default_statistics: the mode for calls that choose none; by default the model's.
-        card: text of README.md; by default a short one is written from the rest.
+        card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
     config = _describe(model, default_statistics, **about)
     config.to_json()  # so that a description that cannot be stored is refused before anything is written
     folder = Path(folder).resolve()
-    card = checkpoint_card(config, folder.name) if card is None else card
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
-    _check_replaceable(folder)
+    _check_replaceable(folder, keep_card=card is None)
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
         hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
         write(scratch / CONFIG, replace(config, sha256=hashes).to_json().encode())
-        write(scratch / CARD, card.encode())
+        write(scratch / CARD, (short_card(config, folder.name) if card is None else card).encode())
         write(scratch / GOLDEN, safetensors.torch.save(_make_golden(scratch)))
         sync(scratch)
         put_in_place(scratch, folder)
@@ -126,13 +103,35 @@ def save_pretrained(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def from_pretrained(name_or_folder: str | os.PathLike[str]) -> Network:
-    """The network of a checkpoint on this machine, in float32 and evaluation mode, with its description as `.config`.
+def from_pretrained(name: str | os.PathLike[str]) -> Network:
+    """The network of a checkpoint, in float32 and evaluation mode, with its description as `.config`.
+
+    The commit that it was downloaded from is its `.revision`, which is None for a local folder. If the Hub cannot be
+    reached, that is the commit in the cache.
 
     Args:
-        name_or_folder: one of `list_checkpoints()`, or a folder's path.
+        name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
+            "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
     """
-    return load_folder(find(name_or_folder))
+    return load(locate(name))
+
+
+def load(location: Location) -> Network:
+    """The same, by what `locate` gave: for those who need the folder too, or something done in between."""
+    name, folder, revision = location
+    try:
+        model = load_folder(folder)
+    except CheckpointError:
+        file = remove_damaged(folder) if revision is not None else None
+        if file is None:
+            raise
+        raise DamagedFileError(
+            f"{file} of {name} at {revision} was damaged, and is removed from the cache: load it again, "
+            "and if it is refused again, tell the owner of the repository.",
+            file,
+        ) from None
+    model.revision = revision
+    return model
 
 
 def load_folder(folder: Path) -> Network:
@@ -156,53 +155,6 @@ def load_folder(folder: Path) -> Network:
     return model.eval()
 
 
-def files_of(folder: Path) -> list[Path]:
-    """All files of a checkpoint, which are those that stand on the Hub."""
-    weights = weights_file(folder)
-    files = {folder / CONFIG, folder / CARD, folder / GOLDEN, weights, *files_of_weights(weights)}
-    for path in sorted(files):
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: save it again.")
-    return sorted(files)
-
-
-def list_checkpoints() -> list[str]:
-    """The names that `from_pretrained` finds in the source tree and in the folders of BKN_ZOO_CHECKPOINTS."""
-    configs = [config for root in _roots() for config in root.glob(f"*/{CONFIG}")]
-    return sorted({config.parent.name for config in configs if not config.parent.name.startswith(".")})
-
-
-def find(name_or_folder: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint.
-
-    What has a path separator in it, starts with a dot or exists is a folder; all else is a name.
-    """
-    text = os.fspath(name_or_folder)
-    available = ", ".join(list_checkpoints()) or "(none)"
-    if (
-        not isinstance(name_or_folder, str)
-        or text.startswith(".")
-        or "/" in text
-        or os.sep in text
-        or os.path.isdir(text)
-    ):
-        folder = Path(text).expanduser()
-        if not folder.is_dir():
-            raise CheckpointError(f"there is no folder {text}: correct the path, or choose from {available}.")
-        return folder
-    roots = _roots()
-    found = [root / text for root in roots if text and (root / text).is_dir()]
-    if not found:
-        places = " and ".join(map(str, roots))
-        raise UnknownNameError(f"unknown checkpoint {text!r}: choose from {available}, which are in {places}.")
-    if len(found) > 1:
-        places = " and ".join(map(str, found))
-        raise CheckpointError(
-            f"the checkpoint {text!r} exists more than once, as {places}: remove all but one, or pass a folder's path."
-        )
-    return found[0]
-
-
 def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     """Check that a checkpoint still gives the outputs that it gave when it was written.
 
@@ -214,7 +166,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     golden = read_tensors(path)
     if golden.keys() != {"input", *MODES}:
         raise CheckpointError(f"{path} holds {few(golden)} instead of input, {', '.join(MODES)}: save the model again.")
-    outputs = _outputs(from_pretrained(folder), golden["input"])
+    outputs = _outputs(load_folder(folder), golden["input"])
     differences = {}
     for mode, output in outputs.items():
         if output.shape != golden[mode].shape:
@@ -247,7 +199,7 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
         num_classes=model.num_classes,
         statistics_batch_size=model.statistics_batch_size,
         default_statistics=model.default_statistics if default_statistics is None else default_statistics,
-        versions={"bkn_zoo": bkn_zoo.__version__, "torch": torch.__version__, "safetensors": safetensors.__version__},
+        versions={"bkn_zoo": __version__, "torch": torch.__version__, "safetensors": safetensors.__version__},
         **_without_none(given),
     )
 
@@ -256,7 +208,7 @@ def _without_none(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _check_replaceable(folder: Path) -> None:
+def _check_replaceable(folder: Path, keep_card: bool) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -267,11 +219,17 @@ def _check_replaceable(folder: Path) -> None:
                 f"{folder} holds {entry.name}, which is not part of a checkpoint and would be lost: "
                 "move it away or choose another folder."
             )
+    card = folder / CARD
+    if keep_card and card.exists() and not is_short_card(card.read_text(), Config.read(folder / CONFIG)):
+        raise CheckpointError(
+            f"{card} is more than the short card that save_pretrained writes, and would be lost: pass card=, or choose "
+            "another folder."
+        )
 
 
 def _make_golden(folder: Path) -> dict[str, Tensor]:
     """One input and its output per mode, by the weights as they are stored."""
-    model = from_pretrained(folder)
+    model = load_folder(folder)
     preprocessing = Config.read(folder / CONFIG).preprocessing
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
     generator = torch.Generator().manual_seed(0)
@@ -310,9 +268,3 @@ def _build(config: Config, path: Path) -> Network:
     model.default_statistics = config.default_statistics
     model.config = config
     return model
-
-
-def _roots() -> list[Path]:
-    named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
-    roots = [Path(name).expanduser().resolve() for name in named if name]
-    return list(dict.fromkeys([*roots, SOURCE_TREE]))

@@ -13,78 +13,27 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import bkn_zoo
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import CONFIG, NEEDED_FILES, OWN_FILES, files_of, find, load_folder
+from bkn_zoo.checkpoints.files import (
+    CONFIG,
+    INDEX,
+    NEEDED_FILES,
+    OWN_FILES,
+    WEIGHTS,
+    check_hashes,
+    files_of,
+    no_weights,
+    sha256,
+    weights_file,
+)
 from bkn_zoo.checkpoints.hub_client import ask
-from bkn_zoo.checkpoints.weights import INDEX, WEIGHTS, check_hashes, no_weights, sha256, weights_file
-from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError, UnknownNameError
-from bkn_zoo.models import Network
+from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError
+from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
-NAMESPACE = "bkn-zoo"
-"""Of the repositories that short names mean; BKN_ZOO_NAMESPACE in the environment overrides it."""
-
-NAMESPACE_VARIABLE = "BKN_ZOO_NAMESPACE"
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-
-def from_pretrained(name: str | os.PathLike[str]) -> Network:
-    """The network of a checkpoint, in float32 and evaluation mode, with its description as `.config`.
-
-    The commit that it was downloaded from is its `.revision`, which is None for a local folder. If the Hub cannot be
-    reached, that is the commit in the cache.
-
-    Args:
-        name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
-            "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
-    """
-    return load_located(name, *locate(name))
-
-
-def load_located(name: str | os.PathLike[str], folder: Path, revision: str | None) -> Network:
-    """The same, by what `locate` gave: for those who need the folder too, or something done in between."""
-    try:
-        model = load_folder(folder)
-    except CheckpointError:
-        file = _remove_damaged(folder) if revision is not None else None
-        if file is None:
-            raise
-        raise DamagedFileError(
-            f"{file} of {os.fspath(name)} at {revision} was damaged, and is removed from the cache: load it again, "
-            "and if it is refused again, tell the owner of the repository.",
-            file,
-        ) from None
-    model.revision = revision
-    return model
-
-
-def is_folder(name: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is named by a folder's path, not by a short name or an id on the Hub."""
-    return not isinstance(name, str) or name.startswith((".", "/", "~")) or os.path.isdir(name)
-
-
-def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    """The folder of a checkpoint, downloaded if need be, and the commit that it is from; None for a local one."""
-    text = os.fspath(name)
-    if is_folder(name):
-        return find(name), None
-    repository, _, revision = text.partition("@")
-    if "/" in repository:
-        return download(repository, revision or None) if REPOSITORY.fullmatch(repository) else (find(name), None)
-    try:
-        return find(name), None
-    except UnknownNameError as error:
-        repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"
-        if not REPOSITORY.fullmatch(repository):
-            raise
-        unknown = str(error).rstrip(".")
-    try:  # out here, since what the client raises would otherwise seem to come of the error above
-        return download(repository, revision or None)
-    except HubError as error:
-        raise UnknownNameError(f"{unknown}; on the Hub: {error}") from None
 
 
 def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
@@ -93,6 +42,8 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
     All files are of one commit, even if the revision moves meanwhile.
     """
     from huggingface_hub import snapshot_download
+
+    from bkn_zoo.models import list_models  # here, since PyTorch comes with it, and most names lead elsewhere
 
     what = f"{repository}@{revision}" if revision else repository
 
@@ -103,7 +54,7 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
                 revision=at,
                 allow_patterns=list(patterns),
                 library_name="bkn_zoo",
-                library_version=bkn_zoo.__version__,
+                library_version=__version__,
             )
 
         return Path(ask(what, snapshot))
@@ -112,14 +63,19 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
     commit = folder.name
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{what} holds no {CONFIG}, so it is no checkpoint of bkn_zoo: correct the name.")
-    Config.read(folder / CONFIG)  # an unknown network or a newer format is refused before its weights are downloaded
+    # An unknown network or a newer format is refused before its weights are downloaded.
+    architecture = Config.read(folder / CONFIG).architecture
+    if architecture not in list_models():
+        raise CheckpointError(
+            f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another checkpoint."
+        )
     fetch(NEEDED_FILES, commit)
     if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
         raise no_weights(what, ask(what, lambda: _api().list_repo_files(repository, revision=commit)))
     return folder, commit
 
 
-def _remove_damaged(folder: Path) -> str | None:
+def remove_damaged(folder: Path) -> str | None:
     """Take a file of weights that is not as it should be out of the cache, so that it can be downloaded again."""
     try:
         check_hashes(weights_file(folder), Config.read(folder / CONFIG).sha256)
@@ -243,7 +199,7 @@ def _commit(api: "HfApi", folder: Path, repository: str, create_pr: bool) -> Pub
         else CommitOperationAdd(change.file, folder / change.file)
         for change in wanted
     ]
-    message = f"Publish {folder.resolve().name} with bkn_zoo {bkn_zoo.__version__}"
+    message = f"Publish {folder.resolve().name} with bkn_zoo {__version__}"
     info = api.create_commit(repository, operations, commit_message=message, create_pr=create_pr)
     return Publication(info.oid, wanted, info.pr_url)
 
@@ -258,4 +214,4 @@ def _is_same(path: Path, there: "RepoFile") -> bool:
 def _api() -> "HfApi":
     from huggingface_hub import HfApi
 
-    return HfApi(library_name="bkn_zoo", library_version=bkn_zoo.__version__)
+    return HfApi(library_name="bkn_zoo", library_version=__version__)

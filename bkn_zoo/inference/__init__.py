@@ -1,1 +1,4 @@
 """From a checkpoint to predictions: prepared networks, the engines that run them, the classifier."""
+
+ENGINES = ("auto", "torch", "openvino")
+"""What can run a network; here, so that they can be named without importing them."""

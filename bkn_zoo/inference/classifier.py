@@ -10,14 +10,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-import bkn_zoo
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import CONFIG, find, list_checkpoints
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
 from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
-from bkn_zoo.models import Network
-from bkn_zoo.norms.statistics import choose_statistics
+from bkn_zoo.models import Network, list_models
+from bkn_zoo.modes import choose_statistics
 
 PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
 GPU_BATCH = 32
@@ -98,7 +99,7 @@ class Classifier:
         cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "f32"
     ) -> "Classifier":
         """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
-        return cls(bkn_zoo.from_pretrained(name), os.fspath(name), device, engine, precision)
+        return cls(from_pretrained(name), os.fspath(name), device, engine, precision)
 
     @overload
     def __call__(
@@ -201,7 +202,7 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError:  # who asks for it by name will be told
             continue
-        if config.preprocessing is not None:
+        if config.preprocessing is not None and config.architecture in list_models():
             yield name, config
 
 

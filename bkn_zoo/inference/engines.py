@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.inference import ENGINES
 from bkn_zoo.inference.folding import FoldedNorm, frozen, prepare
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, ov
 from bkn_zoo.models.network import Network
+from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.norms.statistics import Statistics, choose_statistics
 
-ENGINES = ("auto", "torch", "openvino")
 PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
 KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
 LARGEST_VARIANCE = 1000.0  # in f16, where OpenVINO squares deviations in f16 too: eight standard deviations still fit

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from bkn_zoo.kernels.pool import average_pool, max_pool
 from bkn_zoo.models.network import Branch, State
+from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import concatenate
-from bkn_zoo.norms.statistics import Statistics
 
 
 class Inception(nn.Module):

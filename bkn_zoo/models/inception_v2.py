@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from bkn_zoo.models.inception import AveragePool, HalvingMaxPool, Inception, MaxPool
 from bkn_zoo.models.network import Branch, ConvNorm, Network, global_average, initialize
 from bkn_zoo.models.registry import NormFactory, register
-from bkn_zoo.norms.statistics import Statistics
+from bkn_zoo.modes import Statistics
 
 
 class InceptionV2(Network):

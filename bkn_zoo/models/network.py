@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.statistics import Statistics, choose_statistics
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, as they travel up a network."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bkn_zoo.kernels.pool import max_pool
 from bkn_zoo.models.network import Network, State, global_average, initialize
 from bkn_zoo.models.registry import NormFactory, register
-from bkn_zoo.norms.statistics import Statistics
+from bkn_zoo.modes import Statistics
 
 
 class Bottleneck(nn.Module):

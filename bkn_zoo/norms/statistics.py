@@ -1,50 +1,13 @@
-"""Whose statistics normalize an image: the modes, what is observed, how images are grouped, how a belief is applied."""
+"""Statistics of images: what is observed, how images are grouped, how a belief is applied."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.errors import InputError
+from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, for those who look for them here
 from bkn_zoo.norms.kalman import Belief
-
-MODES = ("population", "sample", "expected")
-
-
-class Statistics(NamedTuple):
-    """What a forward pass normalizes by; made once per call by the network and handed to every layer.
-
-    Attributes:
-        mode: "batch" in training; at inference one of `MODES`.
-        group: images per statistics group ("batch"), or the group size met in training ("expected"); None means the
-            whole batch.
-    """
-
-    mode: str
-    group: int | None = None
-
-
-def choose_statistics(training: bool, mode: str | None, group: int | None, default: str = "population") -> Statistics:
-    """The statistics for one call of a module in training or evaluation mode."""
-    if group is not None and (not isinstance(group, int) or group < 1):
-        raise InputError(
-            f"statistics_batch_size is {group!r}, but must be a whole number of at least 1, or None for whole batches."
-        )
-    if training:
-        if mode is not None:
-            raise InputError(
-                f"statistics={mode!r} chooses what normalizes at inference, but the model is in training mode: "
-                "call model.eval() first."
-            )
-        return Statistics("batch", group)
-    mode = default if mode is None else mode
-    if mode not in MODES:
-        raise UnknownNameError(f"unknown statistics {mode!r}: choose one of {', '.join(MODES)}.")
-    if mode == "expected" and group is None:
-        # One image among a whole large batch hardly moves its statistics: those it expects are the population's.
-        return Statistics("population")
-    return Statistics(mode, group)
 
 
 def observe(x: Tensor) -> Belief:

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from bkn_zoo.checkpoints.config import Config, Preprocessing
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.modes import MODES
+from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
 Run = Mapping[str, Any]

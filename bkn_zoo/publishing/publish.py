@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-import bkn_zoo
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import CARD, CONFIG, files_of, verify_golden
+from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
+from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.checkpoints.hub import changes, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, read_runs, read_speed
+from bkn_zoo.version import __version__
 
 
 def card_from_results(folder: Path, name: str, results: Path) -> str:
@@ -49,7 +50,7 @@ def publish(
         dry_run: change nothing.
     """
     validate(folder, name, results)
-    repository, tag = f"{namespace}/{name}", tag or f"v{bkn_zoo.__version__}"
+    repository, tag = f"{namespace}/{name}", tag or f"v{__version__}"
     planned = changes(folder, repository)
     for change in planned:
         print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")

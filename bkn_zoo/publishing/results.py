@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-import bkn_zoo
+from bkn_zoo.version import __version__
 
 PACKAGES = ("torch", "torchvision", "triton", "openvino", "numpy", "safetensors", "fastapi", "uvicorn", "litserve")
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:
     """Where and how the running script runs."""
-    installed = {"bkn-zoo": bkn_zoo.__version__}
+    installed = {"bkn-zoo": __version__}
     for name in PACKAGES:
         try:
             installed[name] = metadata.version(name)

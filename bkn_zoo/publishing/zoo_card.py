@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import DATASETS, Run, dataset_name, duration
 from bkn_zoo.publishing.results import table
 

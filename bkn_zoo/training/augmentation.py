@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from bkn_zoo.checkpoints.config import Preprocessing
-from bkn_zoo.images import per_channel
+from bkn_zoo.images import Preprocessing, per_channel
 from bkn_zoo.training.batch import Batch
 
 MAX_STRETCH = 0.5  # of a random part: the logarithm of its width over its height

@@ -12,9 +12,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import ImageError, InputError
-from bkn_zoo.images import central_square, enlarge, normalize, open_image
+from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images

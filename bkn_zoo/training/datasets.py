@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bkn_zoo.checkpoints.config import Preprocessing
 from bkn_zoo.errors import ImageError, InputError
-from bkn_zoo.images import SUFFIXES, open_image
+from bkn_zoo.images import SUFFIXES, Preprocessing, open_image
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time

@@ -1,7 +1,7 @@
 """How good a network is, per statistics mode: accuracy and calibration."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +9,23 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
-from bkn_zoo.norms.statistics import MODES
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.batch import Batch
-
-if TYPE_CHECKING:
-    from bkn_zoo.inference.engines import Engine
 
 BINS = 15
 
 
+class Engine(Protocol):
+    """What runs a network, as those of `bkn_zoo.inference` do."""
+
+    model: Network
+
+    def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor: ...
+
+
 @torch.inference_mode()
 def evaluate(
-    model: "Network | Engine", batches: Iterable[Batch], modes: Sequence[str] = MODES
+    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES
 ) -> dict[str, dict[str, float]]:
     """Percentages of top-1 and top-5 and the expected calibration error, and the mean loss, for each mode.
 

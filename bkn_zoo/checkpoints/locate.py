@@ -1,0 +1,91 @@
+"""Where the name of a checkpoint leads: to a folder, to one of those at hand, or to the Hub."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.hub import REPOSITORY, download
+from bkn_zoo.errors import CheckpointError, HubError, UnknownNameError
+
+NAMESPACE = "bkn-zoo"
+"""Of the repositories that short names mean; BKN_ZOO_NAMESPACE in the environment overrides it."""
+
+NAMESPACE_VARIABLE = "BKN_ZOO_NAMESPACE"
+
+SOURCE_TREE = Path(__file__).resolve().parents[2] / "checkpoints"
+ENVIRONMENT_VARIABLE = "BKN_ZOO_CHECKPOINTS"
+
+
+def list_checkpoints() -> list[str]:
+    """The names that `from_pretrained` finds in the source tree and in the folders of BKN_ZOO_CHECKPOINTS."""
+    configs = [config for root in _roots() for config in root.glob(f"*/{CONFIG}")]
+    return sorted({config.parent.name for config in configs if not config.parent.name.startswith(".")})
+
+
+class Location(NamedTuple):
+    """Where a name led: a folder, and the commit that it was downloaded from; None for one that was here."""
+
+    name: str
+    folder: Path
+    revision: str | None
+
+
+def locate(name: str | os.PathLike[str]) -> Location:
+    """Where a name leads: to a folder, to one of `list_checkpoints()`, or to the Hub, from which it is downloaded."""
+    text = os.fspath(name)
+    repository, _, revision = text.partition("@")
+    unknown = ""
+    if is_folder(name) or "/" not in repository:
+        try:
+            return Location(text, find(name), None)
+        except UnknownNameError as error:
+            repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"
+            if not REPOSITORY.fullmatch(repository):
+                raise
+            unknown = str(error).rstrip(".")
+    try:  # out here, since what the client raises would otherwise seem to come of the error above
+        return Location(text, *download(repository, revision or None))
+    except HubError as error:
+        if unknown:
+            raise UnknownNameError(f"{unknown}; on the Hub: {error}") from None
+        raise
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint that is on this machine, by its path or its name; the Hub is not asked."""
+    text = os.fspath(name)
+    available = ", ".join(list_checkpoints()) or "(none)"
+    if is_folder(name):
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {text}: correct the path, or choose from {available}.")
+        return folder
+    roots = _roots()
+    found = [root / text for root in roots if text and (root / text).is_dir()]
+    if not found:
+        places = " and ".join(map(str, roots))
+        raise UnknownNameError(f"unknown checkpoint {text!r}: choose from {available}, which are in {places}.")
+    if len(found) > 1:
+        places = " and ".join(map(str, found))
+        raise CheckpointError(
+            f"the checkpoint {text!r} exists more than once, as {places}: remove all but one, or pass a folder's path."
+        )
+    return found[0]
+
+
+def is_folder(name: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is named by a folder's path: the one rule, for everyone who takes a name.
+
+    It is if it is no string, starts with ".", "/" or "~", exists as a folder, or has a separator in it and cannot be an
+    id on the Hub.
+    """
+    if not isinstance(name, str) or name.startswith((".", "/", "~")) or os.path.isdir(name):
+        return True
+    return ("/" in name or os.sep in name) and not REPOSITORY.fullmatch(name.partition("@")[0])
+
+
+def _roots() -> list[Path]:
+    named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
+    roots = [Path(name).expanduser().resolve() for name in named if name]
+    return list(dict.fromkeys([*roots, SOURCE_TREE]))

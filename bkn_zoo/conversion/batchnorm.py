@@ -1,0 +1,57 @@
+"""From the weights of a batch normalization network to its BKN twin."""
+
+from collections.abc import Mapping
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.models.network import Network
+from bkn_zoo.models.tensors import check_tensors
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
+from bkn_zoo.norms.running import RunningNorm
+
+BATCHNORM_GAIN = 0.99
+"""q after `load_batchnorm_weights`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
+
+
+def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
+    """Start a BKN network from the weights of its batch normalization twin (or a BN network from its own).
+
+    Afterwards `population` outputs are the twin's. Where a layer has a layer below, q = `BATCHNORM_GAIN`, A = 0 and R
+    is the running variance (an R that all layers share stays as it was), so that training starts from nearly batch
+    normalization. Nothing changes if a tensor is missing, left over or of the wrong shape.
+
+    Args:
+        model: a `_bkn` or `_bn` network.
+        state_dict: of the `_bn` network or, for a ResNet, of torchvision's.
+    """
+    if model.name.rpartition("_")[2] not in ("bkn", "bn"):
+        raise InputError(f"{model.name} does not normalize by the running statistics as BN does: take its _bkn twin.")
+    layers = {prefix: layer for prefix, layer in model.named_modules() if isinstance(layer, RunningNorm)}
+    not_needed = set()
+    for prefix, layer in layers.items():
+        images = {f"{prefix}.{name}" for name, _ in layer.named_buffers() if name.startswith("image_")}
+        if not images & state_dict.keys():  # a plain batch normalization, from which the layer derives them
+            not_needed |= images
+        if _has_prior(layer):
+            not_needed |= {f"{prefix}.{name}" for name in ("transition", "raw_process_noise", "raw_gain")}
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in not_needed}
+    check_tensors("the state dict of a BN network", model, wanted, state_dict)
+    model.load_state_dict(state_dict, strict=False)
+    for layer in filter(_has_prior, layers.values()):
+        _start_near_batchnorm(layer)
+
+
+def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
+    return isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None
+
+
+@torch.no_grad()
+def _start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
+    layer.transition.zero_()
+    layer.set_gain(BATCHNORM_GAIN)
+    if layer.raw_process_noise.shape == layer.running_var.shape:
+        # A dead channel has no variance, where the inverse of softplus would be minus infinity.
+        layer.raw_process_noise.copy_(inverse_softplus(layer.running_var.clamp_min(layer.eps)))
