@@ -136,6 +136,21 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else ops.add(y, bias)
 
 
+def _group_norm(x: Any, groups: int, weight: Any, bias: Any, eps: float) -> Any:
+    # Not OpenVINO's own operation, whose compilation is a crash on processors with AMX (2026.4).
+    rows = ops.reshape(x, [1, groups, -1], False)
+    deviation = ops.subtract(rows, _mean(rows))
+    var = _mean(ops.multiply(deviation, deviation))
+    scale = ops.power(ops.add(var, _node(torch.tensor(eps))), _node(torch.tensor(-0.5)))
+    y = ops.reshape(ops.multiply(deviation, scale), list(x.shape), False)
+    weight, bias = (ops.reshape(vector, [1, -1, 1, 1], False) for vector in (weight, bias))
+    return ops.add(ops.multiply(y, weight), bias)
+
+
+def _mean(rows: Any) -> Any:
+    return ops.reduce_mean(rows, _node(torch.tensor([-1])), True)
+
+
 def _max_pool2d(x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, **_: Any) -> Any:
     kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
     ends = list(pads)
@@ -169,7 +184,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
     "pad": _pad,
-    "group_norm": lambda x, groups, weight, bias, eps: ops.group_normalization(x, weight, bias, groups, eps),
+    "group_norm": _group_norm,
     "cat": lambda tensors, dim: ops.concat(tensors, dim),
     "flatten": lambda x, start: ops.reshape(x, [*x.shape[:start], -1], False),
     "relu": lambda x: ops.relu(x),
