@@ -484,7 +484,8 @@ def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
         ({"num_classes": 11}, ["config.json", "label_names holds 10 names, but num_classes is 11"]),
         ({"num_classes": "10"}, ["config.json", "num_classes is '10'"]),
         ({"num_classes": True}, ["config.json", "num_classes is True"]),
-        ({"num_classes": 10**15, "label_names": None}, ["config.json", "cannot be built"]),
+        ({"num_classes": 10**15, "label_names": None}, ["config.json", f"num_classes is {10**15}, but no tensor"]),
+        ({"num_classes": 10**400, "label_names": None}, ["config.json", "num_classes is 1000", "but no tensor"]),
         ({"label_names": [1] * 10}, ["config.json", "label_names"]),
         ({"architecture": "vgg_bkn"}, ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
         ({"architecture": ["resnet101_bkn"]}, ["config.json", "architecture"]),
@@ -511,6 +512,16 @@ def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
 def test_a_config_that_does_not_fit_is_refused(folder: Path, changes: dict, words: list[str]) -> None:
     edit_config(folder, **changes)
     assert_refused(folder, *words)
+
+
+def test_a_network_that_memory_does_not_hold_is_refused_in_our_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. Error code 12 (Cannot allocate memory)")
+
+    monkeypatch.setattr(checkpoints, "create_model", allocate)
+    assert_refused(folder, "config.json", "does not fit into memory: load it on a larger machine")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,13 @@ def load_folder(folder: Path) -> Network:
     path = weights_file(folder)
     weights = read_weights(path)
     check_hashes(path, config.sha256)
+    # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
+    rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
+    if config.num_classes > rows:
+        raise CheckpointError(
+            f"{folder / CONFIG}: num_classes is {config.num_classes}, but no tensor of {path.name} has more than "
+            f"{rows} rows: restore both from the original checkpoint."
+        )
     model = _build(config, folder / CONFIG)
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
@@ -262,8 +269,12 @@ def _build(config: Config, path: Path) -> Network:
     try:
         with torch.device("cpu"), _SkipRandomInitialization():
             model = create_model(config.architecture, config.num_classes, **config.norm_options).float()
-    except (BknZooError, RuntimeError) as error:
+    except BknZooError as error:
         raise CheckpointError(f"{path}: the network that it describes cannot be built: {error}") from None
+    except (MemoryError, RuntimeError):  # PyTorch's allocator has words of its own on every system
+        raise CheckpointError(
+            f"{path}: the network that it describes does not fit into memory: load it on a larger machine."
+        ) from None
     model.statistics_batch_size = config.statistics_batch_size
     model.default_statistics = config.default_statistics
     model.config = config
