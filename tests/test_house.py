@@ -1,0 +1,154 @@
+"""The house stands: imports run downward only, no circle, and nobody waits for what they do not use."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import bkn_zoo
+
+ROOT = Path(__file__).parent.parent
+FLOORS = [
+    {"service"},
+    {"scripts", "hubconf"},
+    {"bkn_zoo"},  # the front door, which leads everywhere: nobody inside goes out and in again
+    {"bkn_zoo.cli"},
+    {"bkn_zoo.publishing"},
+    {"bkn_zoo.training", "bkn_zoo.inference"},
+    {"bkn_zoo.checkpoints"},
+    {"bkn_zoo.conversion"},
+    {"bkn_zoo.models"},
+    {"bkn_zoo.norms"},
+    {"bkn_zoo.kernels"},
+    {f"bkn_zoo.{file.stem}" for file in (ROOT / "bkn_zoo").glob("*.py") if file.stem not in ("__init__", "cli")},
+]
+UPWARD = {("bkn_zoo.cli", "service.app"): "`bkn-zoo serve` hands over to the service, where that is installed"}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = [*(file for folder in ("bkn_zoo", "service", "scripts") for file in sorted((ROOT / folder).rglob("*.py")))]
+MODULES = {name_of(file): file for file in [*FILES, ROOT / "hubconf.py"]}
+
+
+def imports(module: str, file: Path) -> Iterator[str]:
+    """The modules of this house that a file imports, at its top or anywhere in it.
+
+    Not those that it imports for a type checker alone: they are never executed, so that nothing depends on them.
+    """
+    package = module if file.stem == "__init__" else module.rpartition(".")[0]
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    unread = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in node.body
+        for inner in ast.walk(line)
+    }
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (above, node.module)))
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                if inner in MODULES or base in MODULES:
+                    yield inner if inner in MODULES else base
+
+
+ARROWS = {module: set(imports(module, file)) - {module} for module, file in MODULES.items()}
+
+
+def floor(module: str) -> tuple[int, str]:
+    """The number of its floor, from the top, and its wing."""
+    for number, wings in enumerate(FLOORS):
+        for wing in wings:
+            if module == wing or (module.startswith(f"{wing}.") and wing != "bkn_zoo"):
+                return number, wing
+    raise AssertionError(f"{module} has no floor: give its wing one in FLOORS and in CONTRIBUTING.md")
+
+
+def allowed(module: str, other: str) -> bool:
+    (here, wing), (there, other_wing) = floor(module), floor(other)
+    if here == there:  # the rooms of a wing use each other, and so do those of the ground floor
+        return wing == other_wing or here == len(FLOORS) - 1
+    return here < there or (module, other) in UPWARD
+
+
+def test_no_import_leads_upward_or_across() -> None:
+    wrong = [(module, other) for module, arrows in ARROWS.items() for other in arrows if not allowed(module, other)]
+    assert wrong == []
+
+
+def test_no_import_leads_in_a_circle() -> None:
+    try:
+        list(TopologicalSorter(ARROWS).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_imports_are_read() -> None:
+    """So that a change of the reader cannot quietly leave nothing to judge."""
+    assert "bkn_zoo.modes" in ARROWS["bkn_zoo.norms.statistics"]
+    assert "bkn_zoo.inference.classifier" in ARROWS["bkn_zoo.cli"], "imports within functions count"
+    assert "bkn_zoo.kernels" in ARROWS["bkn_zoo.norms.running"], "a module may be imported from its package"
+    assert "bkn_zoo.models" not in ARROWS["bkn_zoo"], "those for the type checker do not"
+    assert all(other in ARROWS[module] for module, other in UPWARD), "exceptions that are none"
+
+
+def test_contributing_shows_every_room_and_every_test_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = {wing for wings in FLOORS for wing in wings if wing.startswith("bkn_zoo.")}
+    files = {file.name for file in (ROOT / "tests").glob("test_*.py")}
+    missing = [room for room in sorted(rooms) if f"`{room.replace('.', '/')}" not in text]
+    assert missing + [file for file in sorted(files) if f"`{file}`" not in text] == []
+
+
+# What is loaded, in a process of its own.
+
+HEAVY = ["torch", "numpy", "PIL", "safetensors", "huggingface_hub", "tqdm", "openvino", "torchvision"]
+
+
+def loaded(code: str) -> set[str]:
+    run = [sys.executable, "-c", f"import sys, json\n{code}\nprint(json.dumps(list(sys.modules)))"]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_imports_next_to_nothing() -> None:
+    modules = loaded("import bkn_zoo")
+    assert modules.isdisjoint(HEAVY)
+    assert {name for name in modules if name.startswith("bkn_zoo")} == {"bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"}
+
+
+def test_the_layer_comes_without_the_hub_cards_or_images() -> None:
+    modules = loaded("from bkn_zoo import BatchKalmanNorm2d")
+    assert "torch" in modules
+    assert modules.isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
+    above = tuple(f"bkn_zoo.{wing}" for wing in ("checkpoints", "publishing", "inference", "training", "images"))
+    assert [name for name in modules if name.startswith(above)] == []
+
+
+def test_listing_checkpoints_imports_no_library() -> None:
+    """PyTorch alone would take seconds."""
+    assert loaded("import bkn_zoo.cli\nbkn_zoo.cli.main(['list'])").isdisjoint(HEAVY)
+
+
+def test_every_name_and_wing_of_the_package_is_there() -> None:
+    for name in (*bkn_zoo.__all__, *bkn_zoo.WINGS):
+        assert getattr(bkn_zoo, name) is not None
+    assert {*bkn_zoo.__all__, *bkn_zoo.WINGS} <= set(dir(bkn_zoo))
+    assert set(bkn_zoo.ROOMS) <= set(bkn_zoo.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bkn_zoo.nothing  # noqa: B018
