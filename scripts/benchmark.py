@@ -4,6 +4,7 @@
     python scripts/benchmark.py train-cpu      # and on the CPU
     python scripts/benchmark.py infer          # images through the engines
     python scripts/benchmark.py serve          # and through the service, beside LitServe
+    python scripts/benchmark.py imports        # how long the package takes to import
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
 spreads are over the rounds, and the ratios are medians of the ratios within a round.
@@ -314,6 +315,12 @@ def serve(args: argparse.Namespace) -> None:
     serve(args)
 
 
+def imports(args: argparse.Namespace) -> None:
+    from benchmark_imports import imports
+
+    imports(args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -359,6 +366,11 @@ def main() -> None:
     command.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     command.add_argument("--output", type=Path, default=Path("results/benchmark_serve.json"))
     command.set_defaults(run=serve)
+    command = commands.add_parser("imports", help="the package and its command: seconds and modules")
+    command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with")
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_imports.json"))
+    command.set_defaults(run=imports)
     args = parser.parse_args()
     args.run(args)
 
