@@ -20,6 +20,7 @@ from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
+from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 
 @torch.no_grad()
@@ -117,6 +118,8 @@ class ImageNorm(nn.Module):
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
+        if isinstance(norm, BatchKalmanVariant2d):
+            raise InputError("a variant of BKN for ablations runs as the network that it is: no engine knows it.")
         self.expects = statistics.mode == "expected"
         self.believes = isinstance(norm, BatchKalmanNorm2d)
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None

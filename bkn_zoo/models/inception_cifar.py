@@ -14,23 +14,36 @@ from bkn_zoo.modes import Statistics
 
 
 class InceptionCifar(Network):
+    """The paper's network.
+
+    Args:
+        width: factor of all channels, in steps of eight: what other parameters would buy that BKN spends on A.
+    """
+
     stride = 2
 
-    def __init__(self, make_norm: NormFactory, num_classes: int) -> None:
+    def __init__(self, make_norm: NormFactory, num_classes: int, width: float = 1.0) -> None:
         super().__init__(num_classes)
 
-        def block(inputs: int, one: int, three: tuple[int, int], five: tuple[int, int], out: int) -> Inception:
-            branches = [Branch(ConvNorm(make_norm, inputs, one, 1))]
-            for kernel_size, (reduced, wide) in ((3, three), (5, five)):
-                reduce = ConvNorm(make_norm, inputs, reduced, 1)
-                branches.append(Branch(reduce, ConvNorm(make_norm, reduced, wide, kernel_size)))
-            return Inception([*branches, Branch(MaxPool(), ConvNorm(make_norm, inputs, out, 1))])
+        def wide(channels: int) -> int:
+            return 8 * round(width * channels / 8)
 
-        self.conv = ConvNorm(make_norm, 3, 32, 3, stride=2, first=True)
-        self.inception_a = block(32, 64, (96, 128), (16, 32), 32)
-        self.inception_b = block(256, 128, (128, 192), (32, 96), 64)
-        self.inception_c = block(480, 192, (96, 208), (16, 48), 64)
-        self.hidden = nn.Linear(512, 1000)
+        channels = wide(32)
+        self.conv = ConvNorm(make_norm, 3, channels, 3, stride=2, first=True)
+
+        def block(one: int, three: tuple[int, int], five: tuple[int, int], out: int) -> Inception:
+            nonlocal channels
+            inputs, channels = channels, wide(one) + wide(three[1]) + wide(five[1]) + wide(out)
+            branches = [Branch(ConvNorm(make_norm, inputs, wide(one), 1))]
+            for kernel_size, (reduced, full) in ((3, three), (5, five)):
+                reduce = ConvNorm(make_norm, inputs, wide(reduced), 1)
+                branches.append(Branch(reduce, ConvNorm(make_norm, wide(reduced), wide(full), kernel_size)))
+            return Inception([*branches, Branch(MaxPool(), ConvNorm(make_norm, inputs, wide(out), 1))])
+
+        self.inception_a = block(64, (96, 128), (16, 32), 32)
+        self.inception_b = block(128, (128, 192), (32, 96), 64)
+        self.inception_c = block(192, (96, 208), (16, 48), 64)
+        self.hidden = nn.Linear(channels, 1000)
         self.fc = nn.Linear(1000, num_classes)
         initialize(self)
 

@@ -11,16 +11,38 @@ from torch import nn
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, new_process_noise
+from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
+from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 NormFactory = Callable[[int, int | None], nn.Module]
 """Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
 
 
-def batch_kalman(shared_process_noise: bool = True) -> NormFactory:
-    """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel."""
+def batch_kalman(
+    shared_process_noise: bool = True,
+    initial_gain: float = INITIAL_GAIN,
+    link: bool = True,
+    prediction_bias: bool = False,
+    gain_per_channel: bool = False,
+) -> NormFactory:
+    """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
+
+    The other options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
+    below: what is left is the shrinking of its observation towards N(0, R).
+    """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
-    return partial(BatchKalmanNorm2d, raw_process_noise=raw_process_noise)
+    kind: Callable[..., BatchKalmanNorm2d] = BatchKalmanNorm2d
+    if prediction_bias or gain_per_channel:
+        kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
+
+    def make(channels: int, channels_below: int | None) -> nn.Module:
+        norm = kind(channels, channels_below, raw_process_noise=raw_process_noise)
+        if channels_below is not None:
+            norm.set_gain(initial_gain)
+            norm.transition.requires_grad_(link)
+        return norm
+
+    return make
 
 
 def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000) -> NormFactory:
@@ -67,7 +89,8 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     Args:
         name: one of `list_models()`.
         num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        norm_options: for `_bkn`, `shared_process_noise`; for `_brn`, `warmup`, `r_steps` and `d_steps`.
+        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`, `prediction_bias`
+            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`.
     """
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.training.recipes import Recipe
 
-KALMAN = ("transition", "raw_process_noise", "raw_gain")
+KALMAN = ("transition", "raw_process_noise", "raw_gain", "prediction_bias")
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:

@@ -1,0 +1,43 @@
+"""BKN with more to learn than the paper gives it. For ablations: neither the kernels nor the engines know it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.kalman import Belief, predict, update
+
+
+class BatchKalmanVariant2d(BatchKalmanNorm2d):
+    """BKN with a learned bias in the prediction, m' = A m + b, or with a gain for each channel, or both.
+
+    Where there is no layer below, there is neither, and this is batch normalization like BKN itself.
+    """
+
+    fusible = False
+    prediction_bias: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        *,
+        prediction_bias: bool = False,
+        gain_per_channel: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, prior_features, **options)
+        has_bias = prediction_bias and prior_features is not None
+        self.prediction_bias = nn.Parameter(torch.zeros(num_features)) if has_bias else None
+        if gain_per_channel and prior_features is not None:
+            self.raw_gain = nn.Parameter(self.raw_gain.detach().reshape(-1).repeat(num_features))
+
+    def believe(self, observed: Belief, prior: Belief | None) -> Belief:
+        if self.prior_features is None:
+            return observed
+        prior = self._checked(prior, observed.mean.shape[0])
+        predicted = predict(prior, self.transition.to(observed.mean.dtype), self.process_noise)
+        if self.prediction_bias is not None:
+            predicted = Belief(predicted.mean + self.prediction_bias, predicted.var)
+        return update(predicted, observed, self.gain)
