@@ -1,0 +1,405 @@
+"""The replication: variants for ablations, other rules for inference, the plan, the runner, and docs/results.md."""
+
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bkn_zoo
+from bkn_zoo.errors import InputError
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.registry import NORMS
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
+from bkn_zoo.norms.statistics import observe, pool
+from bkn_zoo.norms.variants import BatchKalmanVariant2d
+from bkn_zoo.publishing.replication import Difference, Plan, missing, read_plan, read_records
+from bkn_zoo.publishing.results_page import page
+from bkn_zoo.publishing.results_plots import PLOTS, draw
+from bkn_zoo.training.comparisons import (
+    evalnorm,
+    example_weighing,
+    layers,
+    observing_by,
+    recalibrated,
+    variance_gaps,
+    with_coarse_transitions,
+)
+
+ROOT = Path(__file__).parent.parent
+EXPERIMENTS, RECIPES = ROOT / "scripts" / "experiments.toml", ROOT / "recipes"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return read_plan(EXPERIMENTS, RECIPES)
+
+
+@pytest.fixture
+def reproduce() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reproduce", ROOT / "scripts" / "reproduce.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:
+    """A network for images of 4 px, trained for a step in groups of two."""
+    model = bkn_zoo.create_model(f"inception_cifar_{norm}", 3, **options)
+    model.statistics_batch_size = 2
+    model(torch.randn(8, 3, 4, 4))
+    return model
+
+
+# Options for ablations.
+
+
+def test_the_initial_gain_is_that_of_every_layer() -> None:
+    gains = [layer.gain for layer in layers(small(initial_gain=0.3)) if getattr(layer, "prior_features", None)]
+    assert len(gains) > 10
+    torch.testing.assert_close(torch.stack([gain.reshape(()) for gain in gains]), torch.full((len(gains),), 0.3))
+
+
+def test_without_a_link_training_leaves_the_transitions_at_zero_and_moves_gain_and_noise() -> None:
+    model = small(link=False)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 3, 4, 4)).square().sum().backward()
+    optimizer.step()
+    for name, value in model.named_parameters():
+        kind = name.rpartition(".")[2]
+        if kind == "transition":
+            assert not value.any()
+        if kind in ("raw_gain", "raw_process_noise"):
+            assert (value != before[name]).all(), name
+
+
+def test_a_variant_adds_a_bias_to_the_prediction_and_mixes_each_channel_by_its_own_gain(make_belief: Any) -> None:
+    layer = BatchKalmanVariant2d(4, 3, prediction_bias=True, gain_per_channel=True).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
+    _, belief = layer(x, prior, Statistics("batch", 2))
+    predicted = predict(prior, layer.transition, layer.process_noise)
+    predicted = Belief(predicted.mean + layer.prediction_bias, predicted.var)
+    right = update(predicted, pool(observe(x), 2), torch.sigmoid(layer.raw_gain))
+    torch.testing.assert_close(belief, right)
+    assert layer.raw_gain.shape == (4,)
+
+
+def test_a_variant_without_its_additions_is_bkn(make_belief: Any) -> None:
+    plain, variant = BatchKalmanNorm2d(4, 3).double(), BatchKalmanVariant2d(4, 3).double()
+    nn.init.normal_(plain.transition)
+    variant.load_state_dict(plain.state_dict())
+    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
+    ours, theirs = (layer(x, prior, Statistics("batch", 2)) for layer in (variant, plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("option", ["prediction_bias", "gain_per_channel"])
+def test_every_parameter_of_a_variant_learns_and_no_engine_takes_it(option: str) -> None:
+    model = small(**{option: True})
+    model(torch.randn(4, 3, 4, 4)).square().sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+    engine = create_engine(model.eval(), "torch", "cpu")
+    with pytest.raises(InputError, match="no engine knows it"):
+        engine(torch.randn(1, 3, 4, 4), statistics="sample")
+
+
+def test_widening_bn_gives_it_as_many_parameters_as_bkn_has() -> None:
+    def count(model: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    bkn = count(bkn_zoo.create_model("inception_cifar_bkn", 100))
+    assert bkn <= count(InceptionCifar(NORMS["bn"](), 100, width=1.14)) <= 1.01 * bkn
+
+
+# Other rules for inference.
+
+
+def test_example_weighing_at_one_nth_is_expected_but_for_the_spread_of_the_groups_mean() -> None:
+    layer = BatchNorm2d(5)
+    for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
+        buffer.uniform_(0.5, 1.5)
+    images, n = observe(torch.randn(7, 5, 3, 3)), 4
+    ours, theirs = layer.expect(images, n), example_weighing(1 / n)(layer, images, n)
+    torch.testing.assert_close(theirs.mean, ours.mean)
+    torch.testing.assert_close(theirs.var, ours.var + layer.image_spread * (n - 1) / n**2)
+
+
+def test_evalnorm_finds_that_one_of_n_images_makes_up_one_nth_of_its_groups_mean() -> None:
+    model = small("bn")
+    model.statistics_batch_size = 4
+    images = [torch.randn(64, 3, 4, 4) * torch.rand(64, 3, 1, 1) + torch.randn(64, 3, 1, 1) for _ in range(8)]
+    for batch in images:
+        model(batch)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rule = evalnorm(model.eval(), images)
+    first = layers(model)[0]
+    usual = first.partners()[0].mean
+    observed = rule(first, Belief(usual + 1, torch.ones(5, 32)), 4)
+    torch.testing.assert_close(observed.mean - usual, torch.full((32,), 0.25), atol=0.03, rtol=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_rule_holds_within_its_context_only() -> None:
+    model = small().eval()
+    images = torch.randn(2, 3, 4, 4)
+    expected, sample = model(images, "expected"), model(images, "sample")
+    with observing_by(model, lambda layer, own, group: own):
+        torch.testing.assert_close(model(images, "expected"), sample)
+    torch.testing.assert_close(model(images, "expected"), expected)
+    assert not torch.allclose(expected, sample)
+
+
+def test_recalibrating_takes_the_plain_mean_of_the_batches_and_leaves_the_network_as_it_was() -> None:
+    model = small("bn")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [torch.randn(8, 3, 4, 4) for _ in range(5)]
+    fresh = recalibrated(model, batches)
+    means = torch.stack([model.conv.conv(batch).mean((0, 2, 3)) for batch in batches])
+    torch.testing.assert_close(fresh.conv.norm.running_mean, means.mean(0))
+    assert [layer.momentum for layer in layers(fresh)] == [layer.momentum for layer in layers(model)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_transitions_in_eight_bits_have_at_most_255_values_a_row_and_are_close() -> None:
+    model = small()
+    for layer in layers(model):
+        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
+            nn.init.normal_(layer.transition)
+    for layer, coarse in zip(layers(model), layers(with_coarse_transitions(model)), strict=True):
+        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
+            a, b = layer.transition.detach(), coarse.transition.detach()
+            step = a.abs().amax(1, keepdim=True) / 127
+            assert ((a - b).abs() <= 0.51 * step).all()
+            assert not torch.equal(a, b)
+
+
+def test_variance_gaps_are_zero_where_every_group_has_the_running_variance() -> None:
+    model = small("bn")
+    image = torch.randn(1, 3, 4, 4).expand(8, -1, -1, -1)
+    fresh = recalibrated(model, [image])
+    first, *_ = variance_gaps(fresh, [image, 3 * image])
+    assert first.shape == (8, 32)
+    bessel = 8 / 7  # 2 images of 2 x 2 positions
+    torch.testing.assert_close(first[:4], torch.full((4, 32), 1 / bessel).log(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(first[4:], torch.full((4, 32), 9 / bessel).log(), atol=1e-3, rtol=0)
+
+
+# The plan.
+
+
+def test_each_run_is_planned_once_and_a_row_with_all_its_seeds_before_the_next(plan: Plan) -> None:
+    runs = plan.runs()
+    assert len({run.key for run in runs}) == len({run.name for run in runs}) == len(runs) > 100
+    assert [run.name for run in runs[:4]] == [
+        *(f"cifar100.bkn.128-1.seed={seed}" for seed in range(3)), "cifar100.bkn.128-2.seed=0"
+    ]  # fmt: skip
+
+
+def test_claims_and_differences_are_about_arms_that_are_run(plan: Plan) -> None:
+    about = [*plan.claims, *(claim for experiment in plan.experiments for claim in experiment.differences)]
+    assert [claim[side] for claim in about for side in ("this", "that") if claim[side] not in plan.arms] == []
+
+
+def test_a_plan_says_what_a_row_does_not_take(tmp_path: Path) -> None:
+    text = EXPERIMENTS.read_text()
+    (tmp_path / "plan.toml").write_text(text.replace('norm = "gn", groups', 'norm = "gn", colour = 1, groups', 1))
+    with pytest.raises(InputError, match="controls: a row does not take 'colour'"):
+        read_plan(tmp_path / "plan.toml", RECIPES)
+
+
+def test_published_runs_count_for_the_plan_and_others_do_not(plan: Plan) -> None:
+    records = read_records(ROOT / "results" / "runs")
+    done = {run.name for run in plan.runs()} - {run.name for run in missing(plan, records)}
+    assert "tiny.bkn.256-4.seed=0" in done
+    assert "tiny.bkn.256-4.seed=1" not in done
+    assert "cifar100.bkn.128-2.seed=0" not in done  # whose epochs are fewer than the published run's
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "same", "verdict"),
+    [
+        (1.0, 0.2, False, "held"), (0.3, 0.2, False, "within chance"), (-1.0, 0.2, False, "did not hold"),
+        (1.0, None, False, "held (one seed)"), (0.2, 0.2, True, "held"), (-2.0, 0.2, True, "did not hold"),
+    ],
+)  # fmt: skip
+def test_a_claim_holds_beyond_two_standard_errors(value: float, error: float | None, same: bool, verdict: str) -> None:
+    assert Difference(value, error, (3, 3)).verdict(same) == verdict
+
+
+# The page.
+
+
+def invented(plan: Plan) -> dict[str, Any]:
+    """A record for every run of the plan, in which BKN is three points better than the others, and its link two."""
+    records = {}
+    for run in plan.runs():
+        recipe, noise = run.recipe, 0.1 * run.recipe.seed
+        norm = recipe.model.rpartition("_")[2]
+        top1 = 60 + noise + 3 * (norm == "bkn") - 2 * (recipe.norm_options.get("link") is False)
+        metrics = {mode: {"top1": top1 - k, "ece": 5.0} for k, mode in enumerate(("expected", "sample", "population"))}
+        records[run.key] = {
+            "chosen_statistics": "expected", "test": metrics, "validation": metrics, "hardware": "a GPU",
+            "versions": {"torch": "2.11"}, "variance_gap": [0.5, 0.7], "variance_gap_map": [[0.1, -0.4], [0.3, 1.2]],
+            "rules": {"recalibrated population": {"top1": 61.25}, "A in 8 bits": {"top1": 59.5}},
+            "curve": [
+                {"epoch": k, "step": 10 * k, "top1": dict.fromkeys(metrics, top1 - 9 / k)} for k in range(1, 6)
+            ],
+        }  # fmt: skip
+    return records
+
+
+def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
+    records = invented(plan)
+    text = page(plan, records, ROOT)
+    assert f"{len(plan.runs())} are done (a GPU, torch 2.11) and 0 are not" in text
+    assert "| CIFAR-100, two images a group: BKN is better than BN | +3.50 | +3.00 ± 0.08 | 3 | held |" in text
+    failures = text.partition("## What did not replicate")[2].partition("\n## ")[0]
+    assert (
+        "moving statistics are as good as those of the batch (here: as `expected`): +0.00 in the paper, -2.00"
+        in failures
+    )
+    assert "two images a group" not in failures
+    assert "| the link between layers, with two | +2.00 ± 0.08 | 3 | a gain |" in text
+    assert "61.25" in text
+    assert "0.600 ± 0.000" in text
+    assert "not run yet" not in text.lower()
+
+
+def test_a_run_that_diverged_is_a_result(plan: Plan) -> None:
+    records = invented(plan)
+    for run in plan.arms["cifar100.bn.128-1"].runs:
+        records[run.key] = {**records[run.key], "failed": "the loss was not finite at step 7"}
+    text = page(plan, records, ROOT)
+    assert "| BN | 128, 1 |  | none: the loss was not finite at step 7 | 0 of 3 |" in text
+
+
+def test_plots_are_drawn_from_records_and_left_out_without(plan: Plan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = draw(plan, invented(plan), tmp_path)
+    assert {path.stem for path in drawn} == set(PLOTS)
+    assert all(path.stat().st_size > 10_000 for path in drawn)
+    assert draw(plan, {}, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_in_the_documents_is_that_of_the_records(plan: Plan) -> None:
+    """`python scripts/reproduce.py --table --plot` writes it again."""
+    records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
+    assert (ROOT / "docs" / "results.md").read_text() == page(plan, records, ROOT)
+
+
+def test_every_record_is_of_a_run_of_the_plan(plan: Plan) -> None:
+    """Otherwise a changed setting would leave records that nothing shows."""
+    records = read_records(ROOT / "results" / "reproduce")
+    planned = {run.key for run in plan.runs()}
+    assert [record["name"] for key, record in records.items() if key not in planned] == []
+
+
+# The runner.
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """CIFAR-100 in its own layout, with 32 images to train on and 8 to test."""
+    folder = tmp_path / "data" / "cifar-100-python"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for file, count in (("train", 32), ("test", 8)):
+        pixels = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
+        content = {b"data": pixels, b"fine_labels": rng.integers(0, 100, count).tolist()}
+        (folder / file).write_bytes(pickle.dumps(content, protocol=3))
+    meta = {b"fine_label_names": [b"%d" % k for k in range(100)]}
+    (folder / "meta").write_bytes(pickle.dumps(meta, protocol=3))
+    return tmp_path / "data"
+
+
+def test_runs_leave_records_that_are_not_trained_again(
+    reproduce: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = ["reproduce.py", "--data", data, "--results", tmp_path / "results", "--output", tmp_path / "runs"]
+    words += ["--device", "cpu", "--only", "cifar100.bkn.128-2.seed=0"]
+    words += ["--epochs", 1, "--gradient_batch", 8, "--precision", "float32", "--validation", 0.25]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    reproduce.main()
+    assert "1 runs done, 0 failed, 0 left" in capsys.readouterr().out
+    reproduce.main()
+    assert "0 runs to train" in capsys.readouterr().out
+    record = json.loads((tmp_path / "results" / "cifar100.bkn.128-2.seed=0.json").read_text())
+    assert set(record["test"]) == {"population", "sample", "expected"}
+    assert set(record["rules"]) == {
+        "recalibrated population", "recalibrated expected", "EvalNorm", "example weighing", "A in 8 bits"
+    }  # fmt: skip
+    assert record["recipe"]["epochs"] == 1
+    assert record["command"].startswith("python reproduce.py --run cifar100.bkn.128-2.seed=0")
+    assert {"hardware", "versions", "seed"} <= set(record)
+    assert (tmp_path / "results" / "cifar100.bkn.128-2.seed=0.json").stat().st_size < 20_000
+    assert not (tmp_path / "runs" / "cifar100.bkn.128-2.seed=0" / "state.pt").exists()
+
+
+@pytest.fixture
+def pretend(reproduce: ModuleType, tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs the runner on processes that only wait; returns the names of those that were started."""
+    started: list[str] = []
+
+    def run(plan: Plan, count: int, seconds: float, minutes: float, jobs: int) -> list[str]:
+        def start(run: Any, args: Namespace, overrides: Any) -> Any:
+            started.append(run.name)
+            folder = args.output / run.name
+            folder.mkdir(parents=True)
+            (folder / "output.txt").write_text("")
+            process = subprocess.Popen([sys.executable, "-S", "-c", f"import time; time.sleep({seconds})"])
+            return reproduce.Job(run, process, folder, time.monotonic())
+
+        reproduce.start, reproduce.summary = start, lambda *_: ""
+        args = Namespace(minutes=minutes, jobs=jobs, output=tmp_path / "runs", results=tmp_path)
+        assert reproduce.work(plan.runs()[:count], args, {}) == 0
+        return started
+
+    return run
+
+
+def test_no_run_starts_that_could_not_be_finished_in_time(plan: Plan, pretend: Callable[..., list[str]]) -> None:
+    started = pretend(plan, count=6, seconds=1.0, minutes=1.5 / 60, jobs=2)
+    assert started == [run.name for run in plan.runs()[:2]]
+
+
+def test_what_still_runs_at_the_end_of_the_time_is_stopped(plan: Plan, pretend: Callable[..., list[str]]) -> None:
+    begun = time.monotonic()
+    assert len(pretend(plan, count=3, seconds=60, minutes=0.01, jobs=3)) == 3
+    assert time.monotonic() - begun < 30
+
+
+def test_a_run_that_breaks_is_reported_and_the_others_go_on(
+    reproduce: ModuleType, plan: Plan, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(run: Any, args: Namespace, overrides: Any) -> Any:
+        folder = tmp_path / run.name
+        folder.mkdir()
+        broken = run.recipe.seed == 0
+        (folder / "output.txt").write_text("it broke\n" if broken else "")
+        process = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({int(broken)})"])
+        return reproduce.Job(run, process, folder, time.monotonic())
+
+    reproduce.start, reproduce.summary = start, lambda *_: "fine"
+    args = Namespace(minutes=1.0, jobs=2, output=tmp_path, results=tmp_path)
+    assert reproduce.work(plan.runs()[:3], args, {}) == 1
+    output = capsys.readouterr().out
+    assert "cifar100.bkn.128-1.seed=0 failed (1): it broke" in output
+    assert "2 runs done, 1 failed, 0 left" in output
