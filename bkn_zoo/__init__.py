@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.locate import list_checkpoints
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.models import Network, create_model, list_models
-    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d
+    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
 
 __all__ = [
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
+    "BatchKalmanNorm3d",
+    "KalmanSequential",
+    "recalibrate",
     "list_models",
     "create_model",
     "list_checkpoints",
@@ -39,13 +42,16 @@ __all__ = [
 ROOMS = {
     "BatchKalmanNorm1d": "bkn_zoo.norms",
     "BatchKalmanNorm2d": "bkn_zoo.norms",
+    "BatchKalmanNorm3d": "bkn_zoo.norms",
     "Classifier": "bkn_zoo.inference.classifier",
+    "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
     "create_model": "bkn_zoo.models",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",
+    "recalibrate": "bkn_zoo.norms",
     "save_pretrained": "bkn_zoo.checkpoints.folder",
 }
 """Where the names above are at home that are not imported yet."""

@@ -33,7 +33,7 @@ from bkn_zoo.checkpoints.files import (
 )
 from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
-from bkn_zoo.checkpoints.weights import read_tensors, read_weights, stored_dtype, to_stored, write_weights
+from bkn_zoo.checkpoints.weights import of_today, read_tensors, read_weights, stored_dtype, to_stored, write_weights
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.models import Network, create_model
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
@@ -138,7 +138,7 @@ def load_folder(folder: Path) -> Network:
     """The network of a checkpoint folder."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
-    weights = read_weights(path)
+    weights = of_today(read_weights(path))
     check_hashes(path, config.sha256)
     # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, write
 from bkn_zoo.errors import CheckpointError
+from bkn_zoo.norms.batch_kalman import of_version_2
 
 
 def stored_dtype(tensor: Tensor) -> torch.dtype:
@@ -22,10 +24,9 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
 def to_stored(name: str, tensor: Tensor) -> Tensor:
     dtype = stored_dtype(tensor)
     largest = tensor.detach().abs().max()
-    is_gain_of_one = name.endswith(".raw_gain") and bool(tensor == torch.inf)
-    if not largest.isfinite() and not is_gain_of_one:
+    if not largest.isfinite():
         raise CheckpointError(f"{name} is not finite: save the model as it was before its training diverged.")
-    if not largest.to(dtype).isfinite() and not is_gain_of_one:
+    if not largest.to(dtype).isfinite():
         raise CheckpointError(f"{name} reaches {largest:.3g}, too large for {dtype}: scale it down before saving.")
     return tensor.detach().to("cpu", dtype, copy=True).contiguous()
 
@@ -76,6 +77,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{path.parent / file} does not hold the tensors that {INDEX} says: restore both.")
         weights |= shard
     return weights
+
+
+def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as today's layers have them."""
+    return {name: of_version_2(tensor) if name.endswith(".raw_gain") else tensor for name, tensor in weights.items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

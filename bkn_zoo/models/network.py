@@ -1,5 +1,6 @@
 """What all networks share: the statistics of a call, the checks on images, the convolution with its norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
+from bkn_zoo.norms.batch_kalman import no_weight_decay
 from bkn_zoo.norms.kalman import Belief
 
 State = tuple[Tensor, Belief | None]
@@ -51,6 +53,29 @@ class Network(nn.Module):
         if images.shape[0] == 0:  # nothing to take statistics of, and nothing that needs them
             chosen = Statistics("population")
         return self.head(self.features(images, chosen))
+
+    def reset_parameters(self) -> None:
+        """Initialize all weights anew, as `to_empty` asks for after a start on the meta device."""
+        resets = [getattr(module, "reset_parameters", None) for module in self.modules() if module is not self]
+        for reset in filter(None, resets):
+            reset()
+        initialize(self)
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
+        return no_weight_decay(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
+        # PyTorch gives each layer a parameter of its own when it leaves the meta device: what was one stays one.
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(parameter, []).append((module, name))
+        super()._apply(fn, recurse)
+        for (first, name), *others in places.values():
+            for module, other in others:
+                setattr(module, other, getattr(first, name))
+        return self
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
         """The top feature map."""

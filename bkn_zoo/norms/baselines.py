@@ -3,19 +3,19 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.norms.statistics import Statistics, choose_statistics, finish
+from bkn_zoo.norms.running import RunningNorm, recomputing
+from bkn_zoo.norms.statistics import finish
 
 
 class BatchNorm2d(RunningNorm):
     """Batch normalization (Ioffe & Szegedy 2015), over statistics groups where the network asks for them."""
 
     def __init__(
-        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5, momentum: float = 0.1
+        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5, momentum: float | None = 0.1
     ) -> None:
         super().__init__(num_features, eps, momentum)
 
@@ -23,19 +23,21 @@ class BatchNorm2d(RunningNorm):
         self,
         x: Tensor,
         prior: Belief | None = None,
-        statistics: Statistics | None = None,
+        statistics: Statistics | str | None = None,
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
-        statistics = statistics or choose_statistics(self.training, None, None)
-        if statistics != Statistics("batch", None):
+        statistics = self.choose(statistics)
+        if statistics != Statistics("batch", None) or not self.training or self.momentum is None:
             return super().forward(x, prior, statistics, residual, relu)
         # Whole batches are what every backend's own batch normalization is fastest at.
         self.check(x, residual)
-        self.num_batches_tracked += 1
-        running = self.running_mean, self.running_var
-        y = F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
-        return finish(y, residual, relu), None
+        if recomputing():  # copies may move, and make autograd save as much as it did before
+            running = self.running_mean.clone(), self.running_var.clone()
+        else:
+            self.num_batches_tracked += 1
+            running = self.running_mean, self.running_var
+        return finish(self.batch_norm(x, *running, True, self.momentum), residual, relu), None
 
     def partners(self) -> tuple[Belief, Tensor]:
         # Training on whole batches observes no single images: then the population stands for an image's partners.
@@ -50,6 +52,9 @@ class BatchRenorm2d(RunningNorm):
 
     The limits widen with the training step: r_max from 1 and d_max from 0 at `warmup` steps to 3 at `r_steps` and 5 at
     `d_steps`. The defaults are the paper's, for ImageNet; a short training wants them scaled to its length.
+
+    Activation checkpointing suits it less than the others: a second pass of a step is corrected by the averages as the
+    first one left them.
     """
 
     fusible = False
@@ -59,7 +64,7 @@ class BatchRenorm2d(RunningNorm):
         num_features: int,
         prior_features: int | None = None,
         eps: float = 1e-3,
-        momentum: float = 0.01,
+        momentum: float | None = 0.01,
         warmup: int = 5_000,
         r_steps: int = 40_000,
         d_steps: int = 25_000,
@@ -75,7 +80,7 @@ class BatchRenorm2d(RunningNorm):
 
         return 1 + 2 * ramp(self.r_steps), 5 * ramp(self.d_steps)
 
-    def affine(self, belief: Belief) -> tuple[Tensor, Tensor]:
+    def scale_and_shift(self, belief: Belief) -> tuple[Tensor, Tensor]:
         with torch.no_grad():  # r and d are constants to the gradient
             r_max, d_max = self.limits()
             running_std = torch.sqrt(self.running_var + self.eps)
@@ -90,6 +95,8 @@ class GroupNorm2d(nn.GroupNorm):
     It normalizes each image by itself in training and at inference, so that the three statistics modes agree.
     """
 
+    carries_belief = True
+
     def __init__(self, num_features: int, prior_features: int | None = None, eps: float = 1e-5) -> None:
         super().__init__(math.gcd(32, num_features), num_features, eps)
 
@@ -97,7 +104,7 @@ class GroupNorm2d(nn.GroupNorm):
         self,
         x: Tensor,
         prior: Belief | None = None,
-        statistics: Statistics | None = None,
+        statistics: Statistics | str | None = None,
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:

@@ -1,6 +1,7 @@
 """Batch Kalman Normalization (Wang et al. 2018), Algorithm 1."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +10,22 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.kalman import Belief, predict, update
 from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.statistics import in_full_precision
 
 INITIAL_GAIN = 0.5
 INITIAL_PROCESS_NOISE = 1.0
+KALMAN = ("transition", "raw_process_noise", "raw_gain")
+"""The names of A, R and q among a layer's parameters."""
+
+RAW_GAIN_OF_ONE = 40.0
+"""Its sigmoid is 1 in float32 and in float64, and it is finite: a mean of weights, say, would make infinity NaN."""
 
 
-def new_process_noise(size: int) -> nn.Parameter:
+def new_process_noise(
+    size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
     """A raw process noise at its starting value; R is its softplus. Hand one of size 1 to all layers to share R."""
-    return nn.Parameter(inverse_softplus(torch.full((size,), INITIAL_PROCESS_NOISE)))
+    return nn.Parameter(inverse_softplus(torch.full((size,), INITIAL_PROCESS_NOISE, device=device, dtype=dtype)))
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
@@ -26,17 +35,17 @@ def inverse_softplus(value: Tensor) -> Tensor:
 class BatchKalmanNorm2d(RunningNorm):
     """Normalizes by a belief that joins what the layer observes with what the layer below believed.
 
-    With gain q = 1, or without a layer below, this is batch normalization.
+    With gain q = 1, or without a layer below, this is batch normalization. The arguments not listed here are those of
+    `RunningNorm` and, where it has them, of `nn.BatchNorm2d`.
 
     Args:
         num_features: channels of the input.
         prior_features: channels of the layer below, whose belief is passed to `forward`; None for a first layer.
-        eps: added to the variance before the square root.
-        momentum: step of the running averages.
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
             one value per channel.
     """
 
+    _version = 2  # 1: `raw_gain` was a number without dimensions, and infinite where q = 1
     dims: tuple[int, ...] = (4,)
 
     def __init__(
@@ -44,21 +53,38 @@ class BatchKalmanNorm2d(RunningNorm):
         num_features: int,
         prior_features: int | None = None,
         eps: float = 1e-5,
-        momentum: float = 0.1,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        statistics_batch_size: int | None = None,
         raw_process_noise: nn.Parameter | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype)
         self.prior_features = prior_features
         if prior_features is not None:
-            self.transition = nn.Parameter(torch.zeros(num_features, prior_features))
-            self.raw_process_noise = new_process_noise(num_features) if raw_process_noise is None else raw_process_noise
-            self.raw_gain = nn.Parameter(torch.zeros(()))
+            if raw_process_noise is None:
+                raw_process_noise = new_process_noise(num_features, device, dtype)
+            self.transition = nn.Parameter(torch.zeros(num_features, prior_features, device=device, dtype=dtype))
+            self.raw_process_noise = raw_process_noise
+            self.raw_gain = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+            self.set_gain(INITIAL_GAIN)
+
+    def reset_parameters(self) -> None:
+        """Put all parameters and buffers where they start, an R that layers share too."""
+        super().reset_parameters()
+        if self.prior_features is not None:
+            nn.init.zeros_(self.transition)
+            start = inverse_softplus(torch.tensor(INITIAL_PROCESS_NOISE, device="cpu"))
+            nn.init.constant_(self.raw_process_noise, start.item())
             self.set_gain(INITIAL_GAIN)
 
     @property
     def gain(self) -> Tensor:
         """q, how far the observation is trusted."""
-        return torch.sigmoid(self.raw_gain)
+        return torch.sigmoid(in_full_precision(self.raw_gain))
 
     @torch.no_grad()
     def set_gain(self, gain: float) -> None:
@@ -67,12 +93,16 @@ class BatchKalmanNorm2d(RunningNorm):
             raise InputError("a first layer has no gain: it believes what it observes.")
         if not 0 < gain <= 1:
             raise InputError(f"the gain must lie in (0, 1], not at {gain}.")
-        self.raw_gain.fill_(math.log(gain / (1 - gain)) if gain < 1 else math.inf)
+        self.raw_gain.fill_(math.log(gain / (1 - gain)) if gain < 1 else RAW_GAIN_OF_ONE)
 
     @property
     def process_noise(self) -> Tensor:
         """R, the variance that the transition leaves unexplained."""
-        return F.softplus(self.raw_process_noise)
+        return F.softplus(in_full_precision(self.raw_process_noise))
+
+    def no_weight_decay(self) -> set[str]:
+        """The parameters that weight decay would pull towards arbitrary values, by name, as timm asks for them."""
+        return no_weight_decay(self)
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if self.prior_features is None:
@@ -87,7 +117,7 @@ class BatchKalmanNorm2d(RunningNorm):
         if self.prior_features is None:
             return None, None, None
         self._checked(prior, groups)
-        return self.transition, self.raw_process_noise, self.raw_gain
+        return self.transition, self.raw_process_noise, self.raw_gain.squeeze(0)
 
     def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:
@@ -107,6 +137,14 @@ class BatchKalmanNorm2d(RunningNorm):
         if x.ndim not in self.dims:
             raise InputError(f"{type(self).__name__} cannot take an input of {x.ndim} dimensions, {tuple(x.shape)}.")
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        name = f"{prefix}raw_gain"
+        if name in state_dict and local_metadata.get("version", 1) < 2:
+            state_dict[name] = of_version_2(state_dict[name])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, prior_features={self.prior_features}"
 
@@ -115,3 +153,21 @@ class BatchKalmanNorm1d(BatchKalmanNorm2d):
     """The same for fully connected features, (images, channels), or sequences, (images, channels, length)."""
 
     dims = (2, 3)
+
+
+class BatchKalmanNorm3d(BatchKalmanNorm2d):
+    """The same for volumes and video, (images, channels, depth, height, width)."""
+
+    dims = (5,)
+
+
+def of_version_2(raw_gain: Tensor) -> Tensor:
+    """A `raw_gain` as the layer has had it since version 2: of shape (1,), and finite where q = 1."""
+    return raw_gain.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if raw_gain.numel() == 1 else raw_gain
+
+
+def no_weight_decay(module: nn.Module) -> set[str]:
+    """The names of A, R and q of all layers in a network."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchKalmanNorm2d)]
+    owned = [(prefix, name) for prefix, layer in layers for name in KALMAN if hasattr(layer, name)]
+    return {f"{prefix}.{name}".lstrip(".") for prefix, name in owned}

@@ -1,6 +1,7 @@
 """The frame that BN, BRN and BKN share: observe, believe, remember, normalize."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,33 +10,53 @@ from torch import Tensor, nn
 
 from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
+from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import (
-    Statistics,
-    choose_statistics,
+    HALF,
     finish,
     group_size,
+    in_full_precision,
     normalize,
     observe,
     pool,
     without_autocast,
 )
 
+AVERAGES = {"running_mean": 0.0, "running_var": 1.0, "image_mean": 0.0, "image_var": 1.0, "image_spread": 0.0}
+"""The running averages, and where they start."""
+
 
 class RunningNorm(nn.Module):
     """Normalizes by a belief about the input, and remembers beliefs for inference.
 
     As it stands the belief is the observation, which is batch normalization over statistics groups. A subclass says in
-    `believe` how it forms another, and in `affine` which scale and shift follow.
+    `believe` how it forms another, and in `scale_and_shift` which scale and shift follow.
 
-    Buffers:
+    In evaluation mode the layer is frozen: its running averages stay, and where a caller that is in training itself
+    passes the statistics of the batch, it normalizes by the population, and its running belief is the prior of the
+    layer above.
+
+    Args:
+        num_features: channels of the input.
+        eps: added to the variance before the square root.
+        momentum: step of the running averages; None makes them averages of all steps since the last reset.
+        affine: whether it has a scale and a shift, `weight` and `bias`.
+        track_running_stats: whether it remembers. A layer that does not takes the statistics of the batch at inference
+            too, or those of each image ("sample"); "population" and "expected" have nothing to go by, and are refused.
+        statistics_batch_size: images per statistics group where a call does not say; None is the whole batch.
+
+    Buffers, which stay in float32 when the layer is cast to half precision:
         running_mean, running_var: the belief, averaged over training (`population`).
         image_mean, image_var, image_spread: what the `expected` mode knows of an image's partners: mean of the images'
             means, mean of their variances, variance of their means.
         num_batches_tracked: training steps seen.
     """
 
-    fusible = True  # the kernels know this layer's `believe`, and that it leaves `affine` as it is
+    carries_belief = True  # takes the prior and the statistics beside the features, and returns its belief with them
+    fusible = True  # the kernels know this layer's `believe`, and that it leaves `scale_and_shift` as it is
+    weight: Tensor
+    bias: Tensor
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -44,26 +65,56 @@ class RunningNorm(nn.Module):
     image_spread: Tensor
     skipped_steps: Tensor
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        statistics_batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum
-        self.weight = nn.Parameter(torch.ones(num_features))
-        self.bias = nn.Parameter(torch.zeros(num_features))
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-        self.register_buffer("num_batches_tracked", torch.tensor(0))
-        self.register_buffer("image_mean", torch.zeros(num_features))
-        self.register_buffer("image_var", torch.ones(num_features))
-        self.register_buffer("image_spread", torch.zeros(num_features))
-        self.register_buffer("skipped_steps", torch.tensor(0), persistent=False)
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.statistics_batch_size = statistics_batch_size
+        kind: Any = {"device": device, "dtype": dtype}
+        self.register_parameter("weight", nn.Parameter(torch.ones(num_features, **kind)) if affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(num_features, **kind)) if affine else None)
+
+        def buffer(tensor: Tensor) -> Tensor | None:
+            return in_full_precision(tensor) if track_running_stats else None
+
+        for name, start in AVERAGES.items():
+            self.register_buffer(name, buffer(torch.full((num_features,), start, **kind)))
+        self.register_buffer("num_batches_tracked", buffer(torch.tensor(0, device=device)))
+        self.register_buffer("skipped_steps", buffer(torch.tensor(0, device=device)), persistent=False)
+
+    def reset_running_stats(self) -> None:
+        """Forget all that was remembered."""
+        if self.track_running_stats:
+            for name, start in AVERAGES.items():
+                getattr(self, name).fill_(start)
+            self.num_batches_tracked.zero_()
+            self.skipped_steps.zero_()
+
+    def reset_parameters(self) -> None:
+        """Put all parameters and buffers where they start."""
+        self.reset_running_stats()
+        if self.affine:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
         x: Tensor,
         prior: Belief | None = None,
-        statistics: Statistics | None = None,
+        statistics: Statistics | str | None = None,
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
@@ -72,31 +123,65 @@ class RunningNorm(nn.Module):
         Args:
             x: features, (images, channels, ...).
             prior: belief of the layer below; not needed, and None, with population statistics.
-            statistics: what to normalize by; by default the whole batch in training, the population at inference.
+            statistics: what to normalize by: at inference "population", "sample" or "expected". By default the batch's
+                in training, the population's at inference.
 
         Returns:
             The normalized features and the belief they were normalized by (None with population statistics, where no
             belief has to travel).
         """
         self.check(x, residual)
-        statistics = statistics or choose_statistics(self.training, None, None)
-        if statistics.mode == "population":
-            running = self.running_mean, self.running_var
-            return finish(F.batch_norm(x, *running, self.weight, self.bias, eps=self.eps), residual, relu), None
+        statistics = self.choose(statistics)
+        frozen = statistics.mode == "batch" and not self.training and self.track_running_stats
+        if frozen or statistics.mode == "population":
+            y = self.batch_norm(x, self.running_mean, self.running_var)
+            return finish(y, residual, relu), self.population(x.shape[0], statistics.group) if frozen else None
         with without_autocast(x):
-            if self.fusible and statistics.mode in ("batch", "sample") and kernels.chosen(x):
+            if self.fused(statistics) and kernels.chosen(x):
                 return self._forward_fused(x, prior, statistics, residual, relu)
             images = observe(x)
             if statistics.mode == "batch":
                 observed = pool(images, statistics.group)
                 belief = self.believe(observed, prior)
-                weight, bias = self.affine(belief)
-                self.remember(belief, observed, images, count=x.numel() // observed.mean.numel())
+                weight, bias = self.scale_and_shift(belief)
+                if self.remembers():
+                    self.remember(belief, observed, images, count=x.numel() // observed.mean.numel())
             else:
                 observed = images if statistics.mode == "sample" else self.expect(images, statistics.group)
                 belief = self.believe(observed, prior)
                 weight, bias = self.weight, self.bias
             return normalize(x, belief, weight, bias, self.eps, residual, relu), belief
+
+    def choose(self, statistics: Statistics | str | None) -> Statistics:
+        """The statistics of a call, by the layer's own settings where the caller leaves it open."""
+        if isinstance(statistics, str) or (statistics is None and self.track_running_stats):
+            statistics = choose_statistics(self.training, statistics, self.statistics_batch_size)
+        elif statistics is None:  # as every framework's batch normalization does it, at inference too
+            statistics = choose_statistics(True, None, self.statistics_batch_size)
+        if not self.track_running_stats and statistics.mode in ("population", "expected"):
+            raise InputError(
+                f"statistics={statistics.mode!r} needs running averages, but this layer was made with "
+                "track_running_stats=False: choose statistics='sample', or None for those of the batch."
+            )
+        return statistics
+
+    def remembers(self) -> bool:
+        """Whether a pass with the statistics of the batch moves the running averages."""
+        return self.training and self.track_running_stats and not recomputing()
+
+    def population(self, images: int, group: int | None) -> Belief:
+        """The running belief, for each group of a batch."""
+        groups = images // group_size(images, group)
+        return Belief(self.running_mean.expand(groups, -1), self.running_var.expand(groups, -1))
+
+    def batch_norm(self, x: Tensor, mean: Tensor, var: Tensor, training: bool = False, momentum: float = 0.0) -> Tensor:
+        """PyTorch's own, with scale and shift in float32, as it wants them beside statistics in float32."""
+        weight, bias = (None if p is None else in_full_precision(p) for p in (self.weight, self.bias))
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum, self.eps)
+
+    def fused(self, statistics: Statistics) -> bool:
+        """Whether the kernels know what is to be done."""
+        return self.fusible and self.affine and self.momentum is not None and statistics.mode in ("batch", "sample")
 
     def _forward_fused(
         self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
@@ -109,7 +194,7 @@ class RunningNorm(nn.Module):
         if prior is not None and transition is not None:
             prior_mean, prior_var = (part.float().contiguous() for part in prior)
         running: list[Tensor] = []
-        if statistics.mode == "batch":
+        if statistics.mode == "batch" and self.remembers():
             running = [self.running_mean, self.running_var, self.image_mean, self.image_var, self.image_spread]
             running += [self.num_batches_tracked, self.skipped_steps]
         y, mean, var = kernels.fused_norm(
@@ -128,8 +213,8 @@ class RunningNorm(nn.Module):
         """The belief formed from this layer's observation and the belief of the layer below."""
         return observed
 
-    def affine(self, belief: Belief) -> tuple[Tensor, Tensor]:
-        """Scale and shift in training: (channels,), or (groups, channels) where they differ between groups."""
+    def scale_and_shift(self, belief: Belief) -> tuple[Tensor, Tensor]:
+        """Gamma and beta in training: (channels,), or (groups, channels) where they differ between groups."""
         return self.weight, self.bias
 
     def trust(self) -> Tensor | float:
@@ -139,7 +224,7 @@ class RunningNorm(nn.Module):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(f"this layer normalizes {self.num_features} channels, but its input is {tuple(x.shape)}.")
-        if x.device != self.weight.device:
+        if self.affine and x.device != self.weight.device:
             raise InputError(f"the input is on {x.device} but the layer on {self.weight.device}: move one of them.")
         if residual is not None and (residual.device != x.device or residual.shape != x.shape):
             there, here = (f"{tuple(t.shape)} on {t.device}" for t in (residual, x))
@@ -175,22 +260,29 @@ class RunningNorm(nn.Module):
         var = (belief.var + self.trust() * observed.var / max(count - 1, 1)).mean(0)
         spread, image_mean = torch.var_mean(images.mean, dim=0, correction=0)
         image_var = images.var.mean(0)
+        step, unrest = self._step()
         # Deviations from the running mean count too, so that V is right even for gradient batches of one image; the
         # factor takes out what the running mean's own unrest adds.
-        spread = spread + (1 - self.momentum / 2) * (image_mean - self.image_mean).square()
+        spread = spread + (1 - unrest) * (image_mean - self.image_mean).square()
         finite = (mean + var + image_var).isfinite().all()
-        self._move(self.running_mean, mean, finite)
-        self._move(self.running_var, var, finite)
-        self._move(self.image_mean, image_mean, finite)
-        self._move(self.image_var, image_var, finite)
-        self._move(self.image_spread, spread, finite)
+        for name, value in zip(AVERAGES, (mean, var, image_mean, image_var, spread), strict=True):
+            running = getattr(self, name)
+            running.copy_(torch.where(finite, torch.lerp(running, value.to(running.dtype), step), running))
         self.num_batches_tracked += finite
         self.skipped_steps += ~finite
         if finite.device.type == "cpu" and not torch.compiler.is_compiling() and not finite:
             self._warn_of_skipped_steps()
 
-    def _move(self, running: Tensor, value: Tensor, finite: Tensor) -> None:
-        running.copy_(torch.where(finite, torch.lerp(running, value.to(running.dtype), self.momentum), running))
+    def _step(self) -> tuple[Tensor | float, Tensor | float]:
+        """How far the averages move, and the running mean's share in the variance of its distance from a batch's mean.
+
+        With V/N the variance of a batch's mean, that of the running mean is V/N step/(2 - step), or V/(N k) where it is
+        the mean of the k batches before; its share is then step/2, or 1/(k + 1).
+        """
+        if self.momentum is not None:
+            return self.momentum, self.momentum / 2
+        step = 1 / (self.num_batches_tracked + 1).to(self.running_mean.dtype)
+        return step, step
 
     def _warn_of_skipped_steps(self) -> None:
         message = "a training batch was not finite: its step left the running statistics as they were"
@@ -198,9 +290,19 @@ class RunningNorm(nn.Module):
 
     def train(self, mode: bool = True) -> "RunningNorm":
         # On a GPU, asking after every step would make the host wait for the device; the switch of mode is soon enough.
-        if not mode and self.training and self.skipped_steps.device.type == "cuda" and self.skipped_steps:
+        skipped = self.skipped_steps
+        if not mode and self.training and skipped is not None and skipped.is_cuda and skipped:
             self._warn_of_skipped_steps()
         return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RunningNorm":
+        # In half precision a running average would stand still as soon as its steps are smaller than its rounding.
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.dtype in HALF:
+                self._buffers[name] = before[name].to(buffer.device, torch.float32)  # type: ignore[union-attr]
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A plain batch normalization (torchvision's, say) never kept the images' own statistics; the population's, with
@@ -213,4 +315,12 @@ class RunningNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+        text = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
+        text += f", track_running_stats={self.track_running_stats}"
+        group = self.statistics_batch_size
+        return text if group is None else f"{text}, statistics_batch_size={group}"
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is under way: activation checkpointing runs a layer again there, for the same step."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -41,15 +41,16 @@ def pool(images: Belief, group: int | None) -> Belief:
 def normalize(
     x: Tensor,
     belief: Belief,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
     """gamma (x - m) / sqrt(v + eps) + beta, each group by its own belief; then the residual sum and the ReLU."""
-    scale = weight * torch.rsqrt(belief.var + eps)
-    shift = bias - belief.mean * scale
+    scale = torch.rsqrt(belief.var + eps)
+    scale = scale if weight is None else weight * scale
+    shift = -belief.mean * scale if bias is None else bias - belief.mean * scale
     y = torch.addcmul(per_image(shift, x), in_full_precision(x), per_image(scale, x))
     return finish(y, residual, relu).to(x.dtype)
 
@@ -72,11 +73,14 @@ def per_image(rows: Tensor, x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Statistics and beliefs are computed in float32, whatever autocast would do."""
     # Entered only where it changes something: an exported graph would get a subgraph for every norm.
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 def in_full_precision(x: Tensor) -> Tensor:
     """float32 for half precision, unchanged (and not copied) otherwise."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in HALF else x

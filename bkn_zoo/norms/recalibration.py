@@ -1,0 +1,56 @@
+"""Running averages taken anew, for weights that no training step has seen."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.norms.running import RunningNorm
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None = None) -> None:
+    """Replace all running averages by those over `batches`, which pass the model as in training, without gradients.
+
+    For weights that were averaged, cut down or taken from elsewhere: what is remembered speaks of the weights before.
+    `torch.optim.swa_utils.update_bn` does this for PyTorch's own batch normalization and passes over the layers of this
+    package; here both are served. Where it fails, everything is as it was.
+
+    Args:
+        batches: of images, or of tuples that begin with them; as large as in training, since the size of the statistics
+            groups is the model's own.
+        device: where to move the images; None leaves them where they are.
+    """
+    norms: list[Any] = [m for m in model.modules() if isinstance(m, RunningNorm | _BatchNorm) and m.track_running_stats]
+    if not norms:
+        raise InputError("this model has no running averages to recalibrate: it normalizes the same way always.")
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [norm.momentum for norm in norms]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    steps = [norm.num_batches_tracked.clone() for norm in norms]
+    try:
+        model.train()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+        seen = 0
+        for batch in batches:
+            images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
+            model(images if device is None else images.to(device))
+            seen += 1
+        if not seen:
+            raise InputError("there are no batches to recalibrate with: check the data.")
+    except BaseException:
+        for buffer, value in before:
+            buffer.copy_(value)
+        raise
+    finally:
+        for norm, momentum, step in zip(norms, momenta, steps, strict=True):
+            norm.momentum = momentum
+            if momentum is not None:  # it counts the steps of training, and of the average where there is no momentum
+                norm.num_batches_tracked.copy_(step)
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,524 @@
+"""The layer as a part of other people's networks: BatchNorm's options, the container, freezing, casting."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradgradcheck
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from bkn_zoo import InputError, UnknownNameError, create_model, list_models
+from bkn_zoo.norms import (
+    MODES,
+    BatchKalmanNorm1d,
+    BatchKalmanNorm2d,
+    BatchKalmanNorm3d,
+    BatchNorm2d,
+    BatchRenorm2d,
+    Belief,
+    GroupNorm2d,
+    KalmanSequential,
+    Statistics,
+    recalibrate,
+)
+from bkn_zoo.norms.batch_kalman import KALMAN
+from bkn_zoo.norms.running import AVERAGES
+
+LAYERS = {1: BatchKalmanNorm1d, 2: BatchKalmanNorm2d, 3: BatchKalmanNorm3d}
+TWINS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+kinds = pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
+
+
+def some(*shape: int) -> Tensor:
+    return (1 + 2 * torch.randn(shape)).double()
+
+
+def memory(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def small(norm: Callable[..., nn.Module] = BatchKalmanNorm2d, group: int | None = 2) -> KalmanSequential:
+    """Two convolutions, a container in the container, and a linear layer; in float64."""
+    block = KalmanSequential(nn.Conv2d(4, 6, 3, padding=1, bias=False), norm(6, 4), nn.ReLU())
+    network = KalmanSequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False), norm(4), nn.ReLU(), nn.MaxPool2d(2), block,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5),
+        statistics_batch_size=group,
+    ).double()  # fmt: skip
+    for layer in network.modules():
+        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
+            nn.init.normal_(layer.transition, std=0.3)
+    return network
+
+
+# BatchNorm's options
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("with_prior", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eps": 1e-2},
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None, "affine": False},
+    ],
+    ids=str,
+)
+def test_with_gain_one_the_layer_is_batch_norm_with_the_same_options(
+    make_belief, dims: int, with_prior: bool, options: dict[str, Any]
+) -> None:
+    layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=torch.float64)
+    twin = TWINS[dims](6, **options, dtype=torch.float64)
+    assert (layer.affine, layer.track_running_stats) == (twin.affine, twin.track_running_stats)
+    if with_prior:
+        layer.set_gain(1.0)
+    if layer.affine:
+        twin.weight.data.normal_()
+        layer.weight.data.copy_(twin.weight)
+    prior = make_belief(1, 4) if with_prior else None
+    for training in (True, True, True, False):
+        x = some(8, 6, *[3] * dims)
+        y, belief = layer.train(training)(x, prior)
+        assert_close(y, twin.train(training)(x))
+        assert (belief is None) == (layer.track_running_stats and not training)
+    ours, theirs = layer.state_dict(), twin.state_dict()
+    assert_close({name: ours[name] for name in theirs}, theirs)
+    own = {"image_mean", "image_var", "image_spread"} if layer.track_running_stats else set()
+    assert ours.keys() - theirs.keys() == own | (set(KALMAN) if with_prior else set())
+
+
+@kinds
+def test_without_momentum_every_running_average_is_that_of_all_steps(make_norm, make_belief, kind: str) -> None:
+    layer = make_norm(kind, 3, 4)
+    layer.reset_running_stats()
+    layer.momentum = None
+    batches, prior = [some(4, 3, 5, 5) + some(4, 3, 1, 1) for _ in range(5)], make_belief(2, 4)
+    single = copy.deepcopy(layer)
+    single.momentum = 1.0
+    steps = []
+    for x in batches:
+        layer(x, prior, Statistics("batch", 2))
+        single(x, prior, Statistics("batch", 2))
+        steps.append(memory(single))
+    for name in ("running_mean", "running_var", "image_mean", "image_var"):
+        assert_close(getattr(layer, name), torch.stack([step[name] for step in steps]).mean(0))
+    means = torch.cat(batches).mean((2, 3))
+    assert_close(layer.image_spread, means.var(0, correction=0))  # of all images, as if they had been one batch
+    assert layer.num_batches_tracked == 5
+
+
+def test_a_step_that_is_not_finite_does_not_count_in_a_cumulative_average() -> None:
+    layer, x = BatchKalmanNorm2d(3, momentum=None).double(), some(4, 3, 5, 5)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        layer(x * math.nan)
+    layer(x)
+    assert_close(layer.running_mean, x.mean((0, 2, 3)))
+
+
+def test_device_and_dtype_are_those_of_all_tensors_but_statistics_are_never_in_half_precision() -> None:
+    layer = BatchKalmanNorm2d(3, 2, device="meta", dtype=torch.bfloat16)
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert {layer.get_buffer(name).dtype for name in AVERAGES} == {torch.float32}
+    assert {tensor.dtype for tensor in BatchKalmanNorm2d(3, 2, dtype=torch.float64).state_dict().values()} == {
+        torch.float64,
+        torch.int64,
+    }
+
+
+def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_belief) -> None:
+    layer, x, prior = BatchKalmanNorm2d(3, 4, track_running_stats=False).double().eval(), some(4, 3, 5, 5), None
+    prior = make_belief(4, 4)
+    layer(x, prior, "sample")
+    for statistics in ("population", "expected", Statistics("expected", 2)):
+        with pytest.raises(
+            InputError, match="needs running averages, but this layer was made with track_running_stats"
+        ):
+            layer(x, prior, statistics)
+
+
+# Statistics by name, and groups of the layer's own
+
+
+@kinds
+def test_statistics_can_be_named_and_the_group_be_the_layers_own(make_norm, make_belief, kind: str) -> None:
+    layer, twin = make_norm(kind, 3, 4), make_norm(kind, 3, 4)
+    twin.load_state_dict(layer.state_dict())
+    layer.statistics_batch_size = 2
+    x = some(4, 3, 5, 5)
+    prior = make_belief(4, 4)
+    for mode in MODES:
+        assert_close(layer.eval()(x, prior, mode), twin.eval()(x, prior, Statistics(mode, 2)), rtol=0, atol=0)
+
+
+def test_in_training_a_group_of_the_layers_own_is_that_of_the_call(make_norm, make_belief) -> None:
+    layer, x, prior = make_norm("bkn", 3, 4), some(4, 3, 5, 5), make_belief(2, 4)
+    twin = copy.deepcopy(layer)
+    twin.statistics_batch_size = 2
+    assert_close(twin(x, prior), layer(x, prior, Statistics("batch", 2)), rtol=0, atol=0)
+    assert_close(memory(twin), memory(layer), rtol=0, atol=0)
+
+
+def test_statistics_that_cannot_be_named_are_refused() -> None:
+    layer, x = BatchKalmanNorm2d(3, statistics_batch_size=0), torch.randn(2, 3, 4, 4)
+    with pytest.raises(InputError, match="statistics_batch_size is 0"):
+        layer(x)
+    layer.statistics_batch_size = 2
+    with pytest.raises(InputError, match="training mode"):
+        layer(x, None, "sample")
+    with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
+        layer.eval()(x, None, "batch")
+
+
+# The container
+
+
+@pytest.mark.parametrize("statistics", [None, *MODES])
+def test_the_container_hands_each_norm_the_belief_of_the_norm_below(statistics: str | None) -> None:
+    network = small()
+    twin = copy.deepcopy(network)
+    x = some(4, 3, 8, 8)
+    for _ in range(2):
+        network(x)
+        twin(x)
+    network.train(statistics is None)
+    twin.train(statistics is None)
+    chosen = Statistics(statistics or "batch", 2)
+    conv1, norm1, relu, pool, block, average, flatten, fc = twin
+    conv2, norm2, _ = block
+    y, belief = norm1(conv1(x), None, chosen)
+    y, belief = norm2(conv2(pool(relu(y))), belief, chosen)
+    result, carried = network(x, statistics=statistics)
+    assert_close(result, fc(flatten(average(relu(y)))), rtol=0, atol=0)
+    assert_close(carried, belief, rtol=0, atol=0)
+    assert_close(memory(network), memory(twin), rtol=0, atol=0)
+
+
+def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms() -> None:
+    network, x = small(group=None), some(4, 3, 8, 8)
+    assert network(x)[1].mean.shape == (1, 6)
+    for layer in network.modules():
+        if isinstance(layer, BatchKalmanNorm2d):
+            layer.statistics_batch_size = 2
+    assert network(x)[1].mean.shape == (2, 6)
+
+
+def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief) -> None:
+    class Residual(nn.Module):
+        carries_belief = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = KalmanSequential(nn.Conv2d(4, 4, 3, padding=1), BatchKalmanNorm2d(4, 4))
+
+        def forward(self, x: Tensor, prior: Belief | None, statistics: Any) -> tuple[Tensor, Belief | None]:
+            y, belief = self.body(x, prior, statistics)
+            return x + y, belief
+
+    block, x, prior = Residual().double(), some(4, 4, 5, 5), make_belief(2, 4)
+    network = KalmanSequential(block, nn.ReLU(), statistics_batch_size=2)
+    y, belief = network(x, prior)
+    expected, believed = block.body(x, prior, Statistics("batch", 2))
+    assert_close((y, belief), (torch.relu(x + expected), believed))
+
+
+def test_a_container_of_layers_that_remember_nothing_takes_the_batch_at_inference_too() -> None:
+    def norm(channels: int, below: int | None = None) -> BatchKalmanNorm2d:
+        return BatchKalmanNorm2d(channels, below, track_running_stats=False, statistics_batch_size=2)
+
+    network, x = small(norm), some(4, 3, 8, 8)
+    assert_close(network.eval()(x), network.train()(x))
+
+
+# The gain: its shape, q = 1, and what was saved before
+
+
+def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights() -> None:
+    for dtype in (torch.float32, torch.float64):
+        layer = BatchKalmanNorm2d(3, 2, dtype=dtype)
+        layer.set_gain(1.0)
+        assert layer.raw_gain.shape == (1,)
+        assert layer.raw_gain.isfinite()
+        assert layer.gain == 1
+        averaged = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(3):
+            averaged.update_parameters(layer)
+        assert averaged.module.gain == 1
+
+
+@pytest.mark.parametrize("raw", [0.3, math.inf])
+def test_a_state_of_version_1_loads_with_the_same_gain(make_norm, make_belief, raw: float) -> None:
+    layer, twin = make_norm("bkn", 3, 4), make_norm("bkn", 3, 4)
+    layer.raw_gain = nn.Parameter(torch.tensor(raw).double())  # as it was
+    state = layer.state_dict()
+    state._metadata[""]["version"] = 1
+    for given in (state, dict(state)):  # with what PyTorch knows of versions, and without
+        twin.load_state_dict(given)
+        assert twin.raw_gain.shape == (1,)
+        assert twin.raw_gain.isfinite()
+        assert twin.gain == layer.gain
+    x, prior = some(4, 3, 5, 5), make_belief(4, 4)
+    for mode in MODES:
+        assert_close(twin.eval()(x, prior, mode), layer.eval()(x, prior, mode), rtol=0, atol=0)
+    assert state["raw_gain"].shape == ()  # what was given stays as it is
+
+
+# Starting anew, and the meta device
+
+
+@pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
+def test_reset_parameters_puts_everything_where_it_starts(make_norm, kind: str) -> None:
+    layer = make_norm(kind, 8, 4, torch.float32)
+    if kind != "gn":
+        layer.skipped_steps.fill_(3)
+    layer.reset_parameters()
+    fresh = type(layer)(8, 4)
+    assert_close(dict(layer.named_parameters()), dict(fresh.named_parameters()), rtol=0, atol=1e-6)
+    assert_close(memory(layer), memory(fresh), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", list_models("inception_cifar_*"))
+def test_from_the_meta_device_a_network_starts_as_any_other(name: str) -> None:
+    with torch.device("meta"):
+        model = create_model(name)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(77)  # what memory may hold
+    torch.manual_seed(5)
+    model.reset_parameters()
+    fresh = create_model(name)
+    fresh.reset_parameters()
+    torch.manual_seed(5)
+    fresh.reset_parameters()
+    ours, theirs = dict(model.named_parameters()), dict(fresh.named_parameters())  # a shared R is one of them
+    assert_close(ours, theirs, rtol=0, atol=0)
+    assert_close(memory(model), memory(fresh), rtol=0, atol=0)
+
+
+def test_a_process_noise_that_layers_share_stays_shared_wherever_the_network_goes() -> None:
+    with torch.device("meta"):
+        model = create_model("inception_cifar_bkn")
+    model = model.to_empty(device="cpu").half().double()
+    noises = {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
+    assert len(noises) == 1
+
+
+@pytest.mark.parametrize("name", [*list_models("inception_cifar_*"), *list_models("*_bkn")[1:]])
+def test_a_network_in_half_precision_runs_on_the_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        model = create_model(name, 5)
+        images = torch.empty(4, 3, 64, 64)
+    model.statistics_batch_size = 2
+    model, images = model.bfloat16(), images.bfloat16()
+    for logits in (model(images), model.eval()(images, statistics="expected")):
+        assert (logits.shape, logits.dtype, logits.device.type) == ((4, 5), torch.bfloat16, "meta")
+
+
+def test_the_layer_runs_on_the_meta_device_in_every_mode() -> None:
+    network = small().to("meta")
+    for training, mode in [(True, None), *((False, mode) for mode in MODES)]:
+        logits, _ = network.train(training)(torch.empty(4, 3, 8, 8, dtype=torch.float64, device="meta"), None, mode)
+        assert logits.is_meta
+
+
+# Half precision
+
+
+@pytest.mark.parametrize("norm", [BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, GroupNorm2d])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [None, 2])
+def test_a_network_cast_to_half_precision_works_in_every_mode(
+    norm: type[nn.Module], dtype: torch.dtype, group: int | None
+) -> None:
+    exact, images = small(norm, group).float(), torch.randn(4, 3, 8, 8)
+    model = copy.deepcopy(exact).to(dtype)
+    for training, mode in [(True, None), *((False, mode) for mode in MODES)]:
+        found, belief = model.train(training)(images.to(dtype), statistics=mode)
+        wanted, _ = exact.train(training)(images, statistics=mode)
+        assert found.dtype == dtype
+        assert belief is None or (belief.mean.dtype == belief.var.dtype == torch.float32)
+        assert (found.float() - wanted).norm() < 0.05 * wanted.norm()
+    model.train()(images.to(dtype))[0].float().square().sum().backward()
+    assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert {buffer.dtype for buffer in model.buffers()} <= {torch.float32, torch.int64}
+
+
+@kinds
+def test_running_averages_of_a_layer_in_half_precision_come_as_far_as_in_full(make_norm, make_belief, kind) -> None:
+    """In bfloat16 they would stand still within 4 % of where they go, and the mean of many steps much earlier."""
+    exact = make_norm(kind, 3, 4, torch.float32)
+    layer, x, prior = copy.deepcopy(exact).bfloat16(), 40 + torch.randn(4, 3, 5, 5), make_belief(2, 4, torch.float32)
+    x = x.bfloat16()
+    for _ in range(100):
+        exact(x.float(), prior, Statistics("batch", 2))
+        layer(x, prior, Statistics("batch", 2))
+    assert_close(layer.image_mean, exact.image_mean, rtol=1e-3, atol=1e-3)
+    assert_close(layer.running_mean, exact.running_mean, rtol=1e-2, atol=1e-2)
+
+
+# Freezing
+
+
+@kinds
+@pytest.mark.parametrize("group", [None, 2])
+def test_a_norm_in_evaluation_mode_is_frozen_whatever_its_caller_passes(
+    make_norm, kind: str, group: int | None
+) -> None:
+    layer, x = make_norm(kind, 3, 4).eval(), some(4, 3, 5, 5).requires_grad_()
+    before = memory(layer)
+    y, belief = layer(x, None, Statistics("batch", group))
+    assert_close(y, layer(x, None, "population")[0], rtol=0, atol=0)
+    assert_close(memory(layer), before, rtol=0, atol=0)
+    groups = 1 if group is None else 2
+    assert_close(belief, Belief(layer.running_mean.expand(groups, 3), layer.running_var.expand(groups, 3)))
+
+
+@pytest.mark.parametrize("name", list_models("inception_cifar_*"))
+@pytest.mark.parametrize("which", ["all", "the first half"])
+def test_a_network_trains_above_and_around_frozen_norms(name: str, which: str) -> None:
+    model = create_model(name, 5)
+    model.statistics_batch_size = 2
+    norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d | BatchNorm2d | BatchRenorm2d | GroupNorm2d)]
+    frozen = norms if which == "all" else norms[: len(norms) // 2]
+    images = torch.randn(4, 3, 16, 16)
+    model(images)
+    for norm in frozen:
+        norm.eval()
+    before = [memory(norm) for norm in frozen]
+    model(images).square().sum().backward()
+    assert_close([memory(norm) for norm in frozen], before, rtol=0, atol=0)
+    for norm in norms:
+        for parameter, tensor in norm.named_parameters():
+            learns = norm not in frozen or parameter in ("weight", "bias")
+            assert (tensor.grad is not None) == learns or tensor.shape == (1,)
+    if which == "all" and not name.endswith("_gn"):
+        assert_close(model(images), model.eval()(images, statistics="population"))
+
+
+# Weight decay
+
+
+def test_transition_noise_and_gain_are_named_for_optimizers_that_ask() -> None:
+    assert BatchKalmanNorm2d(3).no_weight_decay() == set()
+    assert BatchKalmanNorm2d(3, 2).no_weight_decay() == {"transition", "raw_process_noise", "raw_gain"}
+    assert small().no_weight_decay() == {f"4.1.{name}" for name in KALMAN}
+    for name in list_models("inception_cifar_*"):
+        model = create_model(name)
+        named = {parameter for parameter, _ in model.named_parameters() if parameter.endswith(KALMAN)}
+        assert (
+            named <= model.no_weight_decay() <= {found for found, _ in model.named_parameters(remove_duplicate=False)}
+        )
+        assert bool(named) == name.endswith("_bkn")
+
+
+# Activation checkpointing
+
+
+@kinds
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("group", [None, 2])
+def test_with_activation_checkpointing_running_averages_move_once(
+    kind: str, reentrant: bool, group: int | None
+) -> None:
+    norm = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d}[kind]
+    plain = small(norm, group)
+    saving = copy.deepcopy(plain)
+    passes = []
+    saving[0].register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(2):
+        x = some(4, 3, 8, 8).requires_grad_()
+        expected, _ = plain(x)
+        expected.square().sum().backward()
+        y, _ = checkpoint(saving, x, use_reentrant=reentrant)
+        assert_close(y, expected)
+        y.square().sum().backward()
+    assert len(passes) == 4  # it did compute again
+    assert_close(memory(saving), memory(plain))
+    assert_close([p.grad for p in saving.parameters()], [p.grad for p in plain.parameters()])
+
+
+# Recalibration
+
+
+@pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "torch"])
+def test_recalibrate_takes_the_averages_that_update_bn_would(norm: str) -> None:
+    """First norms of all kinds are batch normalization in training; `update_bn` knows PyTorch's own alone."""
+    make = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "torch": nn.BatchNorm2d}[norm]
+    network = KalmanSequential(nn.Conv2d(3, 4, 3), make(4)).double()
+    twin = nn.Sequential(copy.deepcopy(network[0]), nn.BatchNorm2d(4).double())
+    for _ in range(3):
+        network(some(8, 3, 6, 6))
+    batches = [some(8, 3, 6, 6) for _ in range(4)]
+    before = memory(network)
+    if norm != "torch":
+        update_bn(batches, network)
+        assert_close(memory(network), before, rtol=0, atol=0)  # as the documentation of `recalibrate` says
+    network.eval()
+    network[0].train()
+    momentum = network[1].momentum
+    recalibrate(network, [(x, "a label") for x in batches])
+    update_bn(batches, twin)
+    assert_close(network[1].running_mean, twin[1].running_mean)
+    assert_close(network[1].running_var, twin[1].running_var)
+    assert (network.training, network[0].training, network[1].training) == (False, True, False)
+    assert (network[1].momentum, network[1].num_batches_tracked) == (momentum, 3)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights() -> None:
+    model, images = create_model("inception_cifar_bkn", 5), [torch.randn(4, 3, 16, 16) for _ in range(3)]
+    model.statistics_batch_size = 2
+    fresh = copy.deepcopy(model)
+    for _ in range(3):
+        model(torch.randn(4, 3, 16, 16) + 5)
+    recalibrate(model, images)
+    recalibrate(fresh, images)
+    for (name, found), wanted in zip(model.named_buffers(), fresh.buffers(), strict=True):
+        if found.is_floating_point():
+            assert_close(found, wanted, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("batches", "says"), [([], "no batches"), ([torch.randn(8, 3, 6, 6), torch.randn(3, 3, 6, 6)], "statistics groups")]
+)
+def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Tensor], says: str) -> None:
+    network = KalmanSequential(BatchKalmanNorm2d(3), statistics_batch_size=2).eval()
+    before = memory(network)
+    with pytest.raises(InputError, match=says):
+        recalibrate(network, batches)
+    assert_close(memory(network), before, rtol=0, atol=0)
+    assert not network[0].training
+    assert network[0].momentum == 0.1
+
+
+def test_a_network_without_running_averages_cannot_be_recalibrated() -> None:
+    with pytest.raises(InputError, match="no running averages"):
+        recalibrate(create_model("inception_cifar_gn"), [torch.randn(2, 3, 16, 16)])
+
+
+# Second derivatives
+
+
+def test_second_derivatives_through_two_chained_layers_are_right(make_norm) -> None:
+    first, second = make_norm("bkn", 2), make_norm("bkn", 2, 2)
+    parameters = dict(second.named_parameters())
+
+    def chain(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        y, belief = first(x, None, Statistics("batch", 2))
+        own = dict(zip(parameters, values, strict=True))
+        y, belief = torch.func.functional_call(second, own, (torch.tanh(y), belief, Statistics("batch", 2)))
+        return y, *belief
+
+    x = torch.randn(4, 2, 2).double().unsqueeze(3).requires_grad_()
+    assert gradgradcheck(chain, [x, *(p.detach().requires_grad_() for p in parameters.values())])
