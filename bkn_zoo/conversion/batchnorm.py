@@ -9,7 +9,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d, inverse_softplus
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
 from bkn_zoo.norms.running import RunningNorm
 
 BATCHNORM_GAIN = 0.99
@@ -36,7 +36,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
         if not images & state_dict.keys():  # a plain batch normalization, from which the layer derives them
             not_needed |= images
         if _has_prior(layer):
-            not_needed |= {f"{prefix}.{name}" for name in KALMAN}
+            not_needed |= {f"{prefix}.{name}" for name in layer.kalman}
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in not_needed}
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)

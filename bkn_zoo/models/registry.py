@@ -38,6 +38,7 @@ def batch_kalman(
     def make(channels: int, channels_below: int | None) -> nn.Module:
         norm = kind(channels, channels_below, raw_process_noise=raw_process_noise)
         if channels_below is not None:
+            norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
             norm.transition.requires_grad_(link)
         return norm

@@ -47,6 +47,8 @@ class BatchKalmanNorm2d(RunningNorm):
 
     _version = 2  # 1: `raw_gain` was a number without dimensions, and infinite where q = 1
     dims: tuple[int, ...] = (4,)
+    kalman: tuple[str, ...] = KALMAN
+    initial_gain = INITIAL_GAIN  # where `reset_parameters` puts q
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class BatchKalmanNorm2d(RunningNorm):
             self.transition = nn.Parameter(torch.zeros(num_features, prior_features, device=device, dtype=dtype))
             self.raw_process_noise = raw_process_noise
             self.raw_gain = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
-            self.set_gain(INITIAL_GAIN)
+            self.set_gain(self.initial_gain)
 
     def reset_parameters(self) -> None:
         """Put all parameters and buffers where they start, an R that layers share too."""
@@ -79,7 +81,7 @@ class BatchKalmanNorm2d(RunningNorm):
             nn.init.zeros_(self.transition)
             start = inverse_softplus(torch.tensor(INITIAL_PROCESS_NOISE, device="cpu"))
             nn.init.constant_(self.raw_process_noise, start.item())
-            self.set_gain(INITIAL_GAIN)
+            self.set_gain(self.initial_gain)
 
     @property
     def gain(self) -> Tensor:
@@ -169,5 +171,5 @@ def of_version_2(raw_gain: Tensor) -> Tensor:
 def no_weight_decay(module: nn.Module) -> set[str]:
     """The names of A, R and q of all layers in a network."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchKalmanNorm2d)]
-    owned = [(prefix, name) for prefix, layer in layers for name in KALMAN if hasattr(layer, name)]
+    owned = [(prefix, name) for prefix, layer in layers for name in layer.kalman if getattr(layer, name, None) is not None]
     return {f"{prefix}.{name}".lstrip(".") for prefix, name in owned}

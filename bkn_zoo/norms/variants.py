@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief, predict, update
 
 
@@ -16,6 +16,7 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
     """
 
     fusible = False
+    kalman = (*KALMAN, "prediction_bias")
     prediction_bias: Tensor | None
 
     def __init__(
@@ -29,9 +30,14 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
     ) -> None:
         super().__init__(num_features, prior_features, **options)
         has_bias = prediction_bias and prior_features is not None
-        self.prediction_bias = nn.Parameter(torch.zeros(num_features)) if has_bias else None
+        self.prediction_bias = nn.Parameter(torch.zeros_like(self.transition[:, 0])) if has_bias else None
         if gain_per_channel and prior_features is not None:
             self.raw_gain = nn.Parameter(self.raw_gain.detach().reshape(-1).repeat(num_features))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.prediction_bias is not None:
+            nn.init.zeros_(self.prediction_bias)
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if self.prior_features is None:

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.norms.batch_kalman import no_weight_decay
 from bkn_zoo.training.recipes import Recipe
-
-KALMAN = ("transition", "raw_process_noise", "raw_gain", "prediction_bias")
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Weight decay for convolutions and linear layers only; A, R and q with a learning rate of their own."""
     groups: dict[str, list[Tensor]] = {"decayed": [], "plain": [], "kalman": []}
+    kalman = no_weight_decay(model)
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] in KALMAN:
+        if name in kalman:
             groups["kalman"].append(parameter)
         else:
             groups["decayed" if parameter.ndim >= 2 else "plain"].append(parameter)

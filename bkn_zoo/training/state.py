@@ -49,8 +49,7 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     """Write everything that going on needs: complete, or not at all."""
     for name, parameter in training.model.named_parameters():
-        spoiled = parameter.isnan() if name.endswith(".raw_gain") else ~parameter.isfinite()  # a gain of 1 is infinite
-        if spoiled.any():
+        if not parameter.isfinite().all():
             raise TrainingError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = {
         "model": training.model.state_dict(),
@@ -105,9 +104,18 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
         training.optimizer.load_state_dict(state["optimizer"])
+        _reshape_gains(training.optimizer)
     except (RuntimeError, ValueError, KeyError):
         raise CheckpointError(
             f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
         ) from None
     training.step, training.seconds = state["step"], state["seconds"]
     training.history = json.loads(state["history"])
+
+
+def _reshape_gains(optimizer: torch.optim.Optimizer) -> None:
+    """What the optimizer remembers of gains in the shape that they have had since version 2 of the layer."""
+    for parameter, remembered in optimizer.state.items():
+        for name, tensor in remembered.items():
+            if parameter.shape == (1,) and isinstance(tensor, torch.Tensor) and name != "step":
+                remembered[name] = tensor.reshape(1)

@@ -1,6 +1,6 @@
 """One optimizer step, launched kernel by kernel or replayed from a CUDA graph; what processes and averages share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training
+
+Part = tuple[Tensor, Tensor]
 
 
 def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
@@ -33,7 +35,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         micro = recipe.micro_batch or len(batch.images)
         parts = list(zip(batch.images.split(micro), batch.targets.split(micro), strict=True))
         total = torch.zeros((), device=device)
-        for number, (images, targets) in enumerate(parts, start=1):
+        for number, (images, targets) in enumerate(_remembered_as_one(parts, training.model), start=1):
             with alone() if number < len(parts) else nullcontext():
                 # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
                 with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
@@ -50,6 +52,28 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         return total
 
     return _graphed(step) if recipe.graph and device.type == "cuda" and not dist.is_initialized() else step
+
+
+def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
+    """The parts of a step, each for a pass of its own, which together move the running averages once.
+
+    They move to the mean of where each pass alone would have taken them, as with processes: a step means the same
+    however many passes it takes.
+    """
+    averages, counts = running_averages(model), [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    if len(parts) == 1 or not averages:
+        yield from parts
+        return
+    before, steps = _joined(averages), _joined(counts)
+    moved, taken = torch.zeros_like(before), steps
+    for part in parts:
+        _put(before, averages)
+        _put(steps, counts)
+        yield part
+        moved += _joined(averages)
+        taken = torch.maximum(taken, _joined(counts))
+    _put(moved / len(parts), averages)
+    _put(taken, counts)
 
 
 def _graphed(step: Callable[[Batch], Tensor], eager_steps: int = 3) -> Callable[[Batch], Tensor]:
@@ -85,7 +109,7 @@ def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
     """Move the averaged weights, and the running averages with them, by `share` towards the model's."""
 
     def values(module: nn.Module) -> list[Tensor]:
-        return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+        return [*module.parameters(), *running_averages(module)]
 
     def counts(module: nn.Module) -> list[Tensor]:
         return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
@@ -101,10 +125,22 @@ def share_running_averages(model: nn.Module) -> None:
 
     After every step, in one message: done only where a state is saved, the clock would decide what they become.
     """
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if dist.is_initialized() and buffers:
-        together = torch.cat([buffer.flatten() for buffer in buffers])
+    averages = running_averages(model)
+    if dist.is_initialized() and averages:
+        together = _joined(averages)
         dist.all_reduce(together)
-        together /= dist.get_world_size()
-        parts = together.split([buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+        _put(together / dist.get_world_size(), averages)
+
+
+def running_averages(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _put(values: Tensor, tensors: list[Tensor]) -> None:
+    """Copy what `_joined` made into tensors of the same shapes."""
+    parts = values.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
