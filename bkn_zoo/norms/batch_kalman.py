@@ -170,6 +170,10 @@ def of_version_2(raw_gain: Tensor) -> Tensor:
 
 def no_weight_decay(module: nn.Module) -> set[str]:
     """The names of A, R and q of all layers in a network."""
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchKalmanNorm2d)]
-    owned = [(prefix, name) for prefix, layer in layers for name in layer.kalman if getattr(layer, name, None) is not None]
-    return {f"{prefix}.{name}".lstrip(".") for prefix, name in owned}
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, BatchKalmanNorm2d)
+        for name, _ in layer.named_parameters(recurse=False)
+        if name in layer.kalman
+    }
