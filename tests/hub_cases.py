@@ -15,7 +15,6 @@ import pickle
 import re
 import resource
 import runpy
-import shutil
 import sys
 import time
 import traceback
@@ -348,7 +347,7 @@ def documents() -> Result:
     marked = re.compile(r"^```python\n(# not run by the tests: test_hub\.py .*?)^```$", re.MULTILINE | re.DOTALL)
     counts = {}
     hub.push_to_hub(FOLDER, "your-name/my_network", tag="v1")
-    shutil.copytree(FOLDER, "my_network")  # which the README has saved by then
+    bkn_zoo.save_pretrained(bundled, "my_network")  # as the README has by then
     for document in ("README.md", "docs/hub.md"):
         blocks = marked.findall((SCRIPTS.parent / document).read_text())
         namespace: dict[str, Any] = {"bkn_zoo": bkn_zoo, "model": bundled}
