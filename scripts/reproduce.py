@@ -175,7 +175,6 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
     """
     import torch
 
-    from bkn_zoo.norms.running import RunningNorm
     from bkn_zoo.training.comparisons import (
         evalnorm,
         example_weighing,
@@ -204,7 +203,7 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
     validation = top(model, *modes, images=data.validation)
     best = max(modes, key=lambda mode: validation[mode]["top1"])
     result: dict[str, Any] = {"chosen_statistics": best, "validation": validation, "test": top(model, *modes)}
-    if not any(isinstance(module, RunningNorm) for module in model.modules()):
+    if recipe.model.rpartition("_")[2] not in ("bn", "bkn"):
         return result
     fresh = in_training(recalibrated)
     rules: dict[str, Any] = {f"recalibrated {mode}": m for mode, m in top(fresh, "population", "expected").items()}
@@ -242,10 +241,13 @@ class Job:
     folder: Path
     started: float
 
-    def epochs(self) -> int:
-        """That are done."""
-        log = self.folder / "log.jsonl"
-        return len(log.read_text().splitlines()) if log.exists() else 0
+    def log(self) -> list[dict[str, Any]]:
+        """A line for each epoch that is done."""
+        path = self.folder / "log.jsonl"
+        try:
+            return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        except json.JSONDecodeError:  # it is being written
+            return []
 
 
 def start(run: Run, args: argparse.Namespace, overrides: dict[str, Any]) -> Job:
@@ -308,17 +310,19 @@ def work(runs: list[Run], args: argparse.Namespace, overrides: dict[str, Any]) -
                 jobs.append(start(waiting.pop(0), args, overrides))
             if time.monotonic() - said > 20:
                 said = time.monotonic()
-                epochs = sorted(job.epochs() for job in jobs)
+                logs = [job.log() for job in jobs]
+                speed = sum(log[-1]["images_per_s"] for log in logs if log)
                 print(
-                    f"{said - begun:5.0f} s  {done} done, {len(waiting)} to start, epochs of those that run: {epochs}"
+                    f"{said - begun:5.0f} s  {done} done, {len(waiting)} to start; running: epochs "
+                    f"{sorted(map(len, logs))}, {speed:,.0f} images/s together",
+                    flush=True,
                 )
-                sys.stdout.flush()
             time.sleep(0.2)
         for job in jobs:
             job.process.terminate()  # they save their state
         for job in jobs:
             job.process.wait()
-            print(f"{job.run.name} is stopped after epoch {job.epochs()} of {job.run.recipe.epochs}")
+            print(f"{job.run.name} is stopped after epoch {len(job.log())} of {job.run.recipe.epochs}")
     finally:
         signal.signal(signal.SIGTERM, before)
         for job in jobs:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bkn_zoo import kernels
 from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import observe, pool
 
@@ -36,7 +38,8 @@ def observing_by(model: Network, rule: Rule) -> Iterator[None]:
     for layer in layers(model):
         layer.expect = bind(layer)  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with kernels.use("pytorch"):  # fused kernels know no other rule than their own
+            yield
     finally:
         for layer in layers(model):
             del layer.expect
@@ -95,21 +98,10 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
     return rule
 
 
-@torch.no_grad()
 def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
-    """A copy whose running averages are the plain means over `batches`, by the weights as they are now."""
+    """A copy whose running averages are taken anew over `batches`, by the weights as they are now."""
     model = copy.deepcopy(model)
-
-    def counted() -> Iterator[Tensor]:
-        for number, images in enumerate(batches, start=1):
-            for layer in layers(model):
-                layer.momentum = 1 / number
-            yield images
-
-    momentum = [layer.momentum for layer in layers(model)]
-    _in_training(model, counted(), lambda layer, x, belief: None)
-    for layer, before in zip(layers(model), momentum, strict=True):
-        layer.momentum = before
+    recalibrate(model, (images.contiguous(memory_format=torch.channels_last) for images in batches))
     return model
 
 
