@@ -6,12 +6,18 @@ python tests/two_processes.py RANK FOLDER
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo import create_model
@@ -23,7 +29,7 @@ from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import begin, load_state
-from bkn_zoo.training.step import make_step
+from bkn_zoo.training.step import make_step, share_running_averages
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -72,6 +78,29 @@ def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
     return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": passes_alone}
 
 
+def own_loop(images: Tensor, targets: Tensor, shard: Callable[[Any], Any] = lambda model: model) -> dict[str, Tensor]:
+    """Weights and running averages after two steps of a loop of one's own, with all that processes share shared."""
+    model = network()
+    model.statistics_batch_size = 2
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        F.cross_entropy(model(images), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        share_running_averages(model)
+    state = model.state_dict()
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+
+
+def sharded(rank: int) -> dict[str, Tensor]:
+    """By FSDP2, on this process's half of the batch."""
+    images, targets = batch()
+    half = slice(4 * rank, 4 * rank + 4)
+    mesh = init_device_mesh("cpu", (2,))
+    return own_loop(images[half], targets[half], lambda model: fully_shard(model, mesh=mesh))
+
+
 def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
     """Only process 1 hears SIGTERM, in its second step, and only process 0 is told to save often."""
     plain = loop.training_batches
@@ -101,6 +130,7 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
+    found |= {"sharded": sharded(rank)}
     found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")
     dist.destroy_process_group()
