@@ -182,6 +182,18 @@ def test_a_gain_of_one_can_be_saved(tmp_path: Path) -> None:
     assert_same_tensors(from_pretrained(tmp_path / "gain").state_dict(), rounded(model))
 
 
+def test_a_gain_of_one_that_was_saved_as_infinity_is_loaded_as_one(tmp_path: Path) -> None:
+    """As version 1 of the layer had it: a number, and infinite."""
+    name = "inception_a.branches.3.1.norm.raw_gain"
+    save_pretrained(make(), tmp_path / "old")
+    edit_weights(tmp_path / "old", **{name.replace(".", "__"): torch.tensor(torch.inf)})
+    loaded = from_pretrained(tmp_path / "old")
+    assert loaded.get_parameter(name).isfinite()
+    assert loaded.get_submodule(name.rpartition(".")[0]).gain == 1
+    save_pretrained(loaded, tmp_path / "new")
+    assert_same_tensors(from_pretrained(tmp_path / "new").state_dict(), loaded.state_dict())
+
+
 def test_norm_options_are_stored(tmp_path: Path) -> None:
     save_pretrained(make("inception_cifar_brn", warmup=12), tmp_path / "brn")
     loaded = from_pretrained(tmp_path / "brn")

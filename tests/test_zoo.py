@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import Run, read_runs
 from bkn_zoo.training.recipes import read_recipe
 
@@ -24,6 +28,24 @@ def test_no_file_is_too_large_and_all_together_are_not() -> None:
     sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
     assert max(sizes) <= 45e6
     assert sum(sizes) <= 200e6
+
+
+@each
+def test_its_gains_are_stored_as_numbers_and_the_outputs_are_those_that_they_gave(folder: Path) -> None:
+    """The files are of version 1 of the layer, whose gain had no dimensions: as in version 2, bit for bit."""
+    files = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
+    stored = {name: tensor for file in files for name, tensor in file.items() if name.endswith(".raw_gain")}
+    model = from_pretrained(folder)
+    images = load_file(folder / "golden.safetensors")["input"]
+    with torch.inference_mode():
+        outputs = [model(images, statistics=mode) for mode in MODES]
+        for name, raw_gain in stored.items():
+            layer = model.get_submodule(name.rpartition(".")[0])
+            assert (raw_gain.shape, layer.raw_gain.shape) == ((), (1,))
+            layer.raw_gain = torch.nn.Parameter(raw_gain)
+        before = [model(images, statistics=mode) for mode in MODES]
+    assert len(stored) > 10
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, before, strict=True))
 
 
 @each
