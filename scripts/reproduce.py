@@ -3,7 +3,7 @@
     python scripts/reproduce.py --list                         # the runs of scripts/experiments.toml: done and missing
     python scripts/reproduce.py --data DATA_FOLDER --jobs 12   # train what is missing, twelve at a time on one GPU
     python scripts/reproduce.py --data ... --only link --minutes 8
-    python scripts/reproduce.py --table --plot                 # docs/results.md and results/plots/, without a GPU
+    python scripts/reproduce.py --table --plot                 # docs/results.md, README's first table, results/plots/
 
 DATA_FOLDER holds the official folders of the data sets (cifar-10-batches-py, cifar-100-python, tiny-imagenet-200); runs
 whose data set is not there are left out. Each run leaves one JSON file in results/reproduce/. Fields of the recipes can
@@ -11,8 +11,8 @@ be overridden, as in --epochs 1; what comes of that is another experiment, and b
 
 Runs start in the order of the file, a row of a table with all its seeds before the next. With --minutes, none starts
 that would not be finished in time, judging by those that are, and what still runs then is stopped and saved; the same
-command goes on with it. Processes that share a GPU take turns on it, unless NVIDIA's MPS runs (nvidia-cuda-mps-control
--d), under which their kernels run at the same time.
+command goes on with it. Tables and plots need no GPU. Processes that share a GPU take turns on it, unless NVIDIA's MPS
+runs (nvidia-cuda-mps-control -d), under which their kernels run at the same time.
 """
 
 import argparse
@@ -362,9 +362,11 @@ def main() -> None:
 
         draw(plan, records, ROOT / "results" / "plots")
     if args.table:
-        from bkn_zoo.publishing.results_page import page
+        from bkn_zoo.publishing.results_page import page, with_headline
 
         (ROOT / "docs" / "results.md").write_text(page(plan, records, ROOT))
+        readme = ROOT / "README.md"
+        readme.write_text(with_headline(readme.read_text(), plan, records))
     return None
 
 

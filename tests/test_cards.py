@@ -115,6 +115,24 @@ def test_the_metadata_is_what_the_hub_reads(folder: Path, results: Path) -> None
     assert len(measured) == 6
 
 
+def test_the_card_says_what_part_of_the_gain_is_the_link_between_layers(folder: Path, results: Path) -> None:
+    ours = next(run for run in RUNS if run["name"] == NAME)
+    (results / "reproduce").mkdir()
+    for number, (norm, options, top1) in enumerate(
+        [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 53.0), ("bkn", {"initial_gain": 0.3}, 99.0)]
+    ):
+        model = f"inception_cifar_{norm}"
+        run = {
+            **ours, "name": str(number), "model": model, "norm": norm, "width": 1.0, "every": 1, "epochs": 15,
+            "recipe": {**ours["recipe"], "model": model, "norm_options": options, "epochs": 15},
+            "chosen_statistics": "expected", "test": {"expected": {"top1": top1}},
+        }  # fmt: skip
+        (results / "reproduce" / f"{number}.json").write_text(json.dumps(run))
+    text = card_from_results(folder, NAME, results)
+    assert "by runs of 15 epochs with A held at zero (1 seeds): the link between layers is worth 0.50 points" in text
+    assert "the shrinking of what a layer observes 11.50." in text
+
+
 def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, results: Path) -> None:
     text = card_from_results(folder, NAME, results)
     for line in (

@@ -26,7 +26,7 @@ from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, pr
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.publishing.replication import Difference, Plan, missing, read_plan, read_records
-from bkn_zoo.publishing.results_page import page
+from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw
 from bkn_zoo.training.comparisons import (
     evalnorm,
@@ -282,6 +282,14 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     assert "not run yet" not in text.lower()
 
 
+def test_the_readmes_table_is_written_in_its_place(plan: Plan) -> None:
+    before = f"# Title\n\n| {HEADLINE} | 128 |\n| --- | --- |\n| BN | 0 |\n\nMore."
+    after = with_headline(before, plan, invented(plan))
+    assert after.startswith("# Title\n\n| CIFAR-100, top-1 (%) | 128 images a group | 2 | 1 |\n")
+    assert "| BKN, A held at zero |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in after
+    assert after.endswith("|\n\nMore.")
+
+
 def test_a_run_that_diverged_is_a_result(plan: Plan) -> None:
     records = invented(plan)
     for run in plan.arms["cifar100.bn.128-1"].runs:
@@ -303,6 +311,8 @@ def test_the_page_in_the_documents_is_that_of_the_records(plan: Plan) -> None:
     """`python scripts/reproduce.py --table --plot` writes it again."""
     records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     assert (ROOT / "docs" / "results.md").read_text() == page(plan, records, ROOT)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == with_headline(readme, plan, records)
 
 
 def test_every_record_is_of_a_run_of_the_plan(plan: Plan) -> None:

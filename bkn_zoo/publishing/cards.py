@@ -106,8 +106,18 @@ def _measured(config: Config, run: Run) -> bool:
     )
 
 
-def checkpoint_card(config: Config, name: str, runs: Sequence[Run] = (), speed: Mapping[str, Any] | None = None) -> str:
-    """README.md of a checkpoint: what its config says and, where there are any, the runs and speeds of its network."""
+def checkpoint_card(
+    config: Config,
+    name: str,
+    runs: Sequence[Run] = (),
+    speed: Mapping[str, Any] | None = None,
+    ablations: Sequence[Run] = (),
+) -> str:
+    """README.md of a checkpoint: what its config says and, where there are any, the runs and speeds of its network.
+
+    Args:
+        ablations: the records of scripts/reproduce.py.
+    """
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
     shown = [
@@ -118,7 +128,7 @@ def checkpoint_card(config: Config, name: str, runs: Sequence[Run] = (), speed: 
         _how_to_load(config, name),
         _how_to_call(config, name),
         _accuracy(config),
-        _twins(config, runs),
+        _twins(config, runs, ablations),
         _speed(config, speed or {}),
         _training(config, next((run for run in runs if run["name"] == name), {})),
         USE,
@@ -240,7 +250,7 @@ def _on_validation(config: Config) -> bool:
     return config.training.get("test_images") == "validation"
 
 
-def _twins(config: Config, runs: Sequence[Run]) -> str:
+def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str:
     recipe = config.training.get("recipe", {})
     network = config.architecture.rpartition("_")[0]
     groups: dict[tuple[str, int, int], list[Run]] = {}
@@ -254,7 +264,8 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
         | {mode: _top1(members, mode) for mode in MODES}
         for (norm, *_), members in sorted(groups.items())
     ]
-    return f"{TWINS}\n\n{table(rows, list(rows[0]))}\n\n{_gain(recipe, groups)}".rstrip()
+    sentences = " ".join(filter(None, [_gain(recipe, groups), _parts(recipe, ablations)]))
+    return f"{TWINS}\n\n{table(rows, list(rows[0]))}\n\n{sentences}".rstrip()
 
 
 def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Run]]) -> str:
@@ -271,6 +282,34 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
     ]
     shown = f"In the modes in bold, {ours[0].upper()} with groups of {ours[2]} ends"
     return f"{shown} {', '.join(gains)}." if gains else ""
+
+
+def _parts(recipe: Mapping[str, Any], ablations: Sequence[Run]) -> str:
+    """What part of the gain over BN is the link between layers, by runs with A held at zero, in a sentence."""
+
+    def kind(run: Run) -> tuple[Any, ...]:
+        fields = ("dataset", "gradient_batch", "statistics_batch", "lr")
+        return run["model"].rpartition("_")[0], *(run["recipe"].get(field) for field in fields)
+
+    ours = kind({"model": recipe.get("model", ""), "recipe": recipe})
+    alike = [
+        run for run in ablations if kind(run) == ours and "failed" not in run and run["width"] == run["every"] == 1
+    ]
+    epochs = min((run["epochs"] for run in alike if run["recipe"]["norm_options"] == {"link": False}), default=None)
+    alike = [run for run in alike if run["epochs"] == epochs]
+
+    def top1(norm: str, options: dict[str, Any]) -> list[float]:
+        chosen = [run for run in alike if (run["norm"], run["recipe"]["norm_options"]) == (norm, options)]
+        return [run["test"][run["chosen_statistics"]]["top1"] for run in chosen]
+
+    whole, unlinked, plain = top1("bkn", {}), top1("bkn", {"link": False}), top1("bn", {})
+    if not (whole and unlinked and plain):
+        return ""
+    return (
+        f"Of the gain over BN, by runs of {epochs} epochs with A held at zero ({len(unlinked)} seeds): the link "
+        f"between layers is worth {mean(whole) - mean(unlinked):.2f} points, the shrinking of what a layer observes "
+        f"{mean(unlinked) - mean(plain):.2f}."
+    )
 
 
 def _top1(runs: list[Run], mode: str) -> str:

@@ -14,7 +14,7 @@ from bkn_zoo.version import __version__
 def card_from_results(folder: Path, name: str, results: Path) -> str:
     """The card of a checkpoint, from its config and the folder of results."""
     runs, speed = read_runs(results / "runs"), read_speed(results / "benchmark_infer.json")
-    return checkpoint_card(Config.read(folder / CONFIG), name, runs, speed)
+    return checkpoint_card(Config.read(folder / CONFIG), name, runs, speed, read_runs(results / "reproduce"))
 
 
 def validate(folder: Path, name: str, results: Path) -> None:

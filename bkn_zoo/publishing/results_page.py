@@ -1,6 +1,7 @@
 """docs/results.md, written from the plan of a replication and its records."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
@@ -43,6 +44,7 @@ says what that gave.
 """
 
 NOT_RUN = "not run yet"
+HEADLINE = "CIFAR-100, top-1 (%)"
 
 BEYOND = """\
 ## Beyond the paper
@@ -117,6 +119,30 @@ def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
     parts += picture("curves", "Validation accuracy over the training")
     parts += [RULES, _rules(plan, records), CALIBRATION, _calibration(plan, records), EIGHT_BITS, _eight(plan, records)]
     return "\n".join(parts)
+
+
+def headline(plan: Plan, records: Mapping[str, Record]) -> str:
+    """The README's first table: each norm by images per group, on CIFAR-100."""
+    groups = {128: "128 images a group", 2: "2", 1: "1"}
+    rows = []
+    for label in ("BN", "BRN", "BKN, A held at zero", "BKN"):
+        found = {
+            each.arm.group: spread(each.top1())
+            for experiment in plan.experiments
+            if experiment.setting == "cifar100"
+            for each in cells(experiment, records)
+            if each.arm.label == label and each.good
+        }
+        rows.append({HEADLINE: label, **{shown: found.get(group, "") for group, shown in groups.items()}})
+    alone = spread(cell(plan.arms["cifar100.gn.128-128"], records).top1())
+    rows.append({HEADLINE: "GroupNorm, which has no groups", **dict.fromkeys(groups.values(), alone)})
+    return table(rows, list(rows[0]))
+
+
+def with_headline(readme: str, plan: Plan, records: Mapping[str, Record]) -> str:
+    """The README with that table in place of its own, if it has one."""
+    pattern = rf"^\| {re.escape(HEADLINE)} \|.*?(?=\n\n)"
+    return re.sub(pattern, lambda _: headline(plan, records), readme, count=1, flags=re.M | re.S)
 
 
 def _settings(plan: Plan) -> str:
