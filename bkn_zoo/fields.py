@@ -1,39 +1,112 @@
-"""Checks of what people write into files: fields, types and ranges, each refused in a sentence."""
+"""One checker for what people write into files: fields, types and ranges, each refused in a sentence.
+
+A dataclass says by its annotations what its fields take and, where the type does not say it all, by a `Rule` with them:
+
+    epochs: Annotated[int, Rule(lambda value: value >= 1, "a whole number of at least 1")]
+"""
 
 import dataclasses
 import sys
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from bkn_zoo.errors import InputError
 
+Made = TypeVar("Made")
 
-def check_fields(cls: type, data: dict[str, Any], prefix: str = "") -> None:
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name, known in fields.items():
-        required = known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING
+
+class Rule(NamedTuple):
+    """What a value of the right type must be besides, and the words for all that it must be."""
+
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(lambda value: value in choices, f"one of {', '.join(choices)}")
+
+
+Count = Annotated[int, Rule(lambda value: value >= 1, "a whole number of at least 1")]
+Amount = Annotated[float, Rule(lambda value: value >= 0, "a number of at least 0")]
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
+
+
+def make(kind: type[Made], data: dict[str, Any], prefix: str = "") -> Made:
+    """The dataclass that a file describes, which must say everything it has to and nothing else; those in it too."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
-            raise InputError(f"the field {prefix}{name} is missing: add it, as save_pretrained writes it.")
-    for name in data:
+            raise InputError(f"the field {prefix}{name} is missing: add it.")
+    made = dict(data)
+    for name, value in data.items():
         if name not in fields:
             raise InputError(
-                f"the field {prefix}{name} is unknown: remove it, or upgrade bkn_zoo if a newer one wrote it."
+                f"the field {prefix}{name} is unknown: correct or remove it, or upgrade bkn_zoo if it is a newer one's."
             )
+        inner = next((hint for hint in (fields[name].type, *get_args(fields[name].type)) if _is_dataclass(hint)), None)
+        if inner is not None and isinstance(value, dict):
+            made[name] = make(inner, value, f"{prefix}{name}.")
+    return kind(**made)
 
 
-def check(valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not valid:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise InputError(f"{name} is {shown}, but must be {wanted}.")
+def check_fields(settings: Any, prefix: str = "") -> None:
+    """Refuse a dataclass whose fields do not hold what their annotations say."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        check(prefix + name, getattr(settings, name), hint)
 
 
-def check_choice(name: str, value: Any, choices: list[str] | tuple[str, ...]) -> None:
-    check(isinstance(value, str) and value in choices, name, value, f"one of {', '.join(choices)}")
+def check(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that does not fit its annotation."""
+    if _fits(value, hint):
+        return
+    if get_origin(hint) is dict and isinstance(value, dict):  # the entry that is wrong says more than all of them
+        of_keys, of_values = get_args(hint)
+        for key, inner in value.items():
+            check(f"a key of {name}", key, of_keys)
+            check(f"{name}.{key}", inner, of_values)
+    refuse(name, value, _wanted(hint))
+
+
+def refuse(name: str, value: Any, wanted: str) -> NoReturn:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    raise InputError(f"{name} is {shown}, but must be {wanted}.")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return _fits(value, inner[0]) and all(rule.holds(value) for rule in inner[1:])
+    if kind is tuple:  # of any length; in JSON it is a list
+        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if inner:  # one of several
+        return any(_fits(value, option) for option in inner)
+    if hint is float:
+        return is_number(value)
+    return hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
+
+
+def _wanted(hint: Any) -> str:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return inner[1].wanted
+    if kind is tuple:
+        return f"a list of {_wanted(inner[0]).removeprefix('a ')}s"
+    if kind is dict:
+        return "an object with strings as keys"
+    if inner:
+        return ", or ".join(_wanted(option) for option in inner)
+    return "null" if hint is NoneType else WORDS.get(hint, f"a {hint.__name__}")
+
+
+def _is_dataclass(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)

@@ -1,8 +1,9 @@
 """What preprocessing is: `bkn_zoo.images` does it, a checkpoint's config.json keeps it."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from bkn_zoo.fields import check, check_choice, is_count, is_number
+from bkn_zoo.fields import Count, Rule, check_fields, one_of
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
@@ -20,21 +21,15 @@ class Preprocessing:
         interpolation: of every resize; one of `INTERPOLATIONS`.
     """
 
-    size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    native_size: int | None = None
-    interpolation: str = "bilinear"
+    size: Count
+    mean: Annotated[tuple[float, ...], Rule(lambda values: len(values) == 3, "three numbers")]
+    std: Annotated[
+        tuple[float, ...], Rule(lambda values: len(values) == 3 and min(values) > 0, "three positive numbers")
+    ]
+    native_size: Count | None = None
+    interpolation: Annotated[str, one_of(*INTERPOLATIONS)] = "bilinear"
 
     def __post_init__(self) -> None:
-        for name in ("size", "native_size"):
-            value = getattr(self, name)
-            optional = value is None and name == "native_size"
-            check(optional or is_count(value), f"preprocessing.{name}", value, "a whole number of at least 1")
+        check_fields(self, "preprocessing.")
         for name in ("mean", "std"):
-            value = getattr(self, name)
-            valid = isinstance(value, list | tuple) and len(value) == 3 and all(map(is_number, value))
-            check(valid, f"preprocessing.{name}", value, "three numbers")
-            object.__setattr__(self, name, tuple(map(float, value)))
-        check(min(self.std) > 0, "preprocessing.std", self.std, "positive")
-        check_choice("preprocessing.interpolation", self.interpolation, INTERPOLATIONS)
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))

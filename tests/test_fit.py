@@ -342,17 +342,17 @@ def test_the_schedule_of_brn_reaches_its_layers() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("epochs", 0, "epochs is 0, but must be at least 1"),
-        ("epochs", "many", "epochs is 'many', but must be of type int"),
+        ("epochs", 0, "epochs is 0, but must be a whole number of at least 1"),
+        ("epochs", "many", "epochs is 'many', but must be a whole number of at least 1"),
         ("epochs", True, "epochs is True"),
-        ("gradient_batch", 2.5, "gradient_batch is 2.5, but must be of type int"),
+        ("gradient_batch", 2.5, "gradient_batch is 2.5, but must be a whole number"),
         ("statistics_batch", 0, "statistics_batch is 0"),
         ("micro_batch", -1, "micro_batch is -1"),
         ("size", 0, "size is 0"),
-        ("optimizer", "lion", "optimizer is 'lion', but must be sgd or adamw"),
-        ("schedule", "flat", "schedule is 'flat', but must be one_cycle or cosine"),
-        ("precision", "float16", "precision is 'float16', but must be bfloat16 or float32"),
-        ("lr", "fast", "lr is 'fast', but must be of type float"),
+        ("optimizer", "lion", "optimizer is 'lion', but must be one of sgd, adamw"),
+        ("schedule", "flat", "schedule is 'flat', but must be one of one_cycle, cosine"),
+        ("precision", "float16", "precision is 'float16', but must be one of bfloat16, float32"),
+        ("lr", "fast", "lr is 'fast', but must be a number of at least 0"),
         ("lr", -0.1, "lr is -0.1"),
         ("lr", math.nan, "lr is nan"),
         ("momentum", 0, "momentum is 0"),
@@ -360,15 +360,15 @@ def test_the_schedule_of_brn_reaches_its_layers() -> None:
         ("ema", 1, "ema is 1"),
         ("label_smoothing", -0.1, "label_smoothing is -0.1"),
         ("validation", 1, "validation is 1"),
-        ("graph", 1, "graph is 1, but must be of type bool"),
+        ("graph", 1, "graph is 1, but must be true or false"),
         ("augmentation.scale", 0, "augmentation.scale is 0"),
-        ("augmentation.crop", 0.6, "augmentation.crop is 0.6, but must be at most half of the side"),
-        ("augmentation.erase", 1.0, "augmentation.erase is 1.0, but must be below 1"),
-        ("augmentation.crop", "big", "augmentation.crop is 'big', but must be of type float"),
+        ("augmentation.crop", 0.6, "augmentation.crop is 0.6, but must be a number from 0 to 0.5, half of the side"),
+        ("augmentation.erase", 1.0, "augmentation.erase is 1.0, but must be a number of at least 0 and below 1"),
+        ("augmentation.crop", "big", "augmentation.crop is 'big', but must be a number"),
         ("augmentation.mixup", -1, "augmentation.mixup is -1"),
-        ("augmentation.blur", 1, "unexpected keyword argument 'blur'"),
+        ("augmentation.blur", 1, "the field augmentation.blur is unknown"),
         ("augmentation", 1, "augmentation"),
-        ("learning_rate", 1, "unexpected keyword argument 'learning_rate'"),
+        ("learning_rate", 1, "the field learning_rate is unknown"),
     ],
 )
 def test_a_bad_field_of_a_recipe_is_one_sentence(field: str, value: Any, says: str) -> None:
@@ -388,7 +388,7 @@ def test_a_recipe_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"bad.toml is not a recipe"):
             read_recipe(path)
     path.write_text('model = "resnet101_bkn"')
-    with pytest.raises(InputError, match="missing 3 required"):
+    with pytest.raises(InputError, match=r"bad.toml: the field dataset is missing"):
         read_recipe(path)
 
 

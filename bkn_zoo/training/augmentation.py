@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from bkn_zoo.fields import Amount, Rule, check_fields
 from bkn_zoo.images import Preprocessing, per_channel
 from bkn_zoo.training.batch import Batch
 
@@ -35,14 +36,17 @@ class Augmentation:
         mixup, cutmix: the alphas of their Beta distributions; if both are set, each takes half of the batches.
     """
 
-    crop: float = 0.0
-    scale: float = 1.0
-    rotate: float = 0.0
-    colour: float = 0.0
+    crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
+    scale: Annotated[float, Rule(lambda value: 0 < value <= 1, "a number above 0, up to 1")] = 1.0
+    rotate: Amount = 0.0
+    colour: Amount = 0.0
     flip: bool = True
-    erase: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    erase: Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")] = 0.0
+    mixup: Amount = 0.0
+    cutmix: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "augmentation.")
 
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:

@@ -1,14 +1,16 @@
 """All that a training depends on beside the data, read from a file and checked."""
 
-import dataclasses
-import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
 from bkn_zoo.training.augmentation import Augmentation
+
+BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
+BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
 
 
 @dataclass(frozen=True)
@@ -35,67 +37,32 @@ class Recipe:
 
     model: str
     dataset: str
-    epochs: int
-    gradient_batch: int
-    statistics_batch: int | None = None
-    micro_batch: int | None = None
-    size: int | None = None
-    train_size: int | None = None
-    validation: float = 0.1
-    optimizer: str = "sgd"
-    lr: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    schedule: str = "one_cycle"
-    warmup: float = 0.2
-    label_smoothing: float = 0.0
-    ema: float = 0.0
-    kalman_lr: float = 1.0
-    clip: float = 0.0
-    precision: str = "bfloat16"
+    epochs: Count
+    gradient_batch: Count
+    statistics_batch: Count | None = None
+    micro_batch: Count | None = None
+    size: Count | None = None
+    train_size: Count | None = None
+    validation: BetweenZeroAndOne = 0.1
+    optimizer: Annotated[str, one_of("sgd", "adamw")] = "sgd"
+    lr: Amount = 0.1
+    momentum: BetweenZeroAndOne = 0.9
+    weight_decay: Amount = 5e-4
+    schedule: Annotated[str, one_of("one_cycle", "cosine")] = "one_cycle"
+    warmup: Annotated[float, Rule(lambda value: 0 <= value <= 1, "a share of the steps, 0 to 1")] = 0.2
+    label_smoothing: BelowOne = 0.0
+    ema: BelowOne = 0.0
+    kalman_lr: Amount = 1.0
+    clip: Amount = 0.0
+    precision: Annotated[str, one_of("bfloat16", "float32")] = "bfloat16"
     graph: bool = False
     compile: bool = False
-    seed: int = 0
+    seed: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")] = 0
     norm_options: dict[str, Any] = field(default_factory=dict)
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_types(self.augmentation, "augmentation.")
-        choices = {"optimizer": ("sgd", "adamw"), "schedule": ("one_cycle", "cosine")}
-        choices |= {"precision": ("bfloat16", "float32")}
-        for name, allowed in choices.items():
-            _check(getattr(self, name) in allowed, name, getattr(self, name), " or ".join(allowed))
-        for name in ("epochs", "gradient_batch", "statistics_batch", "micro_batch", "size", "train_size"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, name, value, "at least 1")
-        for name in ("validation", "momentum"):
-            _check(0 < getattr(self, name) < 1, name, getattr(self, name), "between 0 and 1")
-        for name in ("label_smoothing", "ema"):
-            _check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
-        _check(0 <= self.warmup <= 1, "warmup", self.warmup, "a share of the steps, 0 to 1")
-        for name in ("lr", "weight_decay", "kalman_lr", "clip", "seed"):
-            _check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
-        for name, value in dataclasses.asdict(self.augmentation).items():
-            _check(0 <= value < math.inf, f"augmentation.{name}", value, "a number of at least 0")
-        _check(self.augmentation.crop <= 0.5, "augmentation.crop", self.augmentation.crop, "at most half of the side")
-        _check(self.augmentation.erase < 1, "augmentation.erase", self.augmentation.erase, "below 1, the whole side")
-        _check(0 < self.augmentation.scale <= 1, "augmentation.scale", self.augmentation.scale, "above 0, up to 1")
-
-
-def _check_types(settings: Any, prefix: str = "") -> None:
-    instances: dict[Any, Any] = {float: int | float, dict[str, Any]: dict}  # for which isinstance has to ask
-    for known in dataclasses.fields(settings):
-        value = getattr(settings, known.name)
-        valid = isinstance(value, instances.get(known.type, known.type))
-        valid = valid and (known.type is bool or not isinstance(value, bool))  # which Python counts as a whole number
-        kind = known.type.__name__ if isinstance(known.type, type) else str(known.type)
-        _check(valid, prefix + known.name, value, f"of type {kind}")
-
-
-def _check(valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not valid:
-        raise InputError(f"recipe: {name} is {value!r}, but must be {wanted}.")
+        check_fields(self)
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -112,7 +79,6 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
         table, _, key = name.rpartition(".")
         (fields.setdefault(table, {}) if table else fields)[key] = value
     try:
-        augmentation = Augmentation(**fields.pop("augmentation", {}))
-        return Recipe(**fields, augmentation=augmentation)
-    except TypeError as error:
-        raise InputError(f"recipe {path or ''}: {str(error).split('__init__() ')[-1]}.") from None
+        return make(Recipe, fields)
+    except InputError as error:
+        raise InputError(f"recipe{f' {path}' if path else ''}: {error}") from None
