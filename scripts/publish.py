@@ -1,44 +1,12 @@
-"""Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit with a tag.
+"""Publishes checkpoints on the Hub: `bkn-zoo publish`, for who has a checkout; bkn_zoo/cli/publish.py says how."""
 
-    python scripts/publish.py inception_cifar_bkn.cifar10 --namespace me --dry-run     # show what would change
-    python scripts/publish.py checkpoints/* --namespace me
-
-Each folder is validated first: it loads, repeats its golden outputs, and agrees with its card and with results/. What
-was published is downloaded again into an empty cache and compared. Publishing twice changes nothing. The token is that
-of `hf auth login` or of HF_TOKEN.
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from bkn_zoo.checkpoints.locate import find
+from bkn_zoo.cli.publish import main
 from bkn_zoo.errors import BknZooError
-from bkn_zoo.publishing.publish import publish
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a name or a folder")
-    parser.add_argument("--namespace", required=True, help="the user or organization to publish under")
-    parser.add_argument("--name", help="of the repository, for a single checkpoint; default: the folder's")
-    parser.add_argument("--tag", help="default: the version of bkn_zoo, as in v1.2.3")
-    parser.add_argument("--private", action="store_true", help="make repositories that are created private")
-    parser.add_argument("--dry-run", action="store_true", help="validate and show what would change; change nothing")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="where the cards' figures come from")
-    args = parser.parse_args()
-    if args.name and len(args.checkpoints) > 1:
-        parser.error("--name is for a single checkpoint")
-    options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
-    for checkpoint in args.checkpoints:
-        folder = find(checkpoint)
-        publish(folder, args.name or folder.resolve().name, args.namespace, args.results, **options)
-
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except BknZooError as error:
         sys.exit(f"publish.py: {error}")

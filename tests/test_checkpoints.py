@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import safetensors.torch
@@ -147,6 +148,30 @@ def test_accuracy_and_training_are_not_claimed_for_weights_that_are_saved_anew(t
     save_pretrained(loaded, tmp_path / "b")
     assert from_pretrained(tmp_path / "b").config.accuracy == {}
     assert from_pretrained(tmp_path / "b").config.training == {}
+
+
+def test_what_is_measured_is_what_is_stored_and_it_is_stored_with_its_accuracy_and_card_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    model, folder = make(), tmp_path / "checkpoint"
+
+    def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
+        assert not folder.exists()
+        assert_same_tensors(stored.state_dict(), rounded(model))
+        return {"sample": {"top1": 50.5}}, "# Measured\n"
+
+    save_pretrained(model, folder, measure=measure)
+    assert from_pretrained(folder).config.accuracy == {"sample": {"top1": 50.5}}
+    assert (folder / "README.md").read_text() == "# Measured\n"
+    before = contents(folder)
+
+    def fail(stored: Network) -> NoReturn:
+        raise InputError("there are no images.")
+
+    with pytest.raises(InputError, match=r"^there are no images\.$"):
+        save_pretrained(make(), folder, measure=fail)
+    assert contents(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_large_tensors_take_16_bits_and_the_rest_keep_theirs(folder: Path) -> None:

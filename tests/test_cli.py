@@ -273,33 +273,43 @@ def test_a_checkpoint_that_cannot_classify_fails_in_one_line(call: Any, photos: 
     assert "bare does not say how its images are preprocessed" in found.err
 
 
-@pytest.mark.parametrize("command", [[], ["classify"], ["compare"], ["list"], ["info"]])
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"bkn-zoo {bkn_zoo.__version__}\n")
+
+
+OWN = ["classify", "compare", "list", "info", "train", "evaluate", "publish"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in OWN)], ids=str)
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: bkn-zoo")
-    assert "example" in text or command == ["list"]
+    assert "example" in text or command == ["list"] or f"    bkn-zoo {command[0]}" in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
 def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, app, asked = types.ModuleType("service"), types.ModuleType("service.app"), []
+    service, app, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.app"), []
 
     def main(arguments: list[str]) -> int:
         asked.append(arguments)
         return 3
 
     app.main = main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "service", service)
-    monkeypatch.setitem(sys.modules, "service.app", app)
+    monkeypatch.setitem(sys.modules, "bkn_zoo_service", service)
+    monkeypatch.setitem(sys.modules, "bkn_zoo_service.app", app)
     assert call("serve", "--port", "1", "--help").code == 3
     assert asked == [["--port", "1", "--help"]]
 
 
 def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "service.app", None)
+    for name in ("bkn_zoo_service.app", "service.app"):
+        monkeypatch.setitem(sys.modules, name, None)
     found = call("serve")
     assert found.code == 2
     assert "pip install 'bkn-zoo[serve]'" in found.err
@@ -309,7 +319,7 @@ def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch) -
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "list_checkpoints", interrupt)
+    monkeypatch.setattr("bkn_zoo.cli.command.list_checkpoints", interrupt)
     found = call("list")
     assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
 

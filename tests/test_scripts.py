@@ -1,4 +1,4 @@
-"""scripts/train.py and scripts/evaluate.py, from the command line to the files that they leave."""
+"""`bkn-zoo train` and `bkn-zoo evaluate`, as scripts: from the command line to the files that they leave."""
 
 import json
 import runpy
@@ -16,6 +16,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
+from bkn_zoo.cli.train import parse, run_name
 from bkn_zoo.images import Preprocessing
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -32,11 +33,6 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
     return run
-
-
-@pytest.fixture(scope="module")
-def parse() -> Callable[[list[str]], tuple[Any, dict[str, Any]]]:
-    return runpy.run_path(str(SCRIPTS / "train.py"))["parse"]
 
 
 @pytest.fixture
@@ -159,7 +155,7 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
     assert [row["statistics"] for row in rows] == ["sample"]
 
 
-def test_options_override_the_recipe_wherever_they_stand(parse: Any) -> None:
+def test_options_override_the_recipe_wherever_they_stand() -> None:
     line = (
         "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --statistics_batch None"
     )
@@ -179,9 +175,8 @@ def test_options_override_the_recipe_wherever_they_stand(parse: Any) -> None:
     }
 
 
-def test_what_overrides_a_recipe_is_in_the_name_of_the_run(parse: Any) -> None:
+def test_what_overrides_a_recipe_is_in_the_name_of_the_run() -> None:
     """So that the twin of a run does not take its place."""
-    run_name = runpy.run_path(str(SCRIPTS / "train.py"))["run_name"]
 
     def name(line: str) -> str:
         args, overrides = parse(line.split())
@@ -222,7 +217,7 @@ def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: P
     assert (tmp_path / "out" / "results" / "runs" / "inception_cifar_bkn.photos.json").is_file()
 
 
-def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe(parse: Any) -> None:
+def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe() -> None:
     args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
     assert args.recipe is None
     assert overrides == {"augmentation.crop": 0.25}
@@ -230,7 +225,7 @@ def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe(parse: Any) ->
 
 @pytest.mark.parametrize("wrong", [["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["one", "two"]], ids=str)
 def test_an_option_that_does_not_exist_or_lacks_its_value_is_refused(
-    parse: Any, wrong: list[str], capsys: pytest.CaptureFixture[str]
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(["--data", "D", *wrong])
@@ -251,14 +246,14 @@ def sentence(script: Script, *arguments: Any) -> str:
 def test_bad_input_ends_train_with_one_sentence(script: Script, tree: Path, checkpoint: Path, tmp_path: Path) -> None:
     start = ("train.py", "--data", tree, "--init", checkpoint, "--device", "cpu")
     assert "there is no folder" in sentence(script, "train.py", "--data", "nowhere", "--init", checkpoint)
-    assert "missing 1 required" in sentence(script, "train.py", "--data", tree)
+    assert "the field model is missing" in sentence(script, "train.py", "--data", tree)
     assert "nowhere.toml cannot be read" in sentence(script, "train.py", "nowhere.toml", "--data", tree)
     assert "unknown checkpoint" in sentence(script, "train.py", "--data", tree, "--init", "no_such_thing")
     assert "unknown model 'alexnet'" in sentence(script, *start, "--model", "alexnet")
     assert "epochs is 'x'" in sentence(script, *start, "--epochs", "x")
     assert "do not fill a batch of 64" in sentence(script, *start, "--gradient_batch", "64")
     assert "there is no training to resume" in sentence(script, *start, "--resume")
-    assert "unexpected keyword argument 'blur'" in sentence(script, *start, "--augmentation.blur", "1")
+    assert "the field augmentation.blur is unknown" in sentence(script, *start, "--augmentation.blur", "1")
     assert "does not take the options 'warmup'" in sentence(script, *start, "--norm_options.warmup", "1")
     assert "do not fit inception_cifar_bn" in sentence(script, *start, "--model", "inception_cifar_bn")
     options = ("--norm_options.shared_process_noise", "false")

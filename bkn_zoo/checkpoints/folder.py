@@ -61,6 +61,7 @@ def save_pretrained(
     accuracy: dict[str, dict[str, float]] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
+    measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
 ) -> None:
     """Write a checkpoint folder, or replace one.
 
@@ -76,29 +77,34 @@ def save_pretrained(
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         default_statistics: the mode for calls that choose none; by default the model's.
         card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
+        measure: in place of `accuracy` and `card`: called with the network as it is stored, before its folder gets its
+            name, it returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
     config = _describe(model, default_statistics, **about)
     config.to_json()  # so that a description that cannot be stored is refused before anything is written
     folder = Path(folder).resolve()
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
-    _check_replaceable(folder, keep_card=card is None)
+    _check_replaceable(folder, keep_card=card is None and measure is None)
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
         hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
-        write(scratch / CONFIG, replace(config, sha256=hashes).to_json().encode())
+        config = replace(config, sha256=hashes)
+        write(scratch / CONFIG, config.to_json().encode())
+        stored, golden = _try(scratch, folder)
+        write(scratch / GOLDEN, safetensors.torch.save(golden))
+        if measure is not None:
+            accuracy, card = measure(stored)
+            write(scratch / CONFIG, replace(config, accuracy=accuracy).to_json().encode())
         write(scratch / CARD, (short_card(config, folder.name) if card is None else card).encode())
-        write(scratch / GOLDEN, safetensors.torch.save(_make_golden(scratch)))
         sync(scratch)
         put_in_place(scratch, folder)
     except OSError as error:
         raise CheckpointError(
             f"{folder} could not be written ({error}): make room there or choose another place."
         ) from error
-    except BknZooError as error:
-        raise CheckpointError(f"{folder} was not written, since it would not load: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -234,10 +240,18 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
         )
 
 
-def _make_golden(folder: Path) -> dict[str, Tensor]:
-    """One input and its output per mode, by the weights as they are stored."""
-    model = load_folder(folder)
-    preprocessing = Config.read(folder / CONFIG).preprocessing
+def _try(scratch: Path, folder: Path) -> tuple[Network, dict[str, Tensor]]:
+    """The network as it is stored, and what it gives; an error if it would not load."""
+    try:
+        stored = load_folder(scratch)
+        return stored, _make_golden(stored)
+    except BknZooError as error:
+        raise CheckpointError(f"{folder} was not written, since it would not load: {error}") from error
+
+
+def _make_golden(model: Network) -> dict[str, Tensor]:
+    """One input and its output per mode."""
+    preprocessing = model.config.preprocessing
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(1, 3, size, size, generator=generator, dtype=torch.float32, device="cpu")

@@ -11,10 +11,15 @@ from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, read_runs
 from bkn_zoo.version import __version__
 
 
-def card_from_results(folder: Path, name: str, results: Path) -> str:
+def card_of(config: Config, name: str, results: Path) -> str:
     """The card of a checkpoint, from its config and the folder of results."""
     runs, speed = read_runs(results / "runs"), read_speed(results / "benchmark_infer.json")
-    return checkpoint_card(Config.read(folder / CONFIG), name, runs, speed, read_runs(results / "reproduce"))
+    return checkpoint_card(config, name, runs, speed, read_runs(results / "reproduce"))
+
+
+def card_from_results(folder: Path, name: str, results: Path) -> str:
+    """The same for the config in a folder."""
+    return card_of(Config.read(folder / CONFIG), name, results)
 
 
 def validate(folder: Path, name: str, results: Path) -> None:

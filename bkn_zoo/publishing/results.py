@@ -24,9 +24,10 @@ def environment(seed: int | None = None) -> dict[str, Any]:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    # Paths of the machine say nothing to others: of those, the last part.
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
     return {
-        # Paths of the machine say nothing to others: of those, the last part.
-        "command": shlex.join(["python", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv)]),
+        "command": shlex.join(words if words[0] == "bkn-zoo" else ["python", *words]),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **installed},
         "seed": seed,

@@ -1,4 +1,4 @@
-"""The command `bkn-zoo`: classify images, compare the statistics modes, look at checkpoints, start the service."""
+"""What `bkn-zoo` does: classify images, compare the statistics modes, look at checkpoints; and whom else it calls."""
 
 import argparse
 import csv
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import ENGINES
 from bkn_zoo.modes import MODES
+from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
     from bkn_zoo.inference.classifier import Classification, Classifier
@@ -63,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
-        if arguments[:1] == ["serve"]:  # whose options are the service's own
-            return _serve(arguments[1:])
+        if arguments and arguments[0] in OTHERS:
+            return OTHERS[arguments[0]](arguments[1:])
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
         sys.stdout.flush()  # a closed pipe should show here, where it is expected
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="bkn-zoo", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
@@ -109,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     info = add("info", _info, "describe a checkpoint", INFO_EXAMPLES)
     info.add_argument("name", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo")
     info.add_argument("--format", choices=("table", "json"), default="table", help="default: %(default)s")
-    commands.add_parser("serve", help="start the HTTP service (bkn-zoo serve --help lists its options)")
+    for name, text in OTHERS_HELP.items():
+        commands.add_parser(name, help=f"{text} (bkn-zoo {name} --help lists its options)")
     return parser
 
 
@@ -287,8 +291,43 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _serve(arguments: list[str]) -> int:
-    try:
-        from service.app import main as serve
-    except ModuleNotFoundError as error:
-        raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
-    return serve(arguments)
+    for name in ("bkn_zoo_service", "service"):  # as it is installed, and as it stands in a checkout
+        try:
+            return import_module(f"{name}.app").main(arguments)
+        except ModuleNotFoundError as error:
+            missing = error
+            if error.name != name:
+                break
+    raise InputError(f"the service is not installed ({missing}): run pip install 'bkn-zoo[serve]'.") from None
+
+
+def _train(arguments: list[str]) -> int:
+    from bkn_zoo.cli.train import main
+
+    main(arguments, "bkn-zoo train")
+    return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    from bkn_zoo.cli.evaluate import main
+
+    main(arguments, "bkn-zoo evaluate")
+    return 0
+
+
+def _publish(arguments: list[str]) -> int:
+    from bkn_zoo.cli.publish import main
+
+    main(arguments, "bkn-zoo publish")
+    return 0
+
+
+OTHERS = {"train": _train, "evaluate": _evaluate, "publish": _publish, "serve": _serve}
+"""Commands that read their options themselves."""
+
+OTHERS_HELP = {
+    "train": "train a network by a recipe, or on images of one's own",
+    "evaluate": "measure a checkpoint on a data set",
+    "publish": "publish checkpoints on the Hugging Face Hub",
+    "serve": "start the HTTP service",
+}

@@ -1,0 +1,62 @@
+"""Measures a checkpoint on a data set, in each statistics mode: top-1, top-5 and expected calibration error.
+
+    bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER
+    bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER --engine openvino      # faster on a CPU
+    bkn-zoo evaluate ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json
+
+Where --output names a file, the figures go there too, with the command and the machine.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.errors import InputError
+from bkn_zoo.inference.engines import ENGINES, create_engine
+from bkn_zoo.norms import MODES
+from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.evaluation import evaluate
+
+
+def main(arguments: list[str], prog: str | None = None) -> None:
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a name or a folder")
+    parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
+    parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
+    parser.add_argument("--split", choices=["validation", "test"], default="test")
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
+    named = [name for name in ENGINES if name != "auto"]  # so that a result says which it was
+    parser.add_argument(
+        "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
+    )
+    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
+    args = parser.parse_args(arguments)
+    model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
+    recipe = model.config.training.get("recipe", {})
+    dataset = args.dataset or recipe.get("dataset", "folder")
+    preprocessing = model.config.preprocessing
+    # The same share as in training, so that what was held out then is held out now.
+    data = load_data(dataset, args.data, preprocessing and preprocessing.size, recipe.get("validation", 0.1))
+    data = replace(data, preprocessing=preprocessing or data.preprocessing)
+    if len(data.label_names) != model.num_classes:
+        raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")
+    for theirs, ours in zip(data.label_names, model.config.label_names or data.label_names, strict=True):
+        if theirs != ours:
+            raise InputError(f"{args.data} has {theirs!r} for {ours!r} of {args.checkpoint}: name the classes alike.")
+    device = torch.device(args.device)
+    batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
+    run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
+    measured = evaluate(run, batches, args.statistics)
+    rows = [{"statistics": mode, "images": len(getattr(data, args.split)), **m} for mode, m in measured.items()]
+    if args.output:
+        about = {"checkpoint": Path(args.checkpoint).name, "split": args.split, "engine": args.engine}
+        write_results(args.output, rows, **about)
+    print(table(rows, list(rows[0])))

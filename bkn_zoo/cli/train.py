@@ -1,0 +1,222 @@
+"""Trains a network by a recipe, and leaves a checkpoint folder and a record of the run.
+
+    bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml --data CIFAR_FOLDER
+    bkn-zoo train recipes/... --data ... --resume                            # go on after an interruption
+    bkn-zoo train --data FOLDER_OF_CLASSES --init CHECKPOINT                 # fine-tune on one's own images
+    torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs, from a checkout
+
+Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
+--statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
+output folder holds state.pt and log.jsonl while the training runs, and at the end curves.png and the folder
+`checkpoint` and the record of the run in results/runs/; a run that the zoo shows puts it into the repository's own with
+--results results/runs. The statistics mode is chosen on the validation images; the test images are used once, at the
+end, on the weights as they are stored.
+
+--resume takes the same command once more, and on the same hardware and versions ends with the very same weights as if
+nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses them by rule rather
+than by a race, which another process might decide otherwise.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
+from bkn_zoo.checkpoints.hub import check_repository
+from bkn_zoo.errors import InputError
+from bkn_zoo.models import Network, create_model
+from bkn_zoo.publishing.publish import card_of, publish
+from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.loop import fit
+from bkn_zoo.training.recipes import Recipe, read_recipe
+from bkn_zoo.training.state import Training, TrainingError, begin, load_state
+
+FINE_TUNING = {
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
+    "augmentation.crop": 0.1,
+}  # fmt: skip
+
+
+def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and the fields of the recipe that they override."""
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path, help="a file of recipes/")
+    parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
+    parser.add_argument("--init", help="a checkpoint to start from; its classifier is kept where the classes fit")
+    parser.add_argument("--output", type=Path, help="default: runs/NAME")
+    parser.add_argument("--results", type=Path, help="for the record; default: results/runs of the output folder")
+    parser.add_argument("--name", help="of the run; default: the recipe's, and what is overridden")
+    parser.add_argument(
+        "--publish", metavar="NAMESPACE", help="at the end, publish the checkpoint on the Hub as NAMESPACE/NAME"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the training in the output folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode image files")
+    parser.add_argument("--save-minutes", type=float, default=5.0)
+    fields = parser.add_argument_group("fields of the recipe")
+    for field in dataclasses.fields(Recipe):
+        if field.name not in ("augmentation", "norm_options"):
+            fields.add_argument(f"--{field.name}", metavar="VALUE")
+    # Taken out first: argparse would take the value of an option that it does not know for the recipe.
+    dotted, rest, words = {}, [], iter(arguments)
+    for word in words:
+        if not word.startswith(("--augmentation.", "--norm_options.")):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        dotted[name] = value if equals else next(words, "")
+        if not dotted[name]:
+            parser.error(f"--{name} needs a value")
+    args = parser.parse_args(rest)
+    overrides = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name, None)}
+    return args, {name: literal(value) for name, value in (overrides | dotted).items()}
+
+
+def literal(text: str) -> Any:
+    """A number, true, false or null as such; all else is a string."""
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def like(init: str, model: str | None) -> dict[str, Any]:
+    """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
+    config = from_pretrained(init).config
+    size = {"size": config.preprocessing.size} if config.preprocessing else {}
+    options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
+    same = model in (None, config.architecture)
+    return {"model": config.architecture, **size, **(options if same else {})}
+
+
+def build(recipe: Recipe, init: str | None, classes: int) -> Network:
+    model = create_model(recipe.model, classes, **recipe.norm_options)
+    if init is not None:
+        source = from_pretrained(init)
+        weights = source.state_dict()
+        if source.num_classes != classes:
+            weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.")}
+        try:
+            missing, extra = model.load_state_dict(weights, strict=False)
+        except RuntimeError:  # a tensor of another shape
+            missing, extra = [], list(weights)
+        if extra or any(not name.startswith("fc.") for name in missing):
+            raise InputError(
+                f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model and options."
+            )
+    return model
+
+
+def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe) -> str:
+    """One that no other recipe's run has, so that a twin does not take the place of the run it is compared with."""
+    if args.name:
+        return args.name
+    if args.recipe is None:
+        return f"{recipe.model}.{args.data.name}"
+    return args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
+
+
+def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
+    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
+    device = torch.device(args.device)
+    model = training.result.cpu()
+    validation = training.history[-1]["validation"]
+    best = max(validation, key=lambda mode: validation[mode]["top1"])
+    training_facts = {
+        "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
+        "init": args.init,
+        "test_images": "validation" if data.test is data.validation else "test",
+    }
+    about: dict[str, Any] = {
+        "label_names": data.label_names,
+        "preprocessing": data.preprocessing,
+        "default_statistics": best,
+        "training": {**training_facts, **environment(recipe.seed)},
+    }
+    folder = args.output / "checkpoint"
+    args.results.mkdir(parents=True, exist_ok=True)
+
+    def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
+        """The accuracy of what is stored, and the card that says so, from the record of the run."""
+        stored = stored.to(device).to(memory_format=torch.channels_last)
+        test = evaluate(stored, evaluation_batches(data, data.test, 500, device, args.workers))
+        record = {
+            "name": name, "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
+            "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
+            "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
+            "test_images": training_facts["test_images"],
+            "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
+        }  # fmt: skip
+        (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        for mode, metrics in test.items():
+            chosen = " (chosen on the validation images)" if mode == best else ""
+            print(f"test, {mode}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{chosen}")
+        accuracy = {mode: {k: round(metrics[k], 3) for k in ("top1", "top5", "ece")} for mode, metrics in test.items()}
+        return accuracy, card_of(dataclasses.replace(stored.config, accuracy=accuracy), name, args.results.parent)
+
+    save_pretrained(model, folder, **about, measure=measure)
+    plot(training.history, args.output / "curves.png", name)
+    print(f"saved to {folder}")
+    if args.publish:
+        publish(folder, name, args.publish, args.results.parent)
+
+
+def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no curves.png: pip install bkn-zoo[train] for matplotlib", file=sys.stderr)
+        return
+    epochs = [line["epoch"] for line in history]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(epochs, [line["loss"] for line in history])
+    left.set(xlabel="epoch", ylabel="training loss", title=title)
+    for mode in history[-1]["validation"]:
+        right.plot(epochs, [line["validation"][mode]["top1"] for line in history], label=mode)
+    right.set(xlabel="epoch", ylabel="validation top-1 (%)")
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str], prog: str | None = None) -> None:
+    args, overrides = parse(arguments, prog)
+    if args.recipe is None:
+        overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
+    recipe = read_recipe(args.recipe, overrides)
+    if "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(recipe.seed)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    device = torch.device(args.device)
+    name = run_name(args, overrides, recipe)
+    if args.publish:
+        check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
+    args.output = args.output or Path("runs") / name
+    args.results = args.results or args.output / "results" / "runs"
+    data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
+    training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
+    if args.resume:
+        load_state(training, recipe, args.output, device)
+    fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            finish(training, recipe, data, args, name)
+        except OSError as error:
+            raise TrainingError(
+                f"the results could not be written ({error}): make room, and repeat the command with --resume."
+            ) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
