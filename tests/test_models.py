@@ -165,6 +165,7 @@ def test_evaluation_changes_nothing_in_the_network(
         assert_close(used.to(buffer.dtype), buffer, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("trained", sorted({*list_models("*_bkn"), *list_models("inception_cifar_*")}), indirect=True)
 def test_the_exported_network_gives_the_same_logits(trained: Network) -> None:
     images = photographs(2, size(trained))
     exported = torch.export.export(trained, (images,)).module()

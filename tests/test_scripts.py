@@ -118,10 +118,10 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
 def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script: Script, tree: Path, tmp_path: Path
 ) -> None:
-    script("train.py", "--data", tree, "--init", "inception_v2_bkn.tiny_imagenet", "--epochs", "1", "--device", "cpu")
-    folder = tmp_path / "runs" / "inception_v2_bkn.photos" / "checkpoint"
+    script("train.py", "--data", tree, "--init", "inception_cifar_bkn.cifar10", "--epochs", "1", "--device", "cpu")
+    folder = tmp_path / "runs" / "inception_cifar_bkn.photos" / "checkpoint"
     model = bkn_zoo.from_pretrained(folder)
-    assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_v2_bkn", 2, 1)
+    assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 1)
     image = (tree / "light" / "0.jpg").read_bytes()
     with ServiceProcess(tmp_path, "--models", str(folder)) as service:
         answer = json.load(DIRECT.open(f"{service.url}/v1/classify", image))

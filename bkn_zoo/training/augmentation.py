@@ -55,7 +55,7 @@ def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
 
 
 def _seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:
