@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -39,7 +40,7 @@ class Run:
     width: float = 1.0
     every: int = 1
 
-    @property
+    @cached_property
     def key(self) -> str:
         return recipe_key(self.recipe, self.width, self.every)
 
@@ -75,7 +76,7 @@ class Plan:
     experiments: tuple[Experiment, ...]
     claims: tuple[Mapping[str, Any], ...]
 
-    @property
+    @cached_property
     def arms(self) -> dict[str, Arm]:
         """By name. The same arm in another experiment may have other seeds: the one with most of them counts."""
         every = [arm for experiment in self.experiments for arm in experiment.arms]

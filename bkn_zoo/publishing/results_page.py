@@ -45,6 +45,8 @@ says what that gave.
 
 NOT_RUN = "not run yet"
 HEADLINE = "CIFAR-100, top-1 (%)"
+WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
+WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
 
 BEYOND = """\
 ## Beyond the paper
@@ -214,18 +216,13 @@ def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], 
     parts += [table(rows, names) + "\n"]
     found = [(claim, difference(claim, plan, records)) for claim in experiment.differences]
     lines = [
-        {"what": claim["says"], "points": str(each), "seeds": _seeds(each), "": _size(each)}
+        {"what": claim["says"], "points": str(each), "seeds": _seeds(each), "": WORTH[each.verdict()]}
         for claim, each in found
         if each is not None
     ]
     if lines:
         parts += [table(lines, list(lines[0])) + "\n"]
     return "\n".join(parts)
-
-
-def _size(found: Difference) -> str:
-    verdict = found.verdict().replace("did not hold", "a loss").replace("held", "a gain")
-    return verdict
 
 
 def _row(each: Cell) -> dict[str, Any]:
