@@ -5,6 +5,9 @@ the same code on the CPU, slowly: only the small cases are run there.
 """
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
 
-pytestmark = pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
+
+if kernels.HAS_TRITON:
+    from bkn_zoo.kernels import launch, norm_launch
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -112,8 +118,6 @@ def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, d
 
 
 def test_more_groups_and_inputs_than_a_tile_has_are_taken() -> None:
-    from bkn_zoo.kernels import norm_launch  # which needs Triton
-
     shape = (33, 3, (1, 1), 1, 70)
     assert shape[0] > norm_launch.GROUPS
     assert shape[-1] > norm_launch.DEPTH
@@ -182,6 +186,160 @@ def test_grouped_batch_normalization_runs_on_the_same_kernels(images, group):
             outputs.append(layer(x, None, Statistics("batch", group), relu=True)[0])
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layers[0].running_var, layers[1].running_var)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "channels_last"])
+@pytest.mark.parametrize(("residual", "group"), [(True, 2), (False, 1)])
+def test_images_that_are_too_few_to_keep_a_gpu_busy_are_taken_in_pieces(layout, residual, group, monkeypatch):
+    monkeypatch.setattr(norm_launch, "processors", lambda device: 132)
+    shape = (4, 40, (16, 32), group, 9)
+    tiling = norm_launch.choose_tiling(4, 40, 512, layout == torch.channels_last, False, 132)
+    assert tiling.pieces == (8 if layout == torch.channels_last else 1)
+    case = (shape, torch.float32, layout, residual, True)
+    difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
+    assert difference < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("below", [None, 3])
+def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below):
+    torch.manual_seed(0)
+    layer = BatchKalmanNorm2d(6, below).to(DEVICE).eval()
+    for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
+        buffer.uniform_(0.5, 1.5)
+    x = (1 + 2 * torch.randn(3, 6, 4, 5, device=DEVICE)).to(dtype)
+    prior = Belief(torch.randn(3, 3, device=DEVICE), torch.rand(3, 3, device=DEVICE)) if below else None
+    outputs = []
+    for implementation in ("triton", "pytorch"):
+        with kernels.use(implementation), torch.no_grad():
+            outputs.append(layer(x, prior, Statistics("expected", 4), residual=x, relu=True))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(outputs[0][0], outputs[1][0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-5, atol=1e-5)
+
+
+def test_expected_statistics_have_gradients_all_the_same():
+    layer = BatchKalmanNorm2d(6).to(DEVICE).eval()
+    x = torch.randn(3, 6, 4, 4, device=DEVICE, requires_grad=True)
+    with kernels.use("triton"):
+        layer(x, None, Statistics("expected", 4))[0].square().sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_process_noise_far_below_zero_does_not_vanish():
+    layer = BatchKalmanNorm2d(4, 4).to(DEVICE)
+    with torch.no_grad():
+        layer.raw_process_noise.copy_(torch.tensor([-30.0, -18.0, -7.0, 30.0]))
+        layer.raw_gain.fill_(-80.0)  # the belief is the prediction, and with A = 0 its variance is R
+    prior = Belief(torch.zeros(2, 4, device=DEVICE), torch.ones(2, 4, device=DEVICE))
+    with kernels.use("triton"), torch.no_grad():
+        _, belief = layer(torch.randn(2, 4, 3, 3, device=DEVICE), prior, Statistics("batch", 1))
+    torch.testing.assert_close(belief.var[0], layer.process_noise, rtol=1e-5, atol=0)
+
+
+def test_second_derivatives_are_refused():
+    layer = BatchKalmanNorm2d(4).to(DEVICE)
+    x = torch.randn(2, 4, 3, 3, device=DEVICE, requires_grad=True)
+    with kernels.use("triton"):
+        (gradient,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_layer_in_half_precision_gets_gradients_of_its_own_dtype(dtype):
+    layer = BatchKalmanNorm2d(4, 4).to(DEVICE, dtype)
+    prior = Belief(torch.zeros(2, 4, device=DEVICE), torch.ones(2, 4, device=DEVICE))
+    with kernels.use("triton"):
+        y, _ = layer(torch.randn(2, 4, 3, 3, device=DEVICE, dtype=dtype), prior, Statistics("batch", 1))
+        y.square().sum().backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters()} == {dtype}
+
+
+def operands(below):
+    """Arguments of both operators, for a layer with a residual and a ReLU."""
+    torch.manual_seed(0)
+
+    def numbers(*shape):
+        return torch.rand(shape, device=DEVICE) + 0.1
+
+    x, residual, weight, bias = torch.randn(4, 3, 2, 2, device=DEVICE), numbers(4, 3, 2, 2), numbers(3), numbers(3)
+    kalman = (numbers(2, below), numbers(2, below), numbers(3, below), numbers(3), numbers(1)) if below else (None,) * 5
+    running = [*(numbers(3) for _ in range(5)), *(torch.tensor(0, device=DEVICE) for _ in range(2))]
+    forward = (x, weight, bias, *kalman, residual, running, 2, 1e-5, 0.1, True, [], 0.0)
+    upper = (numbers(2, 3), numbers(2, 3)) if below else (None, None)
+    backward = (x, *upper, x, residual, weight, bias, numbers(4, 2, 3), *kalman, 2, 1e-5, True)
+    return forward, backward
+
+
+@pytest.mark.parametrize("below", [None, 5])
+def test_the_operators_keep_their_contract_with_pytorch(below):
+    """Schema and aliases, fakes with the dtypes and strides of what comes, and tracing, all as torch.library checks."""
+    forward, backward = operands(below)
+    torch.library.opcheck(torch.ops.bkn_zoo.norm, forward)
+    torch.library.opcheck(torch.ops.bkn_zoo.norm_backward, backward)
+
+
+def test_what_would_overflow_the_kernels_counters_is_left_to_pytorch():
+    with kernels.use("triton"):
+        assert kernels.chosen(torch.empty(70_000, 8, 2, 2, device="meta"))
+        for shape, inputs in [
+            ((1, 2**11, 2**10, 2**10), 0),  # values of an image
+            ((2**20, 2**9, 1, 1), 0),  # numbers for channels of all images
+            ((2**14, 2**9, 1, 1), 2**15),  # predictions over stretches of the inputs
+            ((1, 2**16, 1, 1), 2**15),  # A itself
+        ]:
+            assert not kernels.chosen(torch.empty(shape, device="meta"), inputs)
+
+
+def test_more_groups_than_a_dimension_of_a_grid_has_are_taken():
+    """65,536 of them, for a grid of programs one after another; on the interpreter, that they are counted as such."""
+    groups = 70_000
+    if not GPU:
+        shape = norm_launch.Shape(groups, 1, 1, 1, False, 0, 0, False, False, 1e-5, "tf32", 1)
+        plan = norm_launch.plan_forward(shape, False, 0.1, None)
+        assert [kernel.programs for kernel in plan.kernels] == [groups] * 3
+        return
+    x = torch.randn(groups, 3, 2, 2, device=DEVICE)
+    y, _ = BatchNorm2d(3).to(DEVICE)(x, None, Statistics("batch", 1))
+    torch.testing.assert_close(y[-1].mean((1, 2)), torch.zeros(3, device=DEVICE), rtol=0, atol=1e-5)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Two GPUs are played by a double: tensors of the second, while the first is the current one."""
+    current, seen = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    class Elsewhere:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launches = launch.Launches([], (), {}, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launches, "_launch_again", lambda device, *_: seen.append((device, current[0])))
+    launches(Elsewhere(), alone=True)
+    assert seen == [(1, 1)]
+    assert current == [0]
+
+
+def test_kernels_that_cannot_be_imported_are_not_taken_for_a_missing_triton(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda is broken')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    code = "import bkn_zoo.kernels"
+    found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert found.returncode != 0
+    assert b"libcuda is broken" in found.stderr
 
 
 def test_sample_statistics_leave_the_running_averages_alone():

@@ -13,7 +13,7 @@ from bkn_zoo import kernels
 from bkn_zoo.kernels import pool as pooling
 from bkn_zoo.models.inception import AveragePool
 
-pytestmark = pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

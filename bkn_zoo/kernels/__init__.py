@@ -1,4 +1,4 @@
-"""Fused kernels for the norm layers, and the one place where it is decided whether they run.
+"""Fused kernels for norms and pooling on GPUs, and the one place where it is decided whether they run.
 
 They run on CUDA tensors where Triton is installed; everything else takes the PyTorch code of `norms/running.py`, which
 is the reference for them.
@@ -6,30 +6,35 @@ is the reference for them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from bkn_zoo.errors import UnknownNameError
 
-try:
-    from bkn_zoo.kernels.norm import Norm
-    from bkn_zoo.kernels.norm_launch import dense, like
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:  # and if they cannot be imported then, something is broken and should be seen
+    from bkn_zoo.kernels.norm import fused_norm
+else:
+    fused_norm = None  # type: ignore[assignment]
 
-    fused_norm = Norm.apply
-except ImportError:  # no Triton for this platform
-    fused_norm = None
+__all__ = ["HAS_TRITON", "chosen", "use", "fused_norm"]
 
-__all__ = ["chosen", "use", "fused_norm", "dense", "like"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LIMIT = 2**31  # of offsets that the kernels count in 32 bits
 
 _forced: str | None = None
 
 
-def chosen(x: Tensor) -> bool:
-    """Whether the kernels normalize `x`."""
-    if fused_norm is None or _forced == "pytorch" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+def chosen(x: Tensor, inputs: int = 0) -> bool:
+    """Whether the kernels take `x`, (images, channels, ...), above a layer with `inputs` channels."""
+    if not (x.is_cuda or _forced == "triton") or not HAS_TRITON or _forced == "pytorch" or x.dtype not in DTYPES:
         return False
-    return x.is_cuda or _forced == "triton"
+    images, channels = x.shape[:2]
+    # Within an image they count its values; over all images, some numbers for each channel; and those of A.
+    rows = images * channels * (8 + inputs // 128)
+    return x.numel() < LIMIT * max(images, 1) and rows < LIMIT and channels * inputs < LIMIT
 
 
 @contextmanager

@@ -1,48 +1,67 @@
 """The fused norm as PyTorch operators, so that autograd, torch.compile and CUDA graphs take it for one of their own.
 
-`norm` is observe, predict, update, remember and normalize (with the residual sum and the ReLU) in one.
+`norm` is observe, predict, update, remember and normalize (with the residual sum and the ReLU) in one. Where nobody
+looks on, its kernels are launched without the dispatcher in between, which takes as long as they do.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bkn_zoo.kernels import norm_launch
+from bkn_zoo.kernels.norm_launch import dense, like, parameter_sizes, slice_like
 
 _library = torch.library.Library("bkn_zoo", "DEF")
 _library.define(
     "norm(Tensor x, Tensor weight, Tensor bias, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
     "Tensor? raw_process_noise, Tensor? raw_gain, Tensor? residual, Tensor(a!)[] running, SymInt group, float eps, "
-    "float momentum, bool relu) -> (Tensor y, Tensor belief_mean, Tensor belief_var, Tensor observed)"
+    "float momentum, bool relu, Tensor[] partners, float own) -> (Tensor y, Tensor beliefs)"
 )
 _library.define(
     "norm_backward(Tensor dy, Tensor? dbelief_mean, Tensor? dbelief_var, Tensor x, Tensor? y, Tensor weight, "
-    "Tensor bias, Tensor belief_mean, Tensor belief_var, Tensor observed, Tensor? prior_mean, Tensor? prior_var, "
-    "Tensor? transition, Tensor? raw_process_noise, Tensor? raw_gain, SymInt group, float eps, bool relu) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dprior_mean, Tensor dprior_var, "
-    "Tensor dtransition, Tensor draw_process_noise, Tensor draw_gain)"
+    "Tensor bias, Tensor beliefs, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
+    "Tensor? raw_process_noise, Tensor? raw_gain, SymInt group, float eps, bool relu) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dpriors, Tensor dtransition, Tensor dparameters)"
 )
-_library.impl("norm", norm_launch.forward, "CompositeExplicitAutograd")
-_library.impl("norm_backward", norm_launch.backward, "CompositeExplicitAutograd")
+
+
+@torch.library.impl(_library, "norm", "CompositeExplicitAutograd")
+def _norm(*args: Any) -> tuple[Tensor, Tensor]:
+    return norm_launch.forward(*args, alone=False)
+
+
+@torch.library.impl(_library, "norm_backward", "CompositeExplicitAutograd")
+def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
+    dx, *others = norm_launch.backward(*args, alone=False)
+    return dx, *(tensor if tensor.numel() else tensor.new_empty(0) for tensor in others)  # none the same as another
 
 
 @torch.library.register_fake("bkn_zoo::norm", lib=_library)
-def _norm_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    shape = x.shape[0] // rest[9], x.shape[1]
-    beliefs = [x.new_empty(shape, dtype=torch.float32) for _ in range(2)]
-    return torch.empty_like(x), *beliefs, x.new_empty((2, *shape), dtype=torch.float32)
+def _norm_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((4, x.shape[0] // rest[9], x.shape[1]), dtype=torch.float32)
 
 
 @torch.library.register_fake("bkn_zoo::norm_backward", lib=_library)
-def _norm_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    x, y, weight, bias = args[3:7]
-    below = args[10:15]
+def _norm_backward_fake(
+    dy: Tensor, dmean: Any, dvar: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, beliefs: Tensor,
+    prior_mean: Any, prior_var: Any, transition: Tensor | None, raw_process_noise: Tensor | None, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def floats(*shape: int) -> Tensor:
+        return beliefs.new_empty(shape)
 
-    def like(tensor: Tensor | None) -> Tensor:
-        return x.new_empty(0) if tensor is None else torch.empty_like(tensor)
+    dresidual = floats(0) if y is None else torch.empty_like(x)
+    below = floats(0), floats(0)
+    if transition is not None:
+        below = floats(2, beliefs.shape[1], transition.shape[1]), torch.empty_like(transition)
+    parameters = floats(sum(parameter_sizes(weight, raw_process_noise)))
+    return torch.empty_like(x), dresidual, *below, parameters
 
-    return like(x), like(y), like(weight), like(bias), *map(like, below)
+
+def observed_by_pytorch(x: Tensor) -> bool:
+    """Whether a compiler, a mode or a stand-in for a tensor has to see the operators."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
 
 
 class Norm(torch.autograd.Function):
@@ -54,33 +73,78 @@ class Norm(torch.autograd.Function):
         transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None,
         residual: Tensor | None, running: list[Tensor], group: int, eps: float, momentum: float, relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        kalman = prior_mean, prior_var, transition, raw_process_noise, raw_gain
-        y, belief_mean, belief_var, observed = torch.ops.bkn_zoo.norm(
-            x, weight, bias, *kalman, residual, running, group, eps, momentum, relu
-        )
+        launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
+        y, beliefs = launch(
+            x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
+            eps, momentum, relu, [], 0.0,
+        )  # fmt: skip
         # The sign of a sum with a residual cannot be computed again from x; the layer above keeps y anyway.
         kept = y if relu and residual is not None else None
-        ctx.save_for_backward(x, kept, weight, bias, belief_mean, belief_var, observed, *kalman)
-        ctx.group, ctx.eps, ctx.relu, ctx.has_residual = group, eps, relu, residual is not None
+        ctx.save_for_backward(
+            x, kept, weight, bias, beliefs, prior_mean, prior_var, transition, raw_process_noise, raw_gain
+        )
+        ctx.settings, ctx.has_residual = (group, eps, relu), residual is not None
         ctx.set_materialize_grads(False)
+        belief_mean, belief_var, _, _ = beliefs.unbind(0)
         return y, belief_mean, belief_var
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        dy, dmean, dvar = grads
-        x, kept, *saved = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else norm_launch.slice_like(x, dy)
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
+        x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else slice_like(x, dy)
         if dmean is not None or dvar is not None:
-            belief_mean = saved[2]
-            dmean = torch.zeros_like(belief_mean) if dmean is None else dmean.contiguous()
-            dvar = torch.zeros_like(belief_mean) if dvar is None else dvar.contiguous()
-        dx, dresidual, *rest = torch.ops.bkn_zoo.norm_backward(
-            dy, dmean, dvar, x, kept, *saved, ctx.group, ctx.eps, ctx.relu
+            dmean = torch.zeros_like(beliefs[0]) if dmean is None else dmean.contiguous()
+            dvar = torch.zeros_like(beliefs[0]) if dvar is None else dvar.contiguous()
+        launch = torch.ops.bkn_zoo.norm_backward if observed_by_pytorch(x) else norm_launch.backward
+        dx, dresidual, dpriors, dtransition, dparameters = launch(
+            dy, dmean, dvar, x, kept, weight, bias, beliefs, *below, *ctx.settings
         )
-        parameters = [saved[0], saved[1], *saved[5:]]  # weight, bias, and the five of the Kalman step
-        gradients = [None if p is None else g.to(p.dtype) for p, g in zip(parameters, rest, strict=True)]
+        _, _, transition, raw_process_noise, raw_gain = below
         if not ctx.has_residual:
             dresidual = None
         elif kept is None:
             dresidual = dy
-        return dx, *gradients, dresidual, None, None, None, None, None
+        parts = dparameters.split(parameter_sizes(weight, raw_process_noise))
+        if weight.dtype != torch.float32:
+            parts = [part.to(weight.dtype) for part in parts]
+        if transition is None:
+            return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
+        dweight, dbias, dnoise, dgain = parts
+        return (
+            dx, dweight, dbias, *dpriors.unbind(0), dtransition, dnoise, dgain.view_as(raw_gain), dresidual,
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+def fused_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, prior_mean: Tensor | None, prior_var: Tensor | None,
+    transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None,
+    residual: Tensor | None, running: list[Tensor], group: int, eps: float, momentum: float, relu: bool,
+    partners: list[Tensor] | None = None, own: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normalized features, and mean and variance of the belief that they are normalized by; with gradients.
+
+    Args:
+        prior_mean, prior_var, transition, raw_process_noise, raw_gain: of a layer that has one below; otherwise None.
+        running: the five running averages and the two step counters, which move; empty, none does.
+        group: images per statistics group.
+        partners: for `expected` statistics, what `RunningNorm.partners` says; these have no gradients.
+        own: an image's own share in those.
+    """
+    x, weight, bias = dense(x), weight.contiguous(), bias.contiguous()
+    if residual is not None:
+        residual = like(x, residual)
+    if transition is not None and prior_mean is not None and prior_var is not None:
+        prior_mean, prior_var = prior_mean.float().contiguous(), prior_var.float().contiguous()
+        transition = transition.contiguous()
+    arguments = (
+        x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
+        eps, momentum, relu,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and not partners:
+        return Norm.apply(*arguments)
+    launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
+    y, beliefs = launch(*arguments, partners or [], own)
+    mean, var, _, _ = beliefs.unbind(0)
+    return y, mean, var

@@ -1,9 +1,11 @@
 """The device code of the fused norm, in Triton.
 
-Features are seen as images x positions x channels, with either of the last two contiguous (channels_last or NCHW). A
-tile is BLOCK_P positions by BLOCK_C channels. `HAS_PRIOR` is False for a first layer, whose belief is its observation.
+Features are seen as pieces x positions x channels, with either of the last two contiguous (channels_last or NCHW). A
+piece is an image or, where there are too few of them to keep a GPU busy, an equal part of one: `group` counts the
+pieces of a statistics group, and PIECES those of an image. A tile is BLOCK_P positions by BLOCK_C channels. `HAS_PRIOR`
+is False for a first layer, whose belief is its observation.
 
-Forward and backward take three launches each: a pass over the features that reduces every image, a small step per
+Forward and backward take three launches each: a pass over the features that reduces every piece, a small step per
 group, and a pass that writes the result. The small matrix products and sums of a layer ride along with the passes, as
 further programs of the same launch, where they cost next to nothing:
 
@@ -78,7 +80,7 @@ def column_sum(source, rows, c, c_mask, channels, BLOCK_R: tl.constexpr, BLOCK_C
 def all_finite(mean, var, c_mask):
     """1 where every belief of the block is a finite number, else 0."""
     good = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
-    return tl.min(tl.where(c_mask, good.to(tl.int32), 1), axis=0)
+    return tl.min(tl.where(c_mask & (good == 0), 0.0, 1.0), axis=0)
 
 
 @triton.jit
@@ -128,71 +130,90 @@ def predict(
     tl.store(partial_var + at, var, mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "groups", "images", "predict_tiles"])
+@triton.jit(do_not_specialize=["positions", "groups", "pieces", "stretches", "predict_tiles"])
 def moments(
-    x, image_mean, image_var, prior_mean, prior_var, transition, partial_mean, partial_var,
-    channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
+    x, work, prior_mean, prior_var, transition,
+    channels, positions, stride_c, stride_p, pieces, groups, inputs, stretches, predict_tiles,
     HAS_PRIOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: channel blocks x images, and predict's tiles among them."""
+    """Grid: channel blocks x pieces, and predict's tiles among them."""
     blocks = tl.cdiv(channels, BLOCK_C)
-    ride, at = share_out(tl.program_id(0), predict_tiles, blocks * images)
+    ride, at = share_out(tl.program_id(0), predict_tiles, blocks * pieces)
     if HAS_PRIOR:
         if ride >= 0:
             wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
+            partial_mean = work + 2 * pieces * channels
             predict(
                 ride // (wide * high), ride // wide % high, ride % wide, prior_mean, prior_var, transition,
-                partial_mean, partial_var, groups, inputs, channels, BLOCK_G, BLOCK_O, BLOCK_I, SPLIT, PRECISION,
+                partial_mean, partial_mean + stretches * groups * channels, groups, inputs, channels,
+                BLOCK_G, BLOCK_O, BLOCK_I, SPLIT, PRECISION,
             )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
-        image = (at // blocks).to(tl.int64)
+        piece = at // blocks
         mean, m2 = image_moments(
-            x + image * channels * positions, c * stride_c, offsets, p, c_mask, positions, stride_p, BLOCK_P, BLOCK_C
-        )
-        tl.store(image_mean + image * channels + c, mean, mask=c_mask)
-        tl.store(image_var + image * channels + c, m2 / positions, mask=c_mask)
+            x + piece.to(tl.int64) * channels * positions, c * stride_c, offsets, p, c_mask, positions, stride_p,
+            BLOCK_P, BLOCK_C,
+        )  # fmt: skip
+        tl.store(work + piece * channels + c, mean, mask=c_mask)
+        tl.store(work + (pieces + piece) * channels + c, m2 / positions, mask=c_mask)
 
 
-@triton.jit(do_not_specialize=["groups", "group", "stretches"])
+@triton.jit
+def softplus(raw):
+    """log(1 + exp(raw)), which is exp(raw) and not 0 far below 0."""
+    small = tl.exp(-tl.abs(raw))
+    return tl.maximum(raw, 0.0) + tl.where(small < 1e-3, small * (1 - small * (0.5 - small / 3)), tl.log(1 + small))
+
+
+@triton.jit(do_not_specialize=["pieces", "groups", "group", "stretches"])
 def believe(
-    image_mean, image_var, partial_mean, partial_var, raw_noise, raw_gain,
-    belief_mean, belief_var, observed_mean, observed_var, finite,
-    channels, groups, group, stretches, noise_stride,
-    HAS_PRIOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    work, beliefs, raw_noise, raw_gain, image_mean, image_var, image_spread,
+    channels, pieces, groups, group, stretches, noise_stride, own,
+    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From the images' statistics and the prediction to the group's belief. Grid: (channel blocks, groups)."""
-    block, g = tl.program_id(0), tl.program_id(1)
+    """From the pieces' statistics and the prediction to the group's belief. Grid: channel blocks x groups."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     c_mask = c < channels
     i = tl.arange(0, BLOCK_R)
-    first = g * group * channels
-    mean = column_sum(image_mean + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C) / group
+    one_mean = work + g * group * channels
+    one_var = one_mean + pieces * channels
+    mean = column_sum(one_mean, group, c, c_mask, channels, BLOCK_R, BLOCK_C) / group
     var_sum = tl.zeros((BLOCK_C,), tl.float32)
     for start in range(0, group, BLOCK_R):
-        at = first + (start + i)[:, None] * channels + c[None, :]
+        at = (start + i)[:, None] * channels + c[None, :]
         mask = (start + i < group)[:, None] & c_mask[None, :]
-        off = tl.where(mask, tl.load(image_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
-        var_sum += tl.sum(off * off + tl.load(image_var + at, mask=mask, other=0.0), axis=0)
+        off = tl.where(mask, tl.load(one_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
+        var_sum += tl.sum(off * off + tl.load(one_var + at, mask=mask, other=0.0), axis=0)
     var = var_sum / group
-    row = g * channels + c
-    tl.store(observed_mean + row, mean, mask=c_mask)
-    tl.store(observed_var + row, var, mask=c_mask)
+    if EXPECT:  # RunningNorm.expect
+        partners = tl.load(image_mean + c, mask=c_mask, other=0.0).to(tl.float32)
+        off = mean - partners
+        within = tl.load(image_var + c, mask=c_mask, other=0.0).to(tl.float32)
+        spread = tl.load(image_spread + c, mask=c_mask, other=0.0).to(tl.float32)
+        mean = partners + own * off
+        var = within + own * (var - within) + (1 - own) * (own * off * off + (1 - own) * spread)
+    row, size = g * channels + c, groups * channels
+    tl.store(beliefs + 2 * size + row, mean, mask=c_mask)
+    tl.store(beliefs + 3 * size + row, var, mask=c_mask)
+    partial_mean = work + 2 * pieces * channels
+    partial_var = partial_mean + stretches * size
     if HAS_PRIOR:  # bkn_zoo.norms.kalman.update
         pm = tl.zeros((BLOCK_C,), tl.float32)
-        raw = tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32)
-        pv = tl.where(raw > 20, raw, tl.log(1 + tl.exp(tl.minimum(raw, 20))))
+        pv = softplus(tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32))
         for k in range(stretches):
-            pm += tl.load(partial_mean + k * groups * channels + row, mask=c_mask, other=0.0)
-            pv += tl.load(partial_var + k * groups * channels + row, mask=c_mask, other=0.0)
+            pm += tl.load(partial_mean + k * size + row, mask=c_mask, other=0.0)
+            pv += tl.load(partial_var + k * size + row, mask=c_mask, other=0.0)
         q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
         innovation = mean - pm
         mean = mean - (1 - q) * innovation
         var = (1 - q) * pv + q * var + (1 - q) * q * innovation * innovation
-    tl.store(belief_mean + row, mean, mask=c_mask)
-    tl.store(belief_var + row, var, mask=c_mask)
-    tl.store(finite + g * tl.num_programs(0) + block, all_finite(mean, var, c_mask))
+    tl.store(beliefs + row, mean, mask=c_mask)
+    tl.store(beliefs + size + row, var, mask=c_mask)
+    tl.store(partial_var + stretches * size + g * blocks + block, all_finite(mean, var, c_mask))
 
 
 @triton.jit
@@ -207,16 +228,16 @@ def move(running, value, c, c_mask, momentum, keep):
 def remember(
     block, belief_mean, belief_var, observed_var, raw_gain, one_mean, one_var, finite,
     running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
-    images, groups, channels, flags, bessel, momentum,
-    HAS_PRIOR: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    pieces, groups, channels, flags, bessel, momentum,
+    HAS_PRIOR: tl.constexpr, PIECES: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """RunningNorm.remember for a block of channels, after a look at all of the layer's finite flags."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     c_mask = c < channels
     f = tl.arange(0, BLOCK_F)
-    good = tl.full((BLOCK_F,), 1, tl.int32)
+    good = tl.full((BLOCK_F,), 1.0, tl.float32)
     for start in range(0, flags, BLOCK_F):
-        good = tl.minimum(good, tl.load(finite + start + f, mask=start + f < flags, other=1))
+        good = tl.minimum(good, tl.load(finite + start + f, mask=start + f < flags, other=1.0))
     keep = tl.min(good, axis=0) == 0
     trust = 1.0
     if HAS_PRIOR:
@@ -226,55 +247,62 @@ def remember(
     var = column_sum(belief_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
     var += trust * bessel * column_sum(observed_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
     move(running_var, var / groups, c, c_mask, momentum, keep)
-    mean = column_sum(one_mean, images, c, c_mask, channels, BLOCK_R, BLOCK_C) / images
-    var = column_sum(one_var, images, c, c_mask, channels, BLOCK_R, BLOCK_C) / images
+    mean = column_sum(one_mean, pieces, c, c_mask, channels, BLOCK_R, BLOCK_C) / pieces
+    var = column_sum(one_var, pieces, c, c_mask, channels, BLOCK_R, BLOCK_C)
     spread = tl.zeros((BLOCK_C,), tl.float32)
     r = tl.arange(0, BLOCK_R)
-    for start in range(0, images, BLOCK_R):
-        mask = (start + r < images)[:, None] & c_mask[None, :]
+    for start in range(0, pieces, BLOCK_R):
+        mask = (start + r < pieces)[:, None] & c_mask[None, :]
         at = (start + r)[:, None] * channels + c[None, :]
         off = tl.where(mask, tl.load(one_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
-        spread += tl.sum(off * off, axis=0)
+        squares = tl.sum(off * off, axis=0)
+        if PIECES > 1:  # an image's mean is that of its pieces, and how they differ is part of its variance
+            of_image = tl.sum(tl.reshape(off, (BLOCK_R // PIECES, PIECES, BLOCK_C)), axis=1) / PIECES
+            between = tl.sum(of_image * of_image, axis=0) * PIECES
+            var += squares - between
+            squares = between
+        spread += squares
     drift = mean - tl.load(image_mean + c, mask=c_mask, other=0.0)
     move(image_mean, mean, c, c_mask, momentum, keep)
-    move(image_var, var, c, c_mask, momentum, keep)
-    move(image_spread, spread / images + (1 - momentum / 2) * drift * drift, c, c_mask, momentum, keep)
+    move(image_var, var / pieces, c, c_mask, momentum, keep)
+    move(image_spread, spread / pieces + (1 - momentum / 2) * drift * drift, c, c_mask, momentum, keep)
     if block == 0:
         kept = keep.to(tl.int64)
         tl.store(steps, tl.load(steps) + 1 - kept)
         tl.store(skipped, tl.load(skipped) + kept)
 
 
-@triton.jit(do_not_specialize=["positions", "images", "groups", "group", "flags", "remember_blocks"])
+@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group", "stretches", "remember_blocks"])
 def normalize(
-    x, y, residual, weight, bias, belief_mean, belief_var,
-    observed_var, raw_gain, one_mean, one_var, finite,
+    x, y, residual, weight, bias, work, beliefs, raw_gain,
     running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
-    channels, positions, group, stride_c, stride_p, eps, floor,
-    images, groups, flags, bessel, momentum, remember_blocks,
-    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr, REMEMBER: tl.constexpr,
+    channels, positions, stride_c, stride_p, pieces, groups, group, stretches, remember_blocks,
+    eps, floor, bessel, momentum,
+    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr, REMEMBER: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: channel blocks x images, the last (still in the cache) first, and remember's blocks among them."""
+    """Grid: channel blocks x pieces, the last (still in the cache) first, and remember's blocks among them."""
     blocks = tl.cdiv(channels, BLOCK_C)
-    ride, at = share_out(tl.program_id(0), remember_blocks, blocks * images)
+    ride, at = share_out(tl.program_id(0), remember_blocks, blocks * pieces)
+    size = groups * channels
     if REMEMBER:
         if ride >= 0:
+            finite = work + 2 * (pieces * channels + stretches * size)
             remember(
-                ride, belief_mean, belief_var, observed_var, raw_gain, one_mean, one_var, finite,
+                ride, beliefs, beliefs + size, beliefs + 3 * size, raw_gain, work, work + pieces * channels, finite,
                 running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
-                images, groups, channels, flags, bessel, momentum, HAS_PRIOR, BLOCK_F, BLOCK_R, BLOCK_S,
+                pieces, groups, channels, groups * blocks, bessel, momentum, HAS_PRIOR, PIECES, BLOCK_F, ROWS, COLUMNS,
             )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
-        image = images - 1 - at // blocks
-        row = (image // group) * channels
-        mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
-        var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+        piece = pieces - 1 - at // blocks
+        row = (piece // group) * channels
+        mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
+        var = tl.load(beliefs + size + row + c, mask=c_mask, other=1.0)
         scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
         shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
-        base = image.to(tl.int64) * channels * positions
+        base = piece.to(tl.int64) * channels * positions
         normalize_image(
             x + base, y + base, residual + base, offsets, p, c_mask, mean, scale, shift, floor, positions, stride_p,
             HAS_RESIDUAL, BLOCK_P,
@@ -377,60 +405,66 @@ def write_gradient(
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "group"])
+@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
 def sums(
-    dy, x, y, dresidual, weight, bias, belief_mean, belief_var, image_s0, image_s1,
-    channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-    HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    dy, x, y, dresidual, weight, bias, beliefs, work,
+    channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, eps, floor,
+    HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: channel blocks x images."""
+    """Grid: channel blocks x pieces."""
     blocks = tl.cdiv(channels, BLOCK_C)
-    c, c_mask, p, offsets = tile(tl.program_id(0) % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+    c, c_mask, p, offsets = tile(tl.program_id(0) % blocks, channels, stride_c, stride_p, BLOCK_H, BLOCK_C)
     dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
-    image = tl.program_id(0) // blocks
-    dy_base = image.to(tl.int64) * dy_size
-    row = (image // group) * channels
-    mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
-    var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+    piece = tl.program_id(0) // blocks
+    row = (piece // group) * channels
+    mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
+    var = tl.load(beliefs + groups * channels + row + c, mask=c_mask, other=1.0)
     scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
     shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
-    base = image.to(tl.int64) * channels * positions
+    base = piece.to(tl.int64) * channels * positions
     s0, s1 = image_sums(
-        dy + dy_base, x + base, y + base, dresidual + base, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor,
-        positions, dy_stride_p, stride_p, HAS_RESIDUAL, BLOCK_P, BLOCK_C,
+        dy + place_of(piece, positions, dy_size, dy_stride_p, PIECES), x + base, y + base, dresidual + base,
+        dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, positions, dy_stride_p, stride_p,
+        HAS_RESIDUAL, BLOCK_H, BLOCK_C,
     )  # fmt: skip
-    tl.store(image_s0 + image * channels + c, s0, mask=c_mask)
-    tl.store(image_s1 + image * channels + c, s1, mask=c_mask)
+    tl.store(work + piece * channels + c, s0, mask=c_mask)
+    tl.store(work + (pieces + piece) * channels + c, s1, mask=c_mask)
 
 
-@triton.jit(do_not_specialize=["positions", "group"])
+@triton.jit
+def place_of(piece, positions, dy_size, dy_stride_p, PIECES: tl.constexpr):
+    """Where a piece's gradient begins, in images that are `dy_size` apart."""
+    return (piece // PIECES).to(tl.int64) * dy_size + (piece % PIECES) * positions * dy_stride_p
+
+
+@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
 def disbelieve(
-    image_s0, image_s1, weight, belief_mean, belief_var,
-    observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
-    dpredicted_mean, dpredicted_var, dgain, dnoise, dweight, dbias, factor_b, factor_k,
-    channels, positions, group, eps,
+    work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+    channels, positions, pieces, groups, group, eps,
     HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `believe`, from the images' sums. Grid: (channel blocks, groups)."""
-    block, g = tl.program_id(0), tl.program_id(1)
+    """Backward of `believe`, from the pieces' sums. Grid: channel blocks x groups."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     c_mask = c < channels
-    first = g * group * channels
-    s0 = column_sum(image_s0 + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
-    s1 = column_sum(image_s1 + first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
-    row = g * channels
-    mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
-    var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+    first = work + g * group * channels
+    s0 = column_sum(first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    s1 = column_sum(first + pieces * channels, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
+    row, size = g * channels, groups * channels
+    mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
+    var = tl.load(beliefs + size + row + c, mask=c_mask, other=1.0)
     weight_c = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)
+    rows = work + 2 * pieces * channels
+    parts = rows + 6 * size + g * blocks + block
     _, b, k, _ = belief_gradient(
         s0, s1, weight_c, mean, var, eps, group * positions,
-        observed_mean, observed_var, raw_gain, upper_dmean, upper_dvar,
-        dpredicted_mean, dpredicted_var, dgain + g * tl.num_programs(0) + block,
-        dnoise + g * tl.num_programs(0) + block, dweight, dbias,
+        beliefs + 2 * size, beliefs + 3 * size, raw_gain, upper_dmean, upper_dvar,
+        rows, rows + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
         row, c, c_mask, HAS_PRIOR, HAS_UPPER,
     )  # fmt: skip
-    tl.store(factor_b + row + c, b, mask=c_mask)
-    tl.store(factor_k + row + c, k, mask=c_mask)
+    tl.store(rows + 4 * size + row + c, b, mask=c_mask)
+    tl.store(rows + 5 * size + row + c, k, mask=c_mask)
 
 
 @triton.jit
@@ -550,47 +584,50 @@ def finish_backward(
 
 @triton.jit(
     do_not_specialize=[
-        "positions", "images", "group", "groups", "parts", "prior_tiles", "transition_tiles", "finish_tiles",
+        "positions", "pieces", "group", "groups", "prior_tiles", "transition_tiles", "finish_tiles",
     ]
 )  # fmt: skip
 def gradient(
-    dy, x, y, dresidual, dx, weight, bias, belief_mean, belief_var, observed_mean, factor_b, factor_k,
-    dpredicted_mean, dpredicted_var, dgain_parts, dnoise_parts, dweight_rows, dbias_rows,
-    prior_mean, prior_var, transition, raw_noise,
-    dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
-    channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-    images, groups, inputs, noise_stride, parts, prior_tiles, transition_tiles, finish_tiles,
-    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    dy, x, y, dresidual, dx, weight, bias, beliefs, work,
+    prior_mean, prior_var, transition, raw_noise, dpriors, dtransition, dparameters,
+    channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, inputs, noise_stride,
+    prior_tiles, transition_tiles, finish_tiles, eps, floor,
+    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: channel blocks x images, the last (still in the cache) first, and finish_backward's tiles among them."""
+    """Grid: channel blocks x pieces, the last (still in the cache) first, and finish_backward's tiles among them."""
     blocks = tl.cdiv(channels, BLOCK_C)
-    ride, at = share_out(tl.program_id(0), finish_tiles, blocks * images)
+    ride, at = share_out(tl.program_id(0), finish_tiles, blocks * pieces)
+    size = groups * channels
+    rows = work + 2 * pieces * channels
     if ride >= 0:
+        parts = rows + 6 * size
+        dnoise = dparameters + 2 * channels
+        dgain = dnoise + 1 + (channels - 1) * noise_stride
         finish_backward(
-            ride, dpredicted_mean, dpredicted_var, dgain_parts, dnoise_parts, dweight_rows, dbias_rows,
+            ride, rows, rows + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
             prior_mean, prior_var, transition, raw_noise,
-            dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
-            groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
-            HAS_PRIOR, BLOCK_G, BLOCK_K, BLOCK_A, BLOCK_R, BLOCK_S, PRECISION,
+            dpriors, dpriors + groups * inputs, dtransition, dnoise, dgain, dparameters, dparameters + channels,
+            groups, inputs, channels, noise_stride, groups * blocks, prior_tiles, transition_tiles,
+            HAS_PRIOR, BLOCK_G, BLOCK_I, BLOCK_O, ROWS // 4, COLUMNS, PRECISION,
         )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
         dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
-        image = images - 1 - at // blocks
-        dy_base = image.to(tl.int64) * dy_size
-        row = (image // group) * channels
-        mean = tl.load(belief_mean + row + c, mask=c_mask, other=0.0)
-        var = tl.load(belief_var + row + c, mask=c_mask, other=1.0)
+        piece = pieces - 1 - at // blocks
+        row = (piece // group) * channels
+        mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
+        var = tl.load(beliefs + size + row + c, mask=c_mask, other=1.0)
         scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
         shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
-        xbar = tl.load(observed_mean + row + c, mask=c_mask, other=0.0)
-        b = tl.load(factor_b + row + c, mask=c_mask, other=0.0)
-        k = tl.load(factor_k + row + c, mask=c_mask, other=0.0)
-        base = image.to(tl.int64) * channels * positions
+        xbar = tl.load(beliefs + 2 * size + row + c, mask=c_mask, other=0.0)
+        b = tl.load(rows + 4 * size + row + c, mask=c_mask, other=0.0)
+        k = tl.load(rows + 5 * size + row + c, mask=c_mask, other=0.0)
+        base = piece.to(tl.int64) * channels * positions
         write_gradient(
-            dy + dy_base, x + base, y + base, dresidual + base, dx + base, dy_offsets, offsets, p, c_mask,
-            mean, scale, shift, floor, scale, b, k, xbar, positions, dy_stride_p, stride_p, HAS_RESIDUAL, BLOCK_P,
+            dy + place_of(piece, positions, dy_size, dy_stride_p, PIECES), x + base, y + base, dresidual + base,
+            dx + base, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, scale, b, k, xbar,
+            positions, dy_stride_p, stride_p, HAS_RESIDUAL, BLOCK_P,
         )  # fmt: skip

@@ -1,23 +1,38 @@
 """Chooses tile sizes and launches the Triton kernels of one norm layer."""
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bkn_zoo.kernels import norm_jit as jit
+from bkn_zoo.kernels.launch import Kernel, Launches
 
 # Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
 GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients; fewer groups where there are fewer
 DEPTH = 64  # summed over at a time
 SPLIT = 256  # inputs that one program of `predict` sums over in all
-STAGES = 1  # of a product's loop: it does not load ahead, which would take shared memory
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
+FLAGS = 1024  # looked at together
+
+PROGRAMS = 4  # for each multiprocessor, which keep it busy
+SMALLEST_PIECE = 64  # positions
+MOST_PIECES = 64  # of an image; a divisor of ROWS
+
+FORWARD = (
+    "x", "y", "residual", "weight", "bias", "beliefs", "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
+    "running_mean", "running_var", "image_mean", "image_var", "image_spread", "steps", "skipped",
+)  # fmt: skip
+BACKWARD = (
+    "dy", "x", "y", "weight", "bias", "beliefs", "upper_dmean", "upper_dvar",
+    "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
+    "dx", "dresidual", "dpriors", "dtransition", "dparameters",
+)  # fmt: skip
 
 
-# Triton's own versions of these two, made for kernels, took a seventh of Python's time per layer.
+# Triton's own versions of these two, made for kernels, are slow.
 def tiles(size: int, tile: int) -> int:
     """How many of `tile` cover `size`."""
     return -(-size // tile)
@@ -29,26 +44,56 @@ def power_of_2(size: int) -> int:
 
 
 class Tiling(NamedTuple):
-    """How a pass cuts an image's features: positions and channels per tile, warps per program."""
+    """How a pass cuts an image's features.
 
+    Attributes:
+        pieces: equal parts, each with programs of its own.
+        block_p, block_c: positions and channels per tile.
+        warps: per program.
+        busy: whether the programs of a pass are enough to hide how long each of them waits.
+    """
+
+    pieces: int
     block_p: int
     block_c: int
     warps: int
+    busy: bool
 
 
-@lru_cache
-def choose_tiling(positions: int, channels: int, channels_last: bool, backward: bool) -> Tiling:
+def choose_tiling(
+    images: int, channels: int, positions: int, channels_last: bool, backward: bool, processors: int
+) -> Tiling:
     """The tile sizes that were fastest on an H200, in bfloat16, over the shapes of ResNet101.
 
     They are few, since every one of them has to be compiled.
     """
+    wanted = PROGRAMS * processors
     if not channels_last:
         block_p = min(1024, max(16, power_of_2(positions)))
-        return Tiling(block_p, min(4096 // block_p, power_of_2(channels)), 4)
+        block_c = min(4096 // block_p, power_of_2(channels))
+        return Tiling(1, block_p, block_c, 4, images * tiles(channels, block_c) >= wanted)
     if channels <= 64 and positions >= 3136:  # few channels, large maps: the first layers of a network
-        return Tiling(128, 32, 4) if backward else Tiling(128, 64, 8)
-    block_c = next((size for size in (128, 64, 32) if channels % size == 0), 64)
-    return Tiling(4096 // block_c, block_c, 4)
+        block_p, block_c, warps = (128, 32, 4) if backward else (128, 64, 8)
+    else:
+        block_c = next((size for size in (128, 64, 32) if channels % size == 0), 64)
+        block_p, warps = 4096 // block_c, 4
+    if images * tiles(channels, block_c) >= wanted:
+        return Tiling(1, block_p, block_c, warps, True)
+    block_c, pieces = 32, 1
+    programs = images * tiles(channels, block_c)
+    while (
+        programs * pieces < wanted
+        and positions % (2 * pieces) == 0
+        and positions // (2 * pieces) >= SMALLEST_PIECE
+        and pieces < MOST_PIECES
+    ):
+        pieces *= 2
+    return Tiling(pieces, 128 if positions // pieces > 64 else 64, block_c, 4, False)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def channels_last(x: Tensor) -> bool:
@@ -81,16 +126,6 @@ def position_stride(x: Tensor) -> int:
     return x.stride(3 if x.shape[3] > 1 else 2)
 
 
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Positions per image, and the steps from channel to channel and from position to position."""
-    positions = x.numel() // (x.shape[0] * x.shape[1])
-    return (positions, 1, x.shape[1]) if channels_last(x) else (positions, positions, 1)
-
-
-def floats(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
 def precision(x: Tensor) -> str:
     """Of the products with beliefs: float32's, or tf32's for features in half precision, which have no more bits."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
@@ -100,8 +135,113 @@ def groups_per_tile(groups: int) -> int:
     return min(GROUPS, max(16, power_of_2(groups)))  # a tensor core takes no fewer than 16
 
 
-def rows_per_tile(group: int) -> int:
-    return min(32, power_of_2(group))
+class Shape(NamedTuple):
+    """All that the launches of a layer depend on, but for the tensors' addresses and dtypes.
+
+    Attributes:
+        inputs: channels of the layer below; 0 for a first layer.
+        noise_stride: 1 where every channel has an R, 0 where there is one for all.
+        residual: whether one is added (forward), or the output is kept for its gradient (backward).
+    """
+
+    images: int
+    channels: int
+    positions: int
+    group: int
+    channels_last: bool
+    inputs: int
+    noise_stride: int
+    residual: bool
+    relu: bool
+    eps: float
+    precision: str
+    processors: int
+
+    def tiling(self, backward: bool) -> Tiling:
+        return choose_tiling(
+            self.images, self.channels, self.positions, self.channels_last, backward, self.processors
+        )  # fmt: skip
+
+    def values(self, tiling: Tiling) -> dict[str, Any]:
+        """The arguments that both directions' kernels have."""
+        group = self.group * tiling.pieces
+        groups = self.images // self.group
+        positions = self.positions // tiling.pieces
+        return {
+            "channels": self.channels, "positions": positions,
+            "stride_c": 1 if self.channels_last else self.positions,
+            "stride_p": self.channels if self.channels_last else 1,
+            "pieces": self.images * tiling.pieces, "groups": groups, "group": group, "inputs": self.inputs,
+            "noise_stride": self.noise_stride, "eps": self.eps, "floor": 0.0 if self.relu else -math.inf,
+            "HAS_PRIOR": self.inputs > 0, "HAS_RESIDUAL": self.residual, "PIECES": tiling.pieces,
+            "BLOCK_P": tiling.block_p, "BLOCK_C": tiling.block_c, "BLOCK_R": min(32, power_of_2(group)),
+            "BLOCK_G": groups_per_tile(groups), "BLOCK_O": CHANNELS, "BLOCK_I": DEPTH, "PRECISION": self.precision,
+            "ROWS": ROWS, "COLUMNS": COLUMNS,
+        }  # fmt: skip
+
+
+@cache
+def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | None) -> Launches:
+    tiling = shape.tiling(backward=False)
+    groups, pieces = shape.images // shape.group, shape.images * tiling.pieces
+    blocks = tiles(shape.channels, tiling.block_c)
+    stretches = tiles(shape.inputs, SPLIT)
+    predict_tiles = stretches * tiles(groups, groups_per_tile(groups)) * tiles(shape.channels, CHANNELS)
+    remember_blocks = tiles(shape.channels, COLUMNS) if remembers else 0
+    values = shape.values(tiling) | {
+        "stretches": stretches, "predict_tiles": predict_tiles, "remember_blocks": remember_blocks,
+        "bessel": 1 / max(shape.group * shape.positions - 1, 1), "momentum": momentum,
+        "own": 0.0 if own is None else own, "EXPECT": own is not None, "REMEMBER": remembers,
+        "SPLIT": SPLIT, "BLOCK_F": FLAGS,
+    }  # fmt: skip
+    stages = 1 if tiling.busy else 3  # loading ahead takes shared memory, which a busy pass has other use for
+    kernels = [
+        Kernel(jit.moments, predict_tiles + blocks * pieces, tiling.warps, stages),
+        Kernel(jit.believe, blocks * groups),
+        Kernel(jit.normalize, remember_blocks + blocks * pieces, tiling.warps),
+    ]
+    work = 2 * (pieces + stretches * groups) * shape.channels + groups * blocks
+    return Launches(kernels, FORWARD, values, work)
+
+
+@cache
+def plan_backward(shape: Shape, dy_size: int, dy_stride_p: int, has_upper: bool) -> Launches:
+    tiling = shape.tiling(backward=True)
+    groups, pieces = shape.images // shape.group, shape.images * tiling.pieces
+    blocks = tiles(shape.channels, tiling.block_c)
+    prior_tiles = tiles(groups, groups_per_tile(groups)) * tiles(shape.inputs, CHANNELS)
+    transition_tiles = tiles(shape.channels, CHANNELS) * tiles(shape.inputs, CHANNELS)
+    finish_tiles = prior_tiles + transition_tiles + tiles(shape.channels, COLUMNS)
+    values = shape.values(tiling) | {
+        "dy_size": dy_size, "dy_stride_p": dy_stride_p, "HAS_UPPER": has_upper,
+        "prior_tiles": prior_tiles, "transition_tiles": transition_tiles, "finish_tiles": finish_tiles,
+        "BLOCK_H": tiling.block_p // 2,  # two sums of every value take registers: half a tile makes room for more
+    }  # fmt: skip
+    stages = 1 if tiling.busy else 3
+    kernels = [
+        Kernel(jit.sums, blocks * pieces, tiling.warps),
+        Kernel(jit.disbelieve, blocks * groups),
+        Kernel(jit.gradient, finish_tiles + blocks * pieces, tiling.warps, stages),
+    ]
+    work = (2 * pieces + 6 * groups) * shape.channels + 2 * groups * blocks
+    return Launches(kernels, BACKWARD, values, work)
+
+
+def describe(
+    x: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, group: int, residual: bool, relu: bool,
+    eps: float,
+) -> Shape:  # fmt: skip
+    images, channels = x.shape[:2]
+    return Shape(
+        images, channels, x.numel() // (images * channels), group, channels_last(x),
+        0 if transition is None else transition.shape[1],
+        0 if raw_process_noise is None or raw_process_noise.numel() == 1 else 1,
+        residual, relu, eps, precision(x), processors(x.device),
+    )  # fmt: skip
+
+
+def floats(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def forward(
@@ -119,59 +259,28 @@ def forward(
     eps: float,
     momentum: float,
     relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalized features, belief mean, belief var, and what was observed: (mean, var) of the groups.
+    partners: list[Tensor],
+    own: float,
+    *,
+    alone: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Normalized features; and mean and variance of the belief and of the observation, (4, groups, channels).
 
-    `running` holds the five running averages and the two step counters, all of which move; empty, none does.
+    `running` holds the five running averages and the two step counters, all of which move; empty, none does. With
+    `partners`, those that `RunningNorm.expect` takes, an observation is what the image expects with a share of `own`.
+    `alone` is as in `Launches`.
     """
-    images, channels = x.shape[:2]
-    groups = images // group
-    positions, stride_c, stride_p = strides(x)
-    tiling = choose_tiling(positions, channels, stride_c == 1, backward=False)
-    floor = 0.0 if relu else -math.inf
-    blocks = tiles(channels, tiling.block_c)
-    has_prior = transition is not None
-    y = torch.empty_like(x)
-    belief_mean = floats(x, groups, channels)
-    belief_var = floats(x, groups, channels)
-    observed = floats(x, 2, groups, channels)
-    observed_mean, observed_var = observed.unbind(0)
-    image_mean, image_var = floats(x, 2, images, channels).unbind(0)
-    finite = torch.empty((groups, blocks), dtype=torch.int32, device=x.device)
-
-    unused = belief_mean  # stands for pointers that the kernel, compiled without a prior, does not read
-    inputs = stretches = predict_tiles = 0
-    tile_groups = groups_per_tile(groups)
-    partial = prior = [unused, unused]
+    shape = describe(x, transition, raw_process_noise, group, residual is not None, relu, eps)
+    launches = plan_forward(shape, bool(running), momentum, own if partners else None)
+    y, beliefs = torch.empty_like(x), floats(x, 4, shape.images // group, shape.channels)
+    unused = beliefs  # stands for what the kernels, compiled without it, do not read
+    below = (unused,) * 5
     if transition is not None:
-        inputs = transition.shape[1]
-        stretches = tiles(inputs, SPLIT)
-        predict_tiles = stretches * tiles(groups, tile_groups) * tiles(channels, CHANNELS)
-        partial = list(floats(x, 2, stretches, groups, channels).unbind(0))
-        prior = [present(prior_mean), present(prior_var)]
-    noise, gain = raw_process_noise if has_prior else weight, raw_gain if has_prior else weight
-    jit.moments[(predict_tiles + blocks * images,)](
-        x, image_mean, image_var, *prior, transition if has_prior else unused, *partial,
-        channels, positions, stride_c, stride_p, groups, inputs, images, predict_tiles,
-        has_prior, tiling.block_p, tiling.block_c, tile_groups, CHANNELS, DEPTH, SPLIT, precision(x),
-        num_warps=tiling.warps, num_stages=STAGES,
-    )  # fmt: skip
-    jit.believe[(blocks, groups)](
-        image_mean, image_var, *partial, noise, gain, belief_mean, belief_var, observed_mean, observed_var, finite,
-        channels, groups, group, stretches, int(present(noise).numel() > 1),
-        has_prior, rows_per_tile(group), tiling.block_c,
-    )  # fmt: skip
-    remember_blocks = tiles(channels, COLUMNS) if running else 0
-    bessel = 1 / max(group * positions - 1, 1)
-    jit.normalize[(remember_blocks + blocks * images,)](
-        x, y, x if residual is None else residual, weight, bias, belief_mean, belief_var,
-        observed_var, gain, image_mean, image_var, finite, *(running or [unused] * 7),
-        channels, positions, group, stride_c, stride_p, eps, floor,
-        images, groups, finite.numel(), bessel, momentum, remember_blocks,
-        has_prior, residual is not None, bool(running), tiling.block_p, tiling.block_c, 1024, ROWS, COLUMNS,
-        num_warps=tiling.warps,
-    )  # fmt: skip
-    return y, belief_mean, belief_var, observed
+        below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
+    if not running:
+        running = [unused, unused, *(partners or [unused] * 3), unused, unused]
+    launches(x, y, x if residual is None else residual, weight, bias, beliefs, *below, *running, alone=alone)
+    return y, beliefs
 
 
 def backward(
@@ -182,9 +291,7 @@ def backward(
     y: Tensor | None,
     weight: Tensor,
     bias: Tensor,
-    belief_mean: Tensor,
-    belief_var: Tensor,
-    observed: Tensor,
+    beliefs: Tensor,
     prior_mean: Tensor | None,
     prior_var: Tensor | None,
     transition: Tensor | None,
@@ -193,67 +300,37 @@ def backward(
     group: int,
     eps: float,
     relu: bool,
+    *,
+    alone: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, residual, weight, bias, prior mean, prior var, A, raw R and raw q; absent ones are empty."""
-    images, channels = x.shape[:2]
-    groups = images // group
-    positions, stride_c, stride_p = strides(x)
-    dy_size, dy_stride_p = dy.stride(0), position_stride(dy) if channels_last(x) else 1
-    tiling = choose_tiling(positions, channels, stride_c == 1, backward=True)
-    floor = 0.0 if relu else -math.inf
-    blocks = tiles(channels, tiling.block_c)
-    has_prior, has_upper, has_residual = transition is not None, dbelief_mean is not None, y is not None
-    dx = torch.empty_like(x)
-    dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
-    observed_mean, observed_var = observed.unbind(0)
-    image_s0, image_s1 = floats(x, 2, images, channels).unbind(0)
-    # Rows per group: d predicted mean, d predicted var, d weight, d bias, and the factors b and k of dx.
-    rows = floats(x, 6, groups, channels)
-    dpredicted_mean, dpredicted_var, dweight_rows, dbias_rows, factor_b, factor_k = rows.unbind(0)
-    parts = floats(x, 2, groups, blocks)  # of the sums for q and, where all layers share it, R
-    dnoise, dweight, dbias = floats(x, 3, channels).unbind(0)
+    """Gradients of x, residual, both priors, A, and one after another weight, bias, raw R and raw q.
 
-    unused = belief_mean  # stands for pointers that the kernel, compiled without them, does not read
-    gain = raw_gain if has_prior else weight
-    upper = (dbelief_mean, dbelief_var) if has_upper else (unused, unused)
-    # Its two sums of every value take registers: half a tile leaves room for more programs.
-    jit.sums[(blocks * images,)](
-        dy, x, x if y is None else y, dresidual, weight, bias, belief_mean, belief_var, image_s0, image_s1,
-        channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-        has_residual, tiling.block_p // 2, tiling.block_c, num_warps=tiling.warps,
-    )  # fmt: skip
-    jit.disbelieve[(blocks, groups)](
-        image_s0, image_s1, weight, belief_mean, belief_var, observed_mean, observed_var, gain, *upper,
-        dpredicted_mean, dpredicted_var, *parts.unbind(0), dweight_rows, dbias_rows, factor_b, factor_k,
-        channels, positions, group, eps, has_prior, has_upper, rows_per_tile(group), tiling.block_c,
-    )  # fmt: skip
-    inputs = prior_tiles = transition_tiles = 0
-    tile_groups = groups_per_tile(groups)
-    below = [unused, unused, unused, weight]
-    dbelow = [unused, unused, unused, dnoise, unused]
+    Absent ones are empty. Few allocations: from Python, each takes as long as a launch.
+    """
+    shape = describe(x, transition, raw_process_noise, group, y is not None, relu, eps)
+    step = position_stride(dy) if shape.channels_last else 1
+    launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
+    unused = beliefs  # stands for what the kernels, compiled without it, do not touch
+    below, dpriors, dtransition = (unused,) * 5, unused, unused
     if transition is not None:
-        inputs = transition.shape[1]
-        prior_tiles = tiles(groups, tile_groups) * tiles(inputs, CHANNELS)
-        transition_tiles = tiles(channels, CHANNELS) * tiles(inputs, CHANNELS)
-        below = [present(prior_mean), present(prior_var), transition, present(raw_process_noise)]
-        dprior_mean, dprior_var = floats(x, groups, inputs), floats(x, groups, inputs)
-        dbelow = [dprior_mean, dprior_var, torch.empty_like(transition), dnoise, floats(x)]
-    finish_tiles = prior_tiles + transition_tiles + tiles(channels, COLUMNS)
-    jit.gradient[(finish_tiles + blocks * images,)](
-        dy, x, x if y is None else y, dresidual, dx, weight, bias, belief_mean, belief_var,
-        observed_mean, factor_b, factor_k,
-        dpredicted_mean, dpredicted_var, *parts.unbind(0), dweight_rows, dbias_rows, *below, *dbelow, dweight, dbias,
-        channels, positions, group, dy_size, dy_stride_p, stride_c, stride_p, eps, floor,
-        images, groups, inputs, int(below[3].numel() > 1), groups * blocks, prior_tiles, transition_tiles,
-        finish_tiles, has_prior, has_residual, tiling.block_p, tiling.block_c,
-        tile_groups, DEPTH, CHANNELS, ROWS // 4, COLUMNS, precision(x), num_warps=tiling.warps, num_stages=STAGES,
+        below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
+        dpriors, dtransition = floats(x, 2, beliefs.shape[1], shape.inputs), torch.empty_like(transition)
+    dx, dresidual = torch.empty_like(x), x if y is None else torch.empty_like(x)
+    dparameters = floats(x, sum(parameter_sizes(weight, raw_process_noise)))
+    upper = (unused, unused) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
+    launches(
+        dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below,
+        dx, dresidual, dpriors, dtransition, dparameters, alone=alone,
     )  # fmt: skip
-    if not has_prior:
-        return dx, dresidual, dweight, dbias, *(x.new_empty(0) for _ in range(5))
-    dbelow[3] = dnoise[: below[3].numel()]  # one R for all, or one for every channel
-    return dx, dresidual, dweight, dbias, *dbelow
+    nothing = floats(x, 0) if y is None or transition is None else unused
+    if y is None:
+        dresidual = nothing
+    if transition is None:
+        dpriors = dtransition = nothing
+    return dx, dresidual, dpriors, dtransition, dparameters
 
 
-def present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+def parameter_sizes(weight: Tensor, raw_process_noise: Tensor | None) -> list[int]:
+    """Of the parts of the gradients that come together: of weight and bias, raw R and raw q."""
+    channels = weight.numel()
+    return [channels, channels] if raw_process_noise is None else [channels, channels, raw_process_noise.numel(), 1]

@@ -4,7 +4,6 @@ PyTorch's backward of a channels_last max pooling takes a multiple of the time t
 a byte per output for it, where PyTorch keeps eight, and the input.
 """
 
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from bkn_zoo import kernels
 
-with suppress(ImportError):  # no Triton for this platform, and `kernels.chosen` says no
+if kernels.HAS_TRITON:  # otherwise `kernels.chosen` says no
     from bkn_zoo.kernels import pool_jit as jit
     from bkn_zoo.kernels.norm_launch import position_stride
 

@@ -26,6 +26,9 @@ from bkn_zoo.norms.statistics import (
 AVERAGES = {"running_mean": 0.0, "running_var": 1.0, "image_mean": 0.0, "image_var": 1.0, "image_spread": 0.0}
 """The running averages, and where they start."""
 
+REMEMBERED = (*AVERAGES, "num_batches_tracked", "skipped_steps")
+"""All that a training step moves, as the kernels take it."""
+
 
 class RunningNorm(nn.Module):
     """Normalizes by a belief about the input, and remembers beliefs for inference.
@@ -55,6 +58,7 @@ class RunningNorm(nn.Module):
 
     carries_belief = True  # takes the prior and the statistics beside the features, and returns its belief with them
     fusible = True  # the kernels know this layer's `believe`, and that it leaves `scale_and_shift` as it is
+    prior_features: int | None = None  # channels of the layer below, whose belief this one takes
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
@@ -136,9 +140,9 @@ class RunningNorm(nn.Module):
         if frozen or statistics.mode == "population":
             y = self.batch_norm(x, self.running_mean, self.running_var)
             return finish(y, residual, relu), self.population(x.shape[0], statistics.group) if frozen else None
+        if self.fused(statistics) and kernels.chosen(x, self.prior_features or 0):
+            return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):
-            if self.fused(statistics) and kernels.chosen(x):
-                return self._forward_fused(x, prior, statistics, residual, relu)
             images = observe(x)
             if statistics.mode == "batch":
                 observed = pool(images, statistics.group)
@@ -180,26 +184,27 @@ class RunningNorm(nn.Module):
         return F.batch_norm(x, mean, var, weight, bias, training, momentum, self.eps)
 
     def fused(self, statistics: Statistics) -> bool:
-        """Whether the kernels know what is to be done."""
-        return self.fusible and self.affine and self.momentum is not None and statistics.mode in ("batch", "sample")
+        """Whether the kernels know what is to be done; they have no gradients of `expected` statistics."""
+        known = self.fusible and self.affine and self.momentum is not None
+        return known and (statistics.mode != "expected" or not torch.is_grad_enabled())
 
     def _forward_fused(
         self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Belief]:
-        x = kernels.dense(x)
-        residual = residual if residual is None else kernels.like(x, residual)
-        group = 1 if statistics.mode == "sample" else group_size(x.shape[0], statistics.group)
+        group = group_size(x.shape[0], statistics.group) if statistics.mode == "batch" else 1
         transition, raw_process_noise, raw_gain = self.kalman_parameters(prior, x.shape[0] // group)
-        prior_mean = prior_var = None
-        if prior is not None and transition is not None:
-            prior_mean, prior_var = (part.float().contiguous() for part in prior)
+        prior_mean, prior_var = prior if prior is not None and transition is not None else (None, None)
         running: list[Tensor] = []
+        partners: list[Tensor] = []
         if statistics.mode == "batch" and self.remembers():
-            running = [self.running_mean, self.running_var, self.image_mean, self.image_var, self.image_spread]
-            running += [self.num_batches_tracked, self.skipped_steps]
+            buffers: dict[str, Any] = self._buffers  # an attribute of a module takes ten times as long
+            running = [buffers[name] for name in REMEMBERED]
+        elif statistics.mode == "expected":
+            (mean, var), spread = self.partners()
+            partners = [mean, var, spread]
         y, mean, var = kernels.fused_norm(
             x, self.weight, self.bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual,
-            running, group, self.eps, self.momentum, relu,
+            running, group, self.eps, self.momentum or 0.0, relu, partners, 1 / (statistics.group or 1),
         )  # fmt: skip
         return y, Belief(mean, var)
 
