@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES
+from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import FoldedNorm, frozen, prepare
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, ov
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
 
-PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
+PRECISIONS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
 LARGEST_VARIANCE = 1000.0  # in f16, where OpenVINO squares deviations in f16 too: eight standard deviations still fit
 
@@ -28,8 +29,8 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     Args:
         engine: "torch", "openvino", or "auto" for the fastest that is installed.
         device: "cpu", or "cuda" for PyTorch.
-        precision: "f32", or "f16", which is faster where the hardware has it and less exact. PyTorch keeps statistics
-            and beliefs in float32 all the same; OpenVINO does not.
+        precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
+            statistics and beliefs in float32 all the same; OpenVINO does not.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -86,7 +87,7 @@ class Engine:
 
 
 class TorchEngine(Engine):
-    """PyTorch, on a CPU or a GPU, in channels_last."""
+    """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last."""
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
         super().__init__(model, device, precision)
@@ -96,11 +97,16 @@ class TorchEngine(Engine):
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once(statistics, lambda: self._prepare(statistics))
         images = images.to(self.device, self.dtype, memory_format=torch.channels_last)
-        return network(images, statistics.mode).float()
+        if not images.is_cuda:
+            return network(images, statistics.mode).float()
+        replayed = self._once(
+            (statistics, images.shape[2:]), lambda: Captured(network, statistics.mode, images)
+        )  # fmt: skip
+        return replayed(images)
 
     def _prepare(self, statistics: Statistics) -> Network:
-        # On a GPU the norms' own fused kernels are the fastest way to `sample`.
-        fused = statistics.mode == "sample" and self.device.type == "cuda"
+        # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
+        fused = statistics.mode != "population" and self.device.type == "cuda"
         network = frozen(self.model) if fused else prepare(self.model, statistics)
         for module in network.modules():
             if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm | FoldedNorm):
@@ -131,7 +137,7 @@ class OpenVINOEngine(Engine):
         return compile_graph(prepare(self.model, statistics), shape[1:], statistics.mode, self.options)
 
     def _check_range(self, statistics: Statistics) -> None:
-        if self.dtype == torch.float32 or statistics.mode == "population":
+        if self.dtype != torch.float16 or statistics.mode == "population":
             return
         for name, norm in self.model.named_modules():
             if isinstance(norm, RunningNorm) and max(norm.running_var.max(), norm.image_var.max()) > LARGEST_VARIANCE:
