@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.capture import captured, side_stream
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training
 
@@ -23,7 +24,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
     alone: Callable[[], Any] = nullcontext  # within it, gradients are not yet shared with other processes
     if dist.is_initialized():
         # Every process normalizes by its own groups; `share_running_averages` joins what they remember.
-        network = DistributedDataParallel(training.model, broadcast_buffers=False)
+        with side_stream() if device.type == "cuda" else nullcontext():
+            network = DistributedDataParallel(training.model, broadcast_buffers=False)
         alone = network.no_sync
     if recipe.compile:
         network = torch.compile(network)
@@ -51,7 +53,10 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
             average(training.averaged, training.model, 1 - recipe.ema)
         return total
 
-    return _graphed(step) if recipe.graph and device.type == "cuda" and not dist.is_initialized() else step
+    if not (recipe.graph and device.type == "cuda"):
+        return step
+    replayed = captured(lambda images, targets: step(Batch(images, targets)))
+    return lambda batch: replayed(*batch)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
@@ -74,34 +79,6 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
         taken = torch.maximum(taken, _joined(counts))
     _put(moved / len(parts), averages)
     _put(taken, counts)
-
-
-def _graphed(step: Callable[[Batch], Tensor], eager_steps: int = 3) -> Callable[[Batch], Tensor]:
-    """The same, replayed from a CUDA graph after a few steps that are launched one kernel at a time."""
-    graph, buffers, loss, taken = torch.cuda.CUDAGraph(), None, None, 0
-
-    def run(batch: Batch) -> Tensor:
-        nonlocal buffers, loss, taken
-        taken += 1
-        if taken <= eager_steps:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                result = step(batch)
-            torch.cuda.current_stream().wait_stream(side)
-            return result
-        if buffers is None:
-            buffers = Batch(*(part.clone() for part in batch))
-            # "thread_local": the thread in which a DataLoader pins memory may go on meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = step(buffers)
-        for buffer, part in zip(buffers, batch, strict=True):
-            buffer.copy_(part)
-        graph.replay()
-        assert loss is not None
-        return loss.clone()
-
-    return run
 
 
 @torch.no_grad()

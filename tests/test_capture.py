@@ -1,0 +1,180 @@
+"""Training steps and inference in CUDA graphs, and compiled: the same as launched one kernel at a time."""
+
+import copy
+import os
+import socket
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+import bkn_zoo
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.norms import MODES
+from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.capture import captured
+from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import begin
+from bkn_zoo.training.step import make_step
+
+GPU = torch.cuda.is_available()
+gpu_only = pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+def network(name: str = "inception_cifar_bkn", group: int = 2) -> bkn_zoo.Network:
+    torch.manual_seed(0)
+    model = bkn_zoo.create_model(name).to(DEVICE).to(memory_format=torch.channels_last)
+    model.statistics_batch_size = group
+    return model
+
+
+def batches(count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(0)
+    images = torch.randn(count, size, 3, 32, 32, generator=source)
+    labels = torch.randint(10, (count, size), generator=source)
+    return [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
+
+
+def train(how: str, steps: int = 20, accumulate: int = 1):
+    """Losses of each step, and the network: the learning rate changes, gradients come in `accumulate` parts."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    model = network()
+    rate = torch.tensor(0.05, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
+    mode = how if how == "reduce-overhead" else None
+    run = torch.compile(model, mode=mode, fullgraph=True) if how in ("compiled", "reduce-overhead") else model
+
+    def step(images, labels):
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=DEVICE)
+        for part, targets in zip(images.chunk(accumulate), labels.chunk(accumulate), strict=True):
+            loss = F.cross_entropy(run(part), targets) / accumulate
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    take = captured(step) if how == "captured" else step
+    losses = []
+    for number, batch in enumerate(batches(2) * (steps // 2)):
+        optimizer.param_groups[0]["lr"].fill_(0.05 * (1 - number / steps))
+        losses.append(take(*batch))
+    return torch.stack(losses).cpu(), model
+
+
+@gpu_only
+@pytest.mark.parametrize("how", ["captured", "compiled", "reduce-overhead"])
+def test_twenty_steps_give_the_same_losses_and_running_averages_as_launched(how):
+    torch._dynamo.reset()
+    losses, model = train(how)
+    expected, launched = train("launched")
+    assert expected[-1] < 0.9 * expected[0]
+    assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    for (name, buffer), other in zip(model.named_buffers(), launched.buffers(), strict=True):
+        assert_close(buffer, other, rtol=2e-2, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+    assert model.conv.norm.num_batches_tracked == 20
+
+
+@gpu_only
+def test_accumulated_gradients_are_captured():
+    losses, _ = train("captured", steps=8, accumulate=2)
+    expected, _ = train("launched", steps=8, accumulate=2)
+    assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("odd", [False, pytest.param(True, marks=gpu_only)])
+def test_what_cannot_be_replayed_is_launched(odd):
+    """Steps on a CPU, and batches of another size than the captured one."""
+    seen = []
+
+    def step(images):
+        seen.append(len(images))
+        return images.sum()
+
+    take = captured(step, eager_steps=1)
+    full = torch.ones(4, device=DEVICE)
+    results = [take(full) for _ in range(4)] + [take(full[:3] if odd else full)]
+    assert [result.item() for result in results] == [4, 4, 4, 4, 3 if odd else 4]
+    assert seen == ([4, 4, *([3] if odd else [])] if GPU else [4] * 5)
+
+
+@gpu_only
+def test_a_step_of_several_processes_is_captured_with_its_messages():
+    """One process in a group of one: its gradients and running averages still go through NCCL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    recipe = Recipe(
+        model="inception_cifar_bkn", dataset="cifar10", epochs=1, gradient_batch=16, statistics_batch=2, graph=True,
+        precision="float32", micro_batch=8, ema=0.9,
+    )  # fmt: skip
+    rows = [Batch(images, F.one_hot(labels, 10).float()) for images, labels in batches(16)]
+
+    def losses():
+        training = begin(recipe, network(), DEVICE)
+        for group in training.optimizer.param_groups:
+            group["lr"].fill_(0.05)
+        step = make_step(training, recipe, DEVICE)
+        return torch.stack([step(row) for row in rows]).cpu(), copy.deepcopy(training.result)
+
+    expected, alone = losses()
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    try:
+        found, together = losses()
+    finally:
+        dist.destroy_process_group()
+    assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(together.buffers(), alone.buffers(), strict=True):
+        assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+
+
+@gpu_only
+@pytest.mark.parametrize("precision", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["inception_cifar_bkn", "inception_cifar_bn", "inception_cifar_gn"])
+def test_the_engine_replays_what_the_network_computes(name, mode, precision):
+    """Any number of images: those that a graph was captured for, fewer, and more than the largest one takes."""
+    model = network(name)
+    for images, _ in batches(3):
+        model(images)
+    model.eval()
+    engine = create_engine(model, "torch", "cuda", precision)
+    images = torch.cat([images for images, _ in batches(3)])
+    tolerance = 2e-3 if precision == "f32" else 5e-2  # convolutions in f32 may take tf32, each graph another way
+    with torch.inference_mode():
+        expected = model(images, statistics=mode)
+    scale = expected.abs().max().item()
+    for count in (1, 3, 32, 45, 2):
+        logits = engine(images[:count], mode)
+        assert_close(logits / scale, expected[:count] / scale, rtol=0, atol=tolerance)
+
+
+@gpu_only
+def test_threads_share_an_engine_and_mix_modes():
+    model = network().eval()
+    engine = create_engine(model, "torch", "cuda")
+    images = torch.cat([images for images, _ in batches(2)])
+    with torch.inference_mode():
+        expected = {mode: model(images, statistics=mode) for mode in MODES}
+    wrong = []
+
+    def ask(mode):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for count in (1, 5, 32) * 4:
+                logits = engine(images[:count], mode)
+                torch.cuda.current_stream().synchronize()
+                if (logits - expected[mode][:count]).abs().max() > 2e-3 * expected[mode].abs().max():
+                    wrong.append((mode, count))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=ask, args=(mode,)) for mode in MODES * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
