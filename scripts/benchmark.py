@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 import bkn_zoo
@@ -31,8 +32,15 @@ from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
     "model", "norm", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",
-    "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn_eager", "ratio_to_bn_compiled",
+    "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn", "ratio_to_fastest_bn",
 ]  # fmt: skip
+CONTESTANTS = {  # by gradient batch: norm, statistics batch (of all, where there is none) and mode
+    256: ["bn eager", "bkn:32 eager", "bkn:4 eager", "bkn:1 eager", "gn eager", "bn compiled", "bkn:4 compiled"],
+    16: [
+        "bn eager", "bkn:2 eager", "bkn:1 eager", "gn eager", "bn reduce-overhead", "bkn:2 reduce-overhead",
+        "bkn:1 reduce-overhead",
+    ],
+}  # fmt: skip
 INFER_COLUMNS = [
     "model", "size", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
     "ratio_to_population", "ratio_to_bn_folded", "ratio_to_torch",
@@ -73,14 +81,22 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def training_step(
-    name: str, statistics_batch: int | None, mode: str, images: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.nn.Module, Callable[[], None]]:
-    device = images.device
-    model = bkn_zoo.create_model(name, num_classes=1000).to(device).to(memory_format=torch.channels_last)
+def build(network: str, norm: str, statistics_batch: int | None) -> torch.nn.Module:
+    """A network; for BN, torchvision's own where it has one."""
+    if norm == "bn" and hasattr(torchvision.models, network):
+        return getattr(torchvision.models, network)()
+    model = bkn_zoo.create_model(f"{network}_{norm}", num_classes=1000)
     model.statistics_batch_size = statistics_batch
+    return model
+
+
+def training_step(
+    model: torch.nn.Module, mode: str, images: torch.Tensor, labels: torch.Tensor
+) -> Callable[[], None]:  # fmt: skip
+    """The loop that people write: autocast, loss, backward, a fused optimizer."""
+    device = images.device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-    run = torch.compile(model) if mode == "compiled" else model
+    run = model if mode == "eager" else torch.compile(model, mode=None if mode == "compiled" else mode)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -89,16 +105,17 @@ def training_step(
         loss.backward()
         optimizer.step()
 
-    return model, step
+    return step
 
 
-def enter(
-    network: str, norm: str, statistics_batch: int | None, mode: str, images: torch.Tensor, labels: torch.Tensor
-) -> list[Contestant]:
-    """A model as two contestants: launched from Python, and replayed from a CUDA graph."""
+def enter(network: str, contestant: str, images: torch.Tensor, labels: torch.Tensor) -> list[Contestant]:
+    """A model launched from Python and, unless it replays itself from CUDA graphs, as a whole step in one."""
+    who, mode = contestant.split()
+    norm, _, group = who.partition(":")
     batch = images.shape[0]
     allocated = torch.cuda.memory_allocated()
-    model, step = training_step(f"{network}_{norm}", statistics_batch, mode, images, labels)
+    model = build(network, norm, int(group) if group else None).cuda().to(memory_format=torch.channels_last)
+    step = training_step(model, mode, images, labels)
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
@@ -111,13 +128,16 @@ def enter(
     # A and its momentum, which BN has no use for; gradients are not there yet when memory peaks.
     extra = 2 * sum(4 * p.numel() for n, p in model.named_parameters() if n.endswith("transition"))
     row = {
-        "model": network, "norm": norm, "gradient_batch": batch, "statistics_batch": statistics_batch or batch,
+        "model": network, "norm": norm, "gradient_batch": batch, "statistics_batch": int(group or batch),
         "layout": "channels_last", "dtype": "bfloat16", "mode": mode, "first_step_s": first,
-        "peak_gib": peak / 2**30, "transition_gib": extra / 2**30,
+        "peak_gib": None if mode == "reduce-overhead" else peak / 2**30,  # whose memory is not counted there
+        "transition_gib": extra / 2**30,
     }  # fmt: skip
-    print(
-        f"{network}_{norm} {statistics_batch} {mode}: first step {first:.1f} s, peak {peak / 2**30:.2f} GiB", flush=True
-    )
+    print(f"{network} {batch} {contestant}: first step {first:.1f} s, peak {peak / 2**30:.2f} GiB", flush=True)
+    if mode == "reduce-overhead":
+        for _ in range(3):
+            step()
+        return [Contestant({**row, "launch": "python"}, step)]
     python, graph = {**row, "launch": "python"}, {**row, "launch": "graph", "first_step_s": None}
     return [Contestant(python, step), Contestant(graph, graphed(step))]
 
@@ -133,19 +153,17 @@ def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
         row["ms_per_step"] = statistics.median(taken)
         row["spread_ms"] = max(taken) - min(taken)
         row["images_per_s"] = 1e3 * row["gradient_batch"] / row["ms_per_step"]
+    rivals = [(c.row, taken) for c, taken in zip(contestants, times, strict=True) if c.row["norm"] == "bn"]
+    fastest = min(rivals, key=lambda rival: rival[0]["ms_per_step"])[1]
 
-    def ratios(taken: list[float], mode: str, launches: tuple[str, ...]) -> float | None:
-        """Against BN in that mode; where BN entered in two ways, against the faster."""
-        rivals = [
-            t for c, t in zip(contestants, times, strict=True)
-            if c.row["norm"] == "bn" and c.row["mode"] == mode and c.row["launch"] in launches
-        ]  # fmt: skip
-        found = [statistics.median(a / b for a, b in zip(taken, rival, strict=True)) for rival in rivals]
-        return max(found) if found else None
+    def ratio(taken: list[float], rival: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(taken, rival, strict=True))
 
     for contestant, taken in zip(contestants, times, strict=True):
-        contestant.row["ratio_to_bn_eager"] = ratios(taken, "eager", ("python",))
-        contestant.row["ratio_to_bn_compiled"] = ratios(taken, "compiled", ("python", "graph"))
+        row = contestant.row
+        alike = [t for r, t in rivals if (r["mode"], r["launch"]) == (row["mode"], row["launch"])]
+        row["ratio_to_bn"] = ratio(taken, alike[0]) if alike else None
+        row["ratio_to_fastest_bn"] = ratio(taken, fastest)
 
 
 def roofline(contestant: Contestant, model: torch.nn.Module, images: torch.Tensor) -> dict[str, Any]:
@@ -176,7 +194,7 @@ def roofline(contestant: Contestant, model: torch.nn.Module, images: torch.Tenso
     copy = statistics.median(timed(lambda: other.copy_(buffer), 5) for _ in range(5))
     bandwidth = 2 * buffer.numel() / copy / 1e6
     return {
-        **{k: contestant.row[k] for k in ("model", "norm", "statistics_batch", "mode", "launch")},
+        **{k: contestant.row[k] for k in ("model", "norm", "gradient_batch", "statistics_batch", "mode", "launch")},
         "norm_gigabytes": must / 1e9, "norm_ms": in_norms, "norm_gb_per_s": must / in_norms / 1e6,
         "copy_gb_per_s": bandwidth, "share_of_copy_bandwidth": must / in_norms / 1e6 / bandwidth,
     }  # fmt: skip
@@ -185,28 +203,29 @@ def roofline(contestant: Contestant, model: torch.nn.Module, images: torch.Tenso
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.benchmark = True
-    rows, rooflines = [], []
-    for network in args.networks:
-        images = torch.randn(args.batch, 3, args.size, args.size, device="cuda")
+    rows: list[dict[str, Any]] = []
+    rooflines: list[dict[str, Any]] = []
+    for case in args.cases:
+        network, batch = case.split(":")
+        images = torch.randn(int(batch), 3, args.size, args.size, device="cuda")
         images = images.contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(0, 1000, (args.batch,), device="cuda")
+        labels = torch.randint(0, 1000, (int(batch),), device="cuda")
         # Eager BN goes first, so that cuDNN's search for convolutions is in no one else's first step.
-        contestants = enter(network, "bn", None, "eager", images, labels)
-        for group in args.groups:
-            contestants += enter(network, "bkn", group, "kernels", images, labels)
-        if args.compiled:
-            contestants += enter(network, "bn", None, "compiled", images, labels)
+        entered = args.contestants or CONTESTANTS[int(batch)]
+        contestants = [each for who in entered for each in enter(network, who, images, labels)]
         race(contestants, args.rounds, args.steps)
-        for contestant in contestants[3 : 3 + 2 * len(args.groups) : 2]:
-            model = bkn_zoo.create_model(f"{network}_bkn").cuda().to(memory_format=torch.channels_last)
-            model.statistics_batch_size = contestant.row["statistics_batch"]
-            rooflines.append(roofline(contestant, model, images))
+        for contestant in contestants:
+            row = contestant.row
+            if (row["norm"], row["mode"], row["launch"]) == ("bkn", "eager", "graph"):
+                model = build(network, "bkn", row["statistics_batch"]).cuda().to(memory_format=torch.channels_last)
+                rooflines.append(roofline(contestant, model, images))
         rows += [contestant.row for contestant in contestants]
         del contestants, images
         torch.cuda.empty_cache()
         write_results(args.output, rows, args.seed, rooflines=rooflines)
-        print(table([row for row in rows if row["model"] == network], COLUMNS), flush=True)
-    print(table(rooflines, list(rooflines[0])))
+        print(table([row for row in rows if f"{row['model']}:{row['gradient_batch']}" == case], COLUMNS), flush=True)
+    if rooflines:
+        print(table(rooflines, list(rooflines[0])))
 
 
 def train_cpu(args: argparse.Namespace) -> None:
@@ -216,7 +235,9 @@ def train_cpu(args: argparse.Namespace) -> None:
     labels = torch.randint(0, 1000, (args.batch,))
     contestants = []
     for norm, group in [("bn", None), *(("bkn", group) for group in args.groups)]:
-        _, step = training_step(f"{args.network}_{norm}", group, "eager", images, labels)
+        model = bkn_zoo.create_model(f"{args.network}_{norm}", 1000).to(memory_format=torch.channels_last)
+        model.statistics_batch_size = group
+        step = training_step(model, "eager", images, labels)
         step()
         row = {
             "model": args.network, "norm": norm, "gradient_batch": args.batch, "statistics_batch": group or args.batch,
@@ -302,10 +323,11 @@ def infer(args: argparse.Namespace) -> None:
         # A brightness and a contrast of its own for each image, as photographs have.
         samples = torch.randn(4, 3, 1, 1) + (0.5 + torch.rand(4, 3, 1, 1)) * torch.randn(4, 3, size, size)
         samples = samples.to(args.device)
-        contestants = enter_engines(network, samples[:1].repeat(args.batch, 1, 1, 1), samples)
-        race_engines(contestants, args.rounds)
-        rows += [contestant.row for contestant in contestants]
-        write_results(args.output, rows, args.seed)
+        for batch in args.batches:
+            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples)
+            race_engines(contestants, args.rounds)
+            rows += [contestant.row for contestant in contestants]
+            write_results(args.output, rows, args.seed)
     print(table(rows, INFER_COLUMNS))
 
 
@@ -325,10 +347,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("train", help="training steps, BKN's kernels against eager and compiled BN")
-    command.add_argument("--networks", nargs="+", default=["resnet101", "inception_v2"])
-    command.add_argument("--groups", nargs="+", type=int, default=[32, 4, 1], help="statistics batches of BKN")
-    command.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="race compiled BN too")
-    command.add_argument("--batch", type=int, default=256)
+    command.add_argument(
+        "--cases", nargs="+", default=["resnet101:256", "resnet101:16", "inception_v2:256"],
+        help="network and gradient batch",
+    )  # fmt: skip
+    command.add_argument("--contestants", nargs="+", help='as in "bkn:2 compiled"; default: by the batch')
     command.add_argument("--size", type=int, default=224)
     command.add_argument("--rounds", type=int, default=10)
     command.add_argument("--steps", type=int, default=3)
@@ -351,7 +374,7 @@ def main() -> None:
         help="network and size of its input",
     )  # fmt: skip
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--batches", nargs="+", type=int, default=[1])
     command.add_argument("--rounds", type=int, default=25)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
