@@ -49,6 +49,31 @@ def test_predict_takes_one_process_noise_for_all_channels() -> None:
     assert_close(predict(prior, transition, one), predict(prior, transition, per_channel))
 
 
+def test_a_block_diagonal_transition_is_that_of_the_full_matrix() -> None:
+    """Its blocks: a diagonal, a stack of matrices, a full matrix."""
+    blocks = [torch.randn(2), torch.randn(2, 3, 2), torch.randn(3, 1)]
+    full = torch.block_diag(torch.diag(blocks[0]), *blocks[1], blocks[2])
+    prior = Belief(torch.randn(4, 7), torch.rand(4, 7))
+    for in_blocks, in_full in zip(
+        predict(prior, blocks, torch.ones(11)), predict(prior, full, torch.ones(11)), strict=True
+    ):
+        assert_close(in_blocks, in_full)
+
+
+def test_a_layer_with_blocks_for_a_transition_is_that_with_the_full_matrix(make_belief) -> None:
+    layer = BatchKalmanNorm2d(5, 6, transition_shapes=[(2,), (1, 3, 4)], dtype=torch.float64)
+    full = BatchKalmanNorm2d(5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        for block in layer.transition_blocks:
+            block.normal_()
+        full.transition.copy_(torch.block_diag(torch.diag(layer.transition[0]), layer.transition[1][0]))
+    x, prior = torch.randn(4, 5, 3, 3, dtype=torch.float64), make_belief(1, 6)
+    for in_blocks, in_full in zip(layer(x, prior)[1], full(x, prior)[1], strict=True):
+        assert_close(in_blocks, in_full)
+    layer.reset_parameters()
+    assert not any(block.any() for block in layer.transition_blocks)
+
+
 @pytest.mark.parametrize("gain", [0.0, 0.3, 0.9, 1.0])
 def test_update_is_the_mixture_of_prediction_and_observation(gain: float) -> None:
     """Mean and variance of a mixture, p of the prediction and q of the observation, from its first two moments."""

@@ -1,6 +1,7 @@
 """Batch Kalman Normalization (Wang et al. 2018), Algorithm 1."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class BatchKalmanNorm2d(RunningNorm):
         prior_features: channels of the layer below, whose belief is passed to `forward`; None for a first layer.
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
             one value per channel.
+        transition_shapes: of the blocks of a block diagonal A, as `kalman.carry` takes them; None for one full matrix.
     """
 
     _version = 2  # 1: `raw_gain` was a number without dimensions, and infinite where q = 1
@@ -61,6 +63,7 @@ class BatchKalmanNorm2d(RunningNorm):
         *,
         statistics_batch_size: int | None = None,
         raw_process_noise: nn.Parameter | None = None,
+        transition_shapes: Sequence[tuple[int, ...]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,7 +72,10 @@ class BatchKalmanNorm2d(RunningNorm):
         if prior_features is not None:
             if raw_process_noise is None:
                 raw_process_noise = new_process_noise(num_features, device, dtype)
-            self.transition = nn.Parameter(torch.zeros(num_features, prior_features, device=device, dtype=dtype))
+            shapes = transition_shapes or [(num_features, prior_features)]
+            blocks = [nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) for shape in shapes]
+            self.transition: Any = blocks[0] if len(blocks) == 1 else nn.ParameterList(blocks)
+            self.fusible = blocks[0].shape == (num_features, prior_features)  # the kernels take a full A
             self.raw_process_noise = raw_process_noise
             self.raw_gain = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
             self.set_gain(self.initial_gain)
@@ -78,10 +84,16 @@ class BatchKalmanNorm2d(RunningNorm):
         """Put all parameters and buffers where they start, an R that layers share too."""
         super().reset_parameters()
         if self.prior_features is not None:
-            nn.init.zeros_(self.transition)
+            for block in self.transition_blocks:
+                nn.init.zeros_(block)
             start = inverse_softplus(torch.tensor(INITIAL_PROCESS_NOISE, device="cpu"))
             nn.init.constant_(self.raw_process_noise, start.item())
             self.set_gain(self.initial_gain)
+
+    @property
+    def transition_blocks(self) -> list[nn.Parameter]:
+        """The blocks of A along its diagonal: one full matrix, unless the layer was made with `transition_shapes`."""
+        return list(self.transition) if isinstance(self.transition, nn.ParameterList) else [self.transition]
 
     @property
     def gain(self) -> Tensor:
@@ -110,8 +122,9 @@ class BatchKalmanNorm2d(RunningNorm):
         if self.prior_features is None:
             return observed
         prior = self._checked(prior, observed.mean.shape[0])
-        transition = self.transition.to(observed.mean.dtype)  # a network in half precision keeps its beliefs in full
-        return update(predict(prior, transition, self.process_noise), observed, self.gain)
+        # A network in half precision keeps its beliefs in full.
+        blocks = [block.to(observed.mean.dtype) for block in self.transition_blocks]
+        return update(predict(prior, blocks, self.process_noise), observed, self.gain)
 
     def kalman_parameters(
         self, prior: Belief | None, groups: int
@@ -174,6 +187,6 @@ def no_weight_decay(module: nn.Module) -> set[str]:
         f"{prefix}.{name}".lstrip(".")
         for prefix, layer in module.named_modules()
         if isinstance(layer, BatchKalmanNorm2d)
-        for name, _ in layer.named_parameters(recurse=False)
-        if name in layer.kalman
+        for name, _ in layer.named_parameters()
+        if name.partition(".")[0] in layer.kalman
     }

@@ -21,15 +21,36 @@ class Belief(NamedTuple):
     var: Tensor
 
 
-def predict(prior: Belief, transition: Tensor, process_noise: Tensor) -> Belief:
+def predict(prior: Belief, transition: Tensor | Sequence[Tensor], process_noise: Tensor) -> Belief:
     """Carry the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
 
     Args:
         prior: belief of the layer below, (groups, C_in).
-        transition: A, (C_out, C_in).
+        transition: A, (C_out, C_in), or its blocks as `carry` takes them.
         process_noise: R, the variance of u: (C_out,) or one number.
     """
-    return Belief(F.linear(prior.mean, transition), F.linear(prior.var, transition.square()) + process_noise)
+    blocks = [transition] if isinstance(transition, Tensor) else transition
+    squares = [block.square() for block in blocks]
+    return Belief(carry(prior.mean, blocks), carry(prior.var, squares) + process_noise)
+
+
+def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """Multiply rows, (groups, C_in), by the block diagonal matrix of these blocks.
+
+    A block is a full matrix, (outputs, inputs); a stack of such matrices, itself block diagonal, (blocks, outputs,
+    inputs), as of a grouped convolution; or a diagonal, (channels,), where each channel is made of one.
+    """
+    widths = [block.shape[-1] * (block.shape[0] if block.ndim == 3 else 1) for block in blocks]
+    carried = []
+    for part, block in zip(rows.split(widths, dim=1), blocks, strict=True):
+        if block.ndim == 1:
+            carried.append(part * block)
+        elif block.ndim == 2:
+            carried.append(F.linear(part, block))
+        else:
+            parts = part.unflatten(1, (block.shape[0], -1))
+            carried.append(torch.einsum("gbi,boi->gbo", parts, block).flatten(1))
+    return carried[0] if len(carried) == 1 else torch.cat(carried, dim=1)
 
 
 def update(predicted: Belief, observed: Belief, gain: Tensor) -> Belief:
