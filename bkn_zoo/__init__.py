@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
+    from bkn_zoo.conversion import convert
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.models import Network, create_model, list_models
     from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
@@ -26,6 +27,7 @@ __all__ = [
     "recalibrate",
     "list_models",
     "create_model",
+    "convert",
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
@@ -46,6 +48,7 @@ ROOMS = {
     "Classifier": "bkn_zoo.inference.classifier",
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
+    "convert": "bkn_zoo.conversion",
     "create_model": "bkn_zoo.models",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",

@@ -55,3 +55,7 @@ class HubNotFoundError(HubError):
 
 class HubUnavailableError(HubError):
     """The Hub is busy, failing, out of reach or switched off by HF_HUB_OFFLINE: later it may work."""
+
+
+class ConversionError(BknZooError):
+    """A network that `convert` cannot make a BKN network of."""

@@ -1,5 +1,7 @@
 """From batch normalization to BKN."""
 
-from bkn_zoo.conversion.batchnorm import load_batchnorm_weights
+from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights
+from bkn_zoo.conversion.converted import Converted, convert
+from bkn_zoo.conversion.proof import Proof, prove
 
-__all__ = ["load_batchnorm_weights"]
+__all__ = ["convert", "Converted", "prove", "Proof", "load_batchnorm_weights", "BATCHNORM_GAIN"]

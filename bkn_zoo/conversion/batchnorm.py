@@ -41,7 +41,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)
     for layer in filter(_has_prior, layers.values()):
-        _start_near_batchnorm(layer)
+        start_near_batchnorm(layer)
 
 
 def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
@@ -49,8 +49,10 @@ def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
 
 
 @torch.no_grad()
-def _start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
-    layer.transition.zero_()
+def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
+    """Put A, R and q of a layer with one below it where training starts from nearly batch normalization."""
+    for block in layer.transition_blocks:
+        block.zero_()
     layer.set_gain(BATCHNORM_GAIN)
     if layer.raw_process_noise.shape == layer.running_var.shape:
         # A dead channel has no variance, where the inverse of softplus would be minus infinity.

@@ -13,7 +13,18 @@ import torch
 
 from bkn_zoo.version import __version__
 
-PACKAGES = ("torch", "torchvision", "triton", "openvino", "numpy", "safetensors", "fastapi", "uvicorn", "litserve")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "triton",
+    "openvino",
+    "numpy",
+    "safetensors",
+    "fastapi",
+    "uvicorn",
+    "litserve",
+)
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:

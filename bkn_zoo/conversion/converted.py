@@ -1,0 +1,195 @@
+"""Any batch-normalized network becomes a BKN network with the same weights and names."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from bkn_zoo.conversion.plan import Plan, make_plan
+from bkn_zoo.conversion.report import Report, Row
+from bkn_zoo.conversion.rewrite import replace_norms, rewrite
+from bkn_zoo.conversion.trace import is_batchnorm, trace
+from bkn_zoo.errors import ConversionError, UnknownNameError
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
+from bkn_zoo.norms.statistics import Statistics, choose_statistics
+
+
+class Converted(nn.Module):
+    """A network from `convert`: modules, parameters and attributes are the original's, norms are BKN.
+
+    Attributes:
+        report: what was done, norm by norm.
+        statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
+            inference; None means the whole batch.
+        default_statistics: what normalizes at inference when a call does not say.
+    """
+
+    report: Report
+    statistics_batch_size: int | None
+    default_statistics: str
+
+    def __init__(self, original: nn.Module, in_training: Callable[..., Any], in_evaluation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__.update(vars(original))
+        self._in_training, self._in_evaluation = in_training, in_evaluation
+
+    def forward(self, *inputs: Any, statistics: str | None = None, **named: Any) -> Any:
+        """What the original returns, normalized as asked.
+
+        Args:
+            inputs, named: the original's, but for those with a default, which keep it.
+            statistics: "population", "sample" or "expected"; at inference only.
+        """
+        chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
+        if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in inputs):
+            chosen = Statistics("population")  # nothing to take statistics of, and nothing that needs them
+        run = self._in_training if self.training else self._in_evaluation
+        return run(self, chosen, *inputs, **named)
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
+        return no_weight_decay(self)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    only: str | None = None,
+    statistics_batch_size: int | None = None,
+    default_statistics: str = "population",
+) -> nn.Module:
+    """A copy of `model` in which every batch norm is a Batch Kalman Norm that receives the beliefs of those below it.
+
+    Names of modules and parameters stay, so that a state dict of the original loads (with `strict=False`: A, R and q
+    are new). With `population` statistics, the default at inference, the outputs are the original's; training starts
+    from nearly batch normalization, with q = 0.99, A = 0 and R the running variance. `print(converted.report)` says
+    what was done, and `bkn_zoo.conversion.prove` shows that it is right.
+
+    Args:
+        model: any module that torch.fx can trace when batch norms, and modules that hold none, are taken as they are.
+        only: the name of a part, such as "backbone", where the whole cannot be traced. The rest stays as it is; the
+            part is then what takes `statistics` and has the attributes of a `Converted`.
+        statistics_batch_size: images per statistics group in training; None means the whole batch.
+        default_statistics: what normalizes at inference when a call does not say.
+    """
+    _check(model)
+    choose_statistics(False, default_statistics, statistics_batch_size)
+    whole = copy.deepcopy(model)
+    try:
+        part = whole if only is None else whole.get_submodule(only)
+    except AttributeError:
+        names = ", ".join(name for name, _ in model.named_children())
+        raise UnknownNameError(f"{type(model).__name__} has no part {only!r}: choose from {names}.") from None
+    before = _count(whole)
+    converted = _convert(part, left=_frozen(whole, part))
+    converted.statistics_batch_size, converted.default_statistics = statistics_batch_size, default_statistics
+    if only is None:
+        converted.report = replace(converted.report, parameters_before=before, parameters_after=_count(converted))
+        return converted
+    parent, _, child = only.rpartition(".")
+    setattr(whole.get_submodule(parent), child, converted)
+    whole.report = converted.report = replace(  # type: ignore[assignment]
+        converted.report, parameters_before=before, parameters_after=_count(whole)
+    )
+    return whole
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
+    kind = type(model).__name__
+    modules = list(model.modules())
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        raise ConversionError(f"{kind} holds scripted code, which cannot be traced: pass the module as it was before.")
+    if any(isinstance(module, Converted | BatchKalmanNorm2d) for module in modules):
+        raise ConversionError(f"{kind} holds Batch Kalman Norms already: pass the network as it was before.")
+    if any(isinstance(module, LazyModuleMixin) for module in modules):
+        raise ConversionError(f"{kind} holds lazy modules, whose sizes are not known yet: run it once first.")
+    if not any(map(is_batchnorm, modules)):
+        raise ConversionError(f"{kind} holds no batch norm: there is nothing to convert.")
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len(devices) > 1:
+        raise ConversionError(f"{kind} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
+
+
+def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
+    """The batch norms of a part that stay as they are, and why."""
+    trains = any(parameter.requires_grad for parameter in whole.parameters())
+    left = {}
+    for name, norm in part.named_modules():
+        if not isinstance(norm, _BatchNorm):
+            continue
+        own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        if norm.running_mean is None:
+            left[name] = "keeps no running statistics"
+        elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
+            left[name] = f"a {type(norm).__name__}, which does more than normalize"
+        elif whole.training and not norm.training:
+            left[name] = "frozen: in evaluation mode"
+        elif trains and norm.weight is not None and not norm.weight.requires_grad:
+            left[name] = "frozen: its weight takes no gradient"
+    return left
+
+
+def _convert(model: nn.Module, left: dict[str, str]) -> Converted:
+    """Convert in place, and return what takes the model's place."""
+    modes = [(module, module.training) for module in model.modules()]
+    graphs, plans = [], []
+    for training in (True, False):
+        graphs.append(trace(model.train(training)))
+        plans.append(make_plan(model, graphs[-1], left))
+        left = plans[-1].left
+    for module, mode in modes:
+        module.training = mode
+    _check_plans(model, *plans)
+    rows = tuple(_rows(model, *plans))
+    for plan in plans:
+        replace_norms(model, plan)
+    in_training, in_evaluation = (rewrite(model, graph, plan) for graph, plan in zip(graphs, plans, strict=True))
+    converted = Converted(model, in_training, in_evaluation)
+    guesses = tuple(dict.fromkeys(guess for plan in plans for guess in plan.guesses))
+    converted.report = Report(rows, guesses, 0, 0)
+    return converted
+
+
+def _check_plans(model: nn.Module, training: Plan, evaluation: Plan) -> None:
+    if not training.calls and not evaluation.calls:
+        reasons = "; ".join(f"{name} is {why}" for name, why in training.left.items())
+        raise ConversionError(f"{type(model).__name__} calls no batch norm that can be converted ({reasons}).")
+    known = {call.name: call.shapes for call in training.calls}
+    for call in evaluation.calls:
+        if known.get(call.name, call.shapes) != call.shapes:
+            raise ConversionError(
+                f"{call.name} has other norms below it in training than in evaluation: make the two paths one."
+            )
+
+
+def _rows(model: nn.Module, training: Plan, evaluation: Plan) -> list[Row]:
+    rows = []
+    named = {call.name for call in training.calls}
+    for plan, calls in (
+        (training, training.calls),
+        (evaluation, [call for call in evaluation.calls if call.name not in named]),
+    ):
+        for call in calls:
+            priors: dict[str, int] = {}
+            for below, _ in (source for piece in call.pieces for source in piece.sources):
+                name = plan.calls[below].name
+                priors[name] = priors.get(name, 0) + 1
+            path = tuple(dict.fromkeys(name for piece in call.pieces for name in piece.path))
+            note = "" if priors else call.why or "none: no norm below"
+            rows.append(Row(call.name, priors, path, call.shapes, note))
+    called = {row.norm for row in rows}
+    for name, module in model.named_modules():
+        if is_batchnorm(module) and name not in called:
+            rows.append(Row(name, {}, (), (), f"left: {training.left.get(name, 'never called')}"))
+    return rows
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,442 @@
+"""Which norms' beliefs each norm of a network receives, for which channels, and over which path.
+
+Every channel of every tensor gets a number, and the traced graph is run on these numbers instead of features: two
+images, two positions a side, each value the number of its channel. Concatenations, splits and shuffles then move the
+numbers as they would move the features, whatever way they are written; all else is told apart by the few rules of
+`rules.py`. For each number we know where a belief about its channel is to be had.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+
+from bkn_zoo.conversion.rules import (
+    GATES,
+    MOVES,
+    PASSES,
+    PASSING_LAYERS,
+    POOLS_TO_SIZE,
+    PRODUCTS,
+    REDUCTIONS,
+    SUMS,
+)
+from bkn_zoo.conversion.trace import LayerTracer, is_batchnorm
+
+IMAGES, SIDE = 2, 2
+MOST_PIECES = 8
+"""Of a transition; channels that are interleaved more finely than this get one full matrix."""
+
+
+class Other:
+    """A value that holds no channels: a parameter, a random mask, a scalar."""
+
+
+OTHER = Other()
+
+
+@dataclass(frozen=True)
+class Single:
+    """A channel about which the norm of a call holds a belief, or that is made of one such channel alone."""
+
+    call: int
+    channel: int
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """What a convolution or linear layer makes of channels: `outputs` of them, by `groups` blocks, from `sources`."""
+
+    sources: tuple[Single, ...]
+    outputs: int
+    groups: int
+    path: tuple[str, ...]
+    depth: float
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """One of the channels that a `Mix` makes."""
+
+    mix: Mix
+    index: int
+
+
+Origin = Single | Mixed | None
+"""Where a belief about a channel is to be had; None for channels of the input."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a norm's channels: what they are predicted from, and the shape of their block of A.
+
+    Attributes:
+        sources: the channels of other norms' beliefs, as (call, channel), in the order of the block's columns.
+        shape: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
+        path: convolutions and other layers in between.
+    """
+
+    sources: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+
+
+@dataclass
+class NormCall:
+    """A call of a norm that is to become BKN.
+
+    Attributes:
+        name: the module's.
+        features: its channels.
+        node: the call in the graph.
+        pieces: of its transition; none for a first layer.
+        rows: whether an image may have several rows in the norm's input (tokens, flattened into the batch).
+        depth: norms below it on its path, and itself.
+        why: where `pieces` is empty although there are norms below, the reason.
+    """
+
+    name: str
+    features: int
+    node: fx.Node
+    pieces: list[Piece]
+    rows: bool
+    depth: float
+    why: str = ""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(piece.shape for piece in self.pieces)
+
+
+@dataclass
+class Plan:
+    """For one graph: the calls of norms in their order, those left as they are, and what was guessed."""
+
+    calls: list[NormCall] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    guesses: list[str] = field(default_factory=list)
+
+
+def make_plan(model: nn.Module, graph: fx.Graph, left: dict[str, str]) -> Plan:
+    """Plan the norms of a traced model, but for those in `left` (name: reason), which pass beliefs on.
+
+    A norm that is called several times has one transition: where the calls would need different ones it gets none.
+    """
+    planner = _Planner(model, left)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    planner.run(graph, model, {node: planner.number(_input_shape(model)) for node in inputs})
+    if planner.interleaved:
+        return make_plan(model, graph, left | planner.interleaved)
+    calls = planner.plan.calls
+    del planner.plan.guesses[planner.relevant :]
+    for name in {call.name for call in calls}:
+        same = [call for call in calls if call.name == name]
+        if len({call.shapes for call in same}) > 1:
+            for call in same:
+                call.pieces, call.why = [], "its calls would need transitions of different shapes"
+    return planner.plan
+
+
+def _input_shape(model: nn.Module) -> tuple[int, ...]:
+    for module in model.modules():
+        if isinstance(module, _ConvNd):
+            return (IMAGES, module.in_channels, *[SIDE] * len(module.kernel_size))
+        if isinstance(module, nn.Linear):
+            return (IMAGES, module.in_features)
+    return (IMAGES, 3, SIDE, SIDE)
+
+
+class _Planner:
+    """Runs a graph on numbered channels. A number n at image i is stored as n * IMAGES + i."""
+
+    def __init__(self, model: nn.Module, left: dict[str, str]) -> None:
+        self.plan = Plan(left=left)
+        self.origins: list[Origin] = []
+        self.gates: set[int] = set()
+        self.relevant = 0  # guesses that some norm comes after
+        self.interleaved: dict[str, str] = {}
+        self.names = {module: name for name, module in model.named_modules()}
+
+    # Numbers
+
+    def number(self, shape: tuple[int, ...], origins: Sequence[Origin] | None = None) -> Tensor:
+        """New numbers for features of this shape, a channel for each entry of dimension 1."""
+        like = torch.arange(shape[0], device="cpu").view(-1, *[1] * (len(shape) - 1)).expand(shape)
+        return self.replace(like, 1, [None] * shape[1] if origins is None else origins)
+
+    def replace(self, like: Tensor, dim: int, origins: Sequence[Origin]) -> Tensor:
+        """Features laid out as `like`, with new channels along `dim`."""
+        numbers = torch.arange(len(self.origins), len(self.origins) + len(origins), device="cpu")
+        self.origins.extend(origins)
+        images = like.select(dim, 0).unsqueeze(dim) % IMAGES
+        shape = [1] * like.ndim
+        shape[dim] = len(origins)
+        return numbers.view(shape) * IMAGES + images
+
+    def renumber(self, x: Tensor, gate: bool = False) -> Tensor:
+        """The same channels after an operation: a norm that sees them from here on has not seen those before it."""
+        old, places = torch.unique(x // IMAGES, return_inverse=True)
+        first = len(self.origins)
+        self.origins.extend([self.origins[n] for n in old.tolist()])
+        if gate or (old.numel() and int(old[0]) in self.gates):
+            self.gates.update(range(first, len(self.origins)))
+        return (places + first) * IMAGES + x % IMAGES
+
+    def channels(self, x: Tensor, dim: int) -> list[int]:
+        """The numbers along a dimension; all numbers if that dimension is not one of channels."""
+        numbers = (x // IMAGES).movedim(dim, 0).flatten(1)
+        if numbers.numel() and bool((numbers == numbers[:, :1]).all()):
+            return numbers[:, 0].tolist()
+        return torch.unique(numbers).tolist()
+
+    def depth(self, origin: Origin) -> float:
+        if origin is None:
+            return 0
+        if isinstance(origin, Single):
+            return self.plan.calls[origin.call].depth
+        return origin.mix.depth
+
+    def depth_of(self, x: Tensor) -> float:
+        return max((self.depth(self.origins[n]) for n in torch.unique(x // IMAGES).tolist()), default=0)
+
+    def is_gate(self, x: Tensor) -> bool:
+        return x.numel() > 0 and int(x.flatten()[0]) // IMAGES in self.gates
+
+    # The graph
+
+    def run(self, graph: fx.Graph, root: nn.Module, values: dict[fx.Node, Any]) -> Any:
+        def load(arguments: Any) -> Any:
+            return fx.node.map_arg(arguments, values.__getitem__)
+
+        for node in graph.nodes:
+            if node.op == "output":
+                return load(node.args[0])
+            if node.op == "get_attr":
+                values[node] = OTHER
+            elif node.op == "call_module":
+                module = root.get_submodule(str(node.target))
+                values[node] = self.module(node, module, load(node.args), load(node.kwargs))
+            elif node.op != "placeholder":
+                values[node] = self.operation(node, load(node.args), load(node.kwargs))
+        raise AssertionError("a graph ends with its output")
+
+    def operation(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """A function or a method, such as `torch.cat` or `.view`."""
+        name = getattr(node.target, "__name__", str(node.target)).strip("_")
+        tensors = _tensors(args, kwargs)
+        if not tensors and any(leaf is OTHER for leaf in tree_leaves((args, kwargs))):
+            return OTHER
+        if not tensors or name in MOVES:
+            try:
+                result = _call(node, args, kwargs)
+            except Exception:  # sizes that only real features have
+                return self.guess(node, tensors)
+            return OTHER if not tensors and isinstance(result, Tensor) else result
+        x = tensors[0]
+        if name in SUMS:
+            return self.renumber(_broadcast(max(tensors, key=self.depth_of), tensors))
+        if name in PRODUCTS:
+            kept = [t for t in tensors if not self.is_gate(t)] or tensors
+            return self.renumber(
+                _broadcast(min(kept, key=self.depth_of), tensors), gate=all(map(self.is_gate, tensors))
+            )
+        if name in GATES:
+            return self.renumber(x, gate=True)
+        if name in POOLS_TO_SIZE:
+            return self.pool(x, kwargs.get("output_size", args[1] if len(args) > 1 else 1))
+        if name in REDUCTIONS:
+            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return (
+                OTHER if dims is None else self.renumber(x).amin(dims, keepdim=bool(kwargs.get("keepdim", args[2:3])))
+            )
+        if name in ("conv1d", "conv2d", "conv3d"):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            return self.renumber(x) if groups == x.shape[1] else self.mix(x, 1, x.shape[1], 1, str(node))
+        if name == "linear":
+            return self.mix(x, -1, x.shape[-1], 1, str(node))
+        if name.startswith("new_") or name in ("rand_like", "zeros_like", "ones_like", "empty_like"):
+            return OTHER
+        return self.renumber(x) if name in PASSES else self.guess(node, tensors)
+
+    def guess(self, node: fx.Node, tensors: list[Tensor]) -> Any:
+        if not tensors:
+            return OTHER
+        place = list(node.meta.get("nn_module_stack", {}).values())[-1:]
+        self.note(f"{node.name} in {place[0][0] or 'the network itself'}" if place else node.name)
+        return self.renumber(tensors[0])
+
+    def note(self, what: str) -> None:
+        self.plan.guesses.append(f"{what}: taken to pass on the belief about its first tensor")
+
+    def module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = self.names.get(module, str(node.target))
+        tensors = _tensors(args, kwargs)
+        if not tensors:
+            return OTHER
+        x = tensors[0]
+        if is_batchnorm(module):
+            return self.renumber(x) if name in self.plan.left else self.norm(node, name, module, x)
+        if isinstance(module, _ConvNd):
+            return self.mix(x, 1, module.out_channels, module.groups, name)
+        if isinstance(module, nn.Linear):
+            return self.mix(x, -1, module.out_features, 1, name)
+        if isinstance(module, nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d):
+            return self.pool(x, module.output_size)
+        if isinstance(module, nn.Identity):
+            return x
+        if isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.Softmax | nn.Softmax2d | nn.Tanh):
+            return self.renumber(x, gate=True)
+        if isinstance(module, nn.Flatten | nn.Unflatten | nn.ChannelShuffle | nn.PixelShuffle | nn.PixelUnshuffle):
+            try:
+                return module(x)
+            except Exception:  # sizes that only real features have
+                return self.guess(node, tensors)
+        if type(module).__module__ in PASSING_LAYERS and not isinstance(module, nn.MultiheadAttention):
+            return self.renumber(x)
+        return self.look_inside(node, name, module, args, kwargs)
+
+    def look_inside(self, node: fx.Node, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module that is one node of the graph: by its own graph, if it has one."""
+        guesses = len(self.plan.guesses)
+        try:
+            if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential):
+                raise TypeError(f"{type(module).__name__} has no graph to look at")
+            whole = nn.Sequential(module) if "forward" in vars(module) else module  # fx would look at the class only
+            graph = LayerTracer().trace(whole)
+            inputs = [n for n in graph.nodes if n.op == "placeholder"]
+            values = dict(zip(inputs, args, strict=False)) | {n: kwargs[n.target] for n in inputs if n.target in kwargs}
+            return self.run(graph, whole, values)
+        except Exception:
+            del self.plan.guesses[guesses:]
+            x = _tensors(args, kwargs)[0]
+            self.note(name)
+            mixes = any(parameter.ndim > 1 for parameter in module.parameters())
+            return self.mix(x, min(1, x.ndim - 1), x.shape[min(1, x.ndim - 1)], 1, name) if mixes else self.renumber(x)
+
+    def pool(self, x: Tensor, size: Any) -> Tensor:
+        x = self.renumber(x)
+        to_one = all(side == 1 for side in (size if isinstance(size, tuple | list) else [size]))
+        if to_one:
+            for dim in range(2, x.ndim):
+                x = x.narrow(dim, 0, 1)
+        return x
+
+    def mix(self, x: Tensor, dim: int, outputs: int, groups: int, name: str) -> Tensor:
+        """A convolution or a linear layer over dimension `dim`."""
+        origins = [self.origins[n] for n in self.channels(x, dim)]
+        if groups == len(origins):
+            times = outputs // groups
+            made: list[Origin] = [_through(origin, name) for origin in origins for _ in range(times)]
+        else:
+            sources, blocks, path = _sources(origins)
+            blocks = gcd(groups, blocks)
+            if blocks == 1:
+                sources = tuple({(source.call, source.channel): source for source in sources}.values())
+            depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than what it is made of: x + conv(x)
+            mix = Mix(sources, outputs, blocks, (*path, name), depth)
+            made = [Mixed(mix, index) if sources else None for index in range(outputs)]
+        return self.replace(x, dim, made)
+
+    def norm(self, node: fx.Node, name: str, module: nn.Module, x: Tensor) -> Tensor:
+        numbers = self.channels(x, 1) if x.ndim > 1 else torch.unique(x // IMAGES).tolist()
+        features = int(getattr(module, "num_features"))  # noqa: B009
+        origins = [self.origins[n] for n in numbers]
+        pieces = _pieces(origins, features)
+        depth = 1 + max((self.depth(origin) for origin in origins), default=0)
+        images = (x % IMAGES).flatten(1)[:, 0] if x.ndim > 1 else x % IMAGES
+        if bool((images.diff() < 0).any()):
+            self.interleaved[name] = "the rows of its input are not one image after another"
+        # After a guess the numbers are right, but the layout may not be: the rows are looked at when the network runs.
+        rows = x.shape[0] != IMAGES or bool(self.plan.guesses)
+        call = len(self.plan.calls)
+        self.relevant = len(self.plan.guesses)
+        self.plan.calls.append(NormCall(name, features, node, pieces, rows, depth))
+        seen: list[Origin] = [Single(call, channel) for channel in range(features)]
+        if len(numbers) == features:
+            for number, origin in zip(numbers, seen, strict=True):
+                self.origins[number] = origin
+        return self.replace(x, 1, seen) if x.ndim > 1 else self.number(_default_shape(features), seen)
+
+
+def _default_shape(features: int) -> tuple[int, ...]:
+    return (IMAGES, features, SIDE, SIDE)
+
+
+def _through(origin: Origin, name: str) -> Origin:
+    return Single(origin.call, origin.channel, (*origin.path, name)) if isinstance(origin, Single) else origin
+
+
+def _sources(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tuple[str, ...]]:
+    """The channels of beliefs behind channels, the blocks in which they are linked so far, and the path."""
+    path = _join(origin.path if isinstance(origin, Single) else origin.mix.path for origin in origins if origin)
+    if all(isinstance(origin, Single) for origin in origins):
+        return tuple(o for o in origins if isinstance(o, Single)), len(origins), path
+    mix = _whole_mix(origins)
+    if mix is not None:
+        return mix.sources, mix.groups, path
+    union: dict[tuple[int, int], Single] = {}
+    for origin in origins:
+        sources = () if origin is None else (origin,) if isinstance(origin, Single) else origin.mix.sources
+        for source in sources:
+            union.setdefault((source.call, source.channel), source)
+    return tuple(union.values()), 1, path
+
+
+def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
+    """The mix of which these are all channels, in their order."""
+    first = origins[0] if origins else None
+    if not isinstance(first, Mixed) or list(origins) != [Mixed(first.mix, i) for i in range(first.mix.outputs)]:
+        return None
+    return first.mix
+
+
+def _pieces(origins: Sequence[Origin], features: int) -> list[Piece]:
+    """The transition of a norm over these channels."""
+
+    def kind(origin: Origin) -> Any:
+        return origin.mix if isinstance(origin, Mixed) else type(origin)
+
+    runs = [list(run) for _, run in groupby(origins, kind)]
+    if len(origins) != features or None in origins or len(runs) > MOST_PIECES:
+        runs = [list(origins)]
+    pieces = []
+    for run in runs:
+        sources, blocks, path = _sources(run)
+        count = len(run) if len(origins) == features else features
+        shape: tuple[int, ...] = (count, len(sources))
+        if all(isinstance(origin, Single) for origin in run) and len(run) == count:
+            shape = (count,)
+        elif blocks > 1 and _whole_mix(run) is not None:
+            shape = (blocks, count // blocks, len(sources) // blocks)
+        if sources:
+            pieces.append(Piece(tuple((s.call, s.channel) for s in sources), shape, path))
+    return pieces
+
+
+def _join(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for path in paths for name in path))
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _broadcast(x: Tensor, tensors: list[Tensor]) -> Tensor:
+    try:
+        return x.expand(torch.broadcast_shapes(*(t.shape for t in tensors)))
+    except RuntimeError:  # a matrix product, or a shape that was guessed
+        return x

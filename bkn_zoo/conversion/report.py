@@ -1,0 +1,56 @@
+"""What a conversion did, in words."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One norm of the network, or one call of it where it is called several times.
+
+    Attributes:
+        norm: its name.
+        priors: the norms whose beliefs it receives, with the number of their channels.
+        path: the layers in between.
+        transition: the shapes of the blocks of A; none for a first layer and for a norm that was left.
+        note: why it has no prior, or why it was left as it is.
+    """
+
+    norm: str
+    priors: dict[str, int]
+    path: tuple[str, ...]
+    transition: tuple[tuple[int, ...], ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did: `print(converted.report)`.
+
+    Attributes:
+        rows: norm by norm, in the order in which they are called; then those left as they are.
+        guesses: operations that no rule covers, and what was assumed of them.
+        parameters_before, parameters_after: of the whole network.
+    """
+
+    rows: tuple[Row, ...]
+    guesses: tuple[str, ...]
+    parameters_before: int
+    parameters_after: int
+
+    def __str__(self) -> str:
+        table = [("norm", "prior", "over", "A")]
+        for row in self.rows:
+            prior = _few(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
+            shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
+            table.append((row.norm, prior, _few(row.path), shapes))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        lines += [f"guess: {guess}" for guess in self.guesses]
+        added = self.parameters_after - self.parameters_before
+        share = added / max(self.parameters_before, 1)
+        lines.append(f"parameters: {self.parameters_before:,} before, {self.parameters_after:,} after (+{share:.1%})")
+        return "\n".join(lines)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,143 @@
+"""Carries out a plan: batch norms become Batch Kalman Norms, and the graph hands them their beliefs."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bkn_zoo.conversion.batchnorm import start_near_batchnorm
+from bkn_zoo.conversion.plan import NormCall, Plan
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from bkn_zoo.norms.kalman import Belief, concatenate
+
+AFTER_NORM = ("drop", "act")
+"""What timm's norms hold beside the norm, in the order in which it is applied."""
+
+
+class Gather(nn.Module):
+    """The prior of a norm, gathered from the beliefs of those below it: their channels, in the order of `channels`."""
+
+    index: Tensor | None
+
+    def __init__(self, channels: list[int], total: int, device: torch.device) -> None:
+        super().__init__()
+        self.span = slice(channels[0], channels[-1] + 1)
+        in_order = channels == list(range(self.span.start, self.span.stop))
+        self.all = in_order and len(channels) == total
+        index = None if in_order else torch.tensor(channels, device=device)
+        self.register_buffer("index", index, persistent=False)
+
+    def forward(self, *beliefs: Belief | None) -> Belief | None:
+        joined = concatenate(beliefs)
+        if joined is None or self.all:
+            return joined
+        if self.index is None:
+            return Belief(joined.mean[:, self.span], joined.var[:, self.span])
+        return Belief(joined.mean.index_select(1, self.index), joined.var.index_select(1, self.index))
+
+    def extra_repr(self) -> str:
+        return "all" if self.all else f"{self.span.start} to {self.span.stop}" if self.index is None else "shuffled"
+
+
+def by_image(x: Tensor, images: int) -> Tensor:
+    """Rows that belong to one image, as tokens flattened into the batch do, become positions of it."""
+    return x if x.shape[0] == images else x.unflatten(0, (images, -1)).movedim(1, -1)
+
+
+def by_row(y: Tensor, x: Tensor) -> Tensor:
+    """Undoes `by_image`, for a result `y` of the `x` that was given to it."""
+    return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
+
+
+def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
+    """BKN in place of a batch norm: nearly the same in training, the same at inference."""
+    kind: type[BatchKalmanNorm2d] = BatchKalmanNorm2d
+    if isinstance(norm, nn.BatchNorm1d):
+        kind = BatchKalmanNorm1d
+    elif isinstance(norm, nn.BatchNorm3d):
+        kind = BatchKalmanNorm3d
+    assert norm.running_mean is not None
+    like = norm.running_mean if norm.weight is None else norm.weight
+    below = sum(len(piece.sources) for piece in call.pieces) or None
+    layer = kind(
+        norm.num_features, below, norm.eps, norm.momentum, norm.affine, transition_shapes=call.shapes or None,
+        device=like.device, dtype=like.dtype,
+    )  # fmt: skip
+    if call.rows or isinstance(norm, nn.SyncBatchNorm):
+        layer.dims = (2, 3, 4, 5)
+    layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
+    layer.weight, layer.bias = norm.weight, norm.bias  # the very same, which may be shared or take no gradient
+    for name, child in norm.named_children():
+        layer.add_module(name, child)
+    if below is not None:
+        start_near_batchnorm(layer)
+    layer.train(norm.training)
+    return layer
+
+
+def replace_norms(model: nn.Module, plan: Plan) -> None:
+    """Put BKN in the place of every batch norm that the plan calls."""
+    for name in dict.fromkeys(call.name for call in plan.calls):
+        norm = model.get_submodule(name)
+        if isinstance(norm, _BatchNorm):
+            calls = [call for call in plan.calls if call.name == name]
+            parent, _, child = name.rpartition(".")
+            layer = kalman_norm(norm, calls[0])
+            layer.priors = nn.ModuleList(_gather(plan, call, norm) for call in calls)
+            setattr(model.get_submodule(parent), child, layer)
+
+
+def _below(call: NormCall) -> list[int]:
+    """The calls whose beliefs it receives."""
+    return list(dict.fromkeys(source for piece in call.pieces for source, _ in piece.sources))
+
+
+def _gather(plan: Plan, call: NormCall, norm: _BatchNorm) -> nn.Module:
+    if not call.pieces:
+        return nn.Identity()
+    starts, total = {}, 0
+    for below in _below(call):
+        starts[below] = total
+        total += plan.calls[below].features
+    channels = [starts[below] + channel for piece in call.pieces for below, channel in piece.sources]
+    assert norm.running_mean is not None
+    return Gather(channels, total, norm.running_mean.device)
+
+
+def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Callable[..., Any]:
+    """The forward function of a model whose norms were replaced: of it, the statistics of the call, and the inputs."""
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        statistics = graph.placeholder("statistics")
+    beliefs: list[fx.Node] = []
+    counts: dict[str, int] = {}
+    for call in plan.calls:
+        node, name = call.node, call.name
+        number = counts[name] = counts.get(name, -1) + 1
+        with graph.inserting_before(node):
+            x = node.args[0] if node.args else next(iter(node.kwargs.values()))
+            prior = None
+            if call.pieces:
+                prior = graph.call_module(f"{name}.priors.{number}", tuple(beliefs[below] for below in _below(call)))
+            if call.rows:
+                shape = graph.call_function(getattr, (first, "shape"))
+                images = graph.call_function(operator.getitem, (shape, 0))
+                result = graph.call_module(name, (graph.call_function(by_image, (x, images)), prior, statistics))
+                y = graph.call_function(by_row, (graph.call_function(operator.getitem, (result, 0)), x))
+            else:
+                result = graph.call_module(name, (x, prior, statistics))
+                y = graph.call_function(operator.getitem, (result, 0))
+            beliefs.append(graph.call_function(operator.getitem, (result, 1)))
+            for child in AFTER_NORM:
+                if hasattr(model.get_submodule(name), child):
+                    y = graph.call_module(f"{name}.{child}", (y,))
+        node.replace_all_uses_with(y)
+        graph.erase_node(node)
+    for belief in beliefs:
+        if not belief.users:
+            graph.erase_node(belief)
+    graph.lint()
+    return type(fx.GraphModule(model, graph)).forward

@@ -1,0 +1,75 @@
+"""A network as a torch.fx graph in which every batch norm, and every module that holds none, is a single node."""
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bkn_zoo.errors import ConversionError
+
+
+def is_batchnorm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm)
+
+
+def holds_batchnorm(module: nn.Module) -> bool:
+    return any(map(is_batchnorm, module.modules()))
+
+
+class Tracer(fx.Tracer):
+    """Traces through modules that hold a batch norm. Arguments with a default keep it, and are no inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_batchnorm(m) or not holds_batchnorm(m)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        inputs = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", p.name, (), {}) for p in inputs)]
+
+
+class LayerTracer(Tracer):
+    """Traces through all but PyTorch's own layers: for a look into a module that is one node of the network's graph."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
+
+
+def trace(model: nn.Module) -> fx.Graph:
+    """The graph of `model` in the mode, training or evaluation, that it is in."""
+    if is_batchnorm(model):
+        raise ConversionError(f"{type(model).__name__} is a batch norm itself: convert a network that it is part of.")
+    if "forward" in vars(model):
+        raise ConversionError(f"the forward of this {type(model).__name__} was replaced by another: put it in a class.")
+    try:
+        return Tracer().trace(model)
+    except Exception as error:  # tracing runs the model's own code on stand-ins, which can fail in any way
+        parts = [name for name, child in model.named_children() if holds_batchnorm(child)]
+        hint = f", such as only={parts[0]!r}" if parts else ""
+        raise ConversionError(
+            f"{type(model).__name__} cannot be traced at {_line_of(error)} ({_first_sentence(error)}): write that line "
+            f"without it, or convert a part of the network with only=NAME{hint}."
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line that is neither PyTorch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if "/torch/" not in frame.filename and frame.filename != __file__]
+    if not theirs:
+        return "its forward"
+    frame = theirs[-1]
+    return f"{frame.filename}:{frame.lineno}, `{frame.line}`"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

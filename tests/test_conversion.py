@@ -1,0 +1,503 @@
+"""Any batch-normalized network becomes a BKN network: the same outputs, the same step at gain 1, the same names."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models.regnet import BlockParams
+
+import bkn_zoo
+from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove
+from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
+from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+
+timm = pytest.importorskip("timm")
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "densenet": lambda: torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=10),
+    "dla": lambda: timm.create_model("dla46_c", num_classes=10),
+    "efficientnet": lambda: timm.create_model("test_efficientnet", num_classes=10),
+    "mobilenet_v3": lambda: torchvision.models.mobilenet_v3_small(num_classes=10),
+    "regnet": lambda: torchvision.models.RegNet(
+        BlockParams.from_init_params(depth=6, w_0=16, w_a=16.0, w_m=2.2, group_width=8, se_ratio=0.25), num_classes=10
+    ),
+    "repvgg": lambda: timm.create_model("test_byobnet", num_classes=10),
+    "resnet": lambda: timm.create_model("test_resnet", num_classes=10),
+    "resnet, preactivated": lambda: timm.create_model(
+        "resnetv2_50", num_classes=10, layers=(1, 2, 1), channels=(32, 64, 64), stem_chs=16
+    ),
+    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10),
+    "vovnet": lambda: timm.create_model("ese_vovnet19b_slim_dw", num_classes=10),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@torch.no_grad()
+def stir(model: nn.Module) -> nn.Module:
+    """Move norms from where they start, which would hide mistakes."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.running_mean.normal_(0, 0.2)
+            module.running_var.uniform_(0.6, 1.4)
+            if module.affine:
+                module.weight.uniform_(0.6, 1.4)
+                module.bias.normal_(0, 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair() -> Callable[[str], tuple[nn.Module, nn.Module]]:
+    made: dict[str, tuple[nn.Module, nn.Module]] = {}
+
+    def make(family: str) -> tuple[nn.Module, nn.Module]:
+        if family not in made:
+            torch.manual_seed(0)
+            original = stir(FAMILIES[family]())
+            made[family] = original, convert(original)
+        return made[family]
+
+    return make
+
+
+def shapes(converted: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {row.norm: row.transition for row in converted.report.rows}
+
+
+def priors(converted: nn.Module) -> dict[str, dict[str, int]]:
+    return {row.norm: row.priors for row in converted.report.rows}
+
+
+# Ten families, and one more
+
+
+@every_family
+def test_outputs_and_a_step_at_gain_one_are_the_original_s(family: str, pair: Any) -> None:
+    original, converted = pair(family)
+    images = torch.randn(4, 3, 64, 64)
+    proof = prove(original, converted, images)
+    assert proof.output <= 1e-9
+    with torch.no_grad():
+        expected = original.eval()(images)
+        assert (converted.eval()(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@every_family
+def test_one_image_trains_every_parameter(family: str, pair: Any) -> None:
+    converted = copy.deepcopy(pair(family)[1]).train()
+    converted.statistics_batch_size = 1
+    converted(torch.randn(2, 3, 64, 64)).square().mean().backward()
+    bad = [name for name, p in converted.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert bad == []
+
+
+@every_family
+def test_names_stay_and_weights_load_both_ways(family: str, pair: Any) -> None:
+    original, converted = pair(family)
+    again = convert(FAMILIES[family]()).eval()
+    result = again.load_state_dict(original.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert {name.split(".")[-1] for name in result.missing_keys if not name.split(".")[-1].isdigit()} <= {
+        "transition", "raw_process_noise", "raw_gain",
+    }  # fmt: skip
+    again.load_state_dict(converted.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for mode in MODES:
+            assert torch.equal(again(images, statistics=mode), converted.eval()(images, statistics=mode))
+
+
+# Plans
+
+
+class Block(nn.Module):
+    """Convolutions and norms by name, and a forward that is given as a function of them and the input."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def conv(below: int, channels: int, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(below, channels, 3, padding=1, groups=groups)
+
+
+def norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels)
+
+
+def plan_of(forward: Callable[..., Any], **layers: nn.Module) -> nn.Module:
+    """The conversion of such a block, proved on the way."""
+    original = stir(Block(forward, **layers))
+    converted = convert(original)
+    prove(original, converted, torch.randn(4, 3, 6, 6))
+    return converted
+
+
+def test_the_transition_follows_the_convolution() -> None:
+    """Full for a dense one, blocks for a grouped one, a weight per channel for a depthwise one."""
+    layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 16), "n2": norm(16), "c3": conv(16, 8, 4), "n3": norm(8)}
+    layers |= {"c4": conv(8, 8, 8), "n4": norm(8), "c5": conv(8, 16, 8), "n5": norm(16)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = F.relu(m.n1(m.c1(x)))
+        x = m.n3(m.c3(torch.sigmoid(m.n2(m.c2(x)))))
+        return m.n5(m.c5(F.dropout(m.n4(m.c4(F.max_pool2d(x, 2))), 0.1, m.training)))
+
+    converted = plan_of(forward, **layers)
+    assert shapes(converted) == {
+        "n1": (), "n2": ((16, 8),), "n3": ((4, 2, 4),), "n4": ((8,),), "n5": ((16,),),
+    }  # fmt: skip
+    assert [row.path for row in converted.report.rows] == [(), ("c2",), ("c3",), ("c4",), ("c5",)]
+
+
+def test_convolutions_without_a_norm_between_them_are_one_path() -> None:
+    layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 8, 8), "c3": conv(8, 12, 4), "c4": conv(12, 12, 2)}
+    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x)))))), n2=norm(12), **layers)
+    assert shapes(converted)["n2"] == ((2, 6, 4),)
+    assert converted.report.rows[1].path == ("c2", "c3", "c4")
+
+
+def test_concatenation_splits_and_shuffles_move_beliefs_with_their_channels() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(5), "n4": norm(5)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.cat([m.n1(m.c1(x)), m.n2(m.c2(x))], 1)
+        b, c, h, w = x.shape
+        x = x.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
+        first, second = x.chunk(2, dim=1)
+        return m.n3(first) + m.n4(second.relu())
+
+    converted = plan_of(forward, **layers)
+    assert priors(converted) == {"n1": {}, "n2": {}, "n3": {"n1": 3, "n2": 2}, "n4": {"n2": 4, "n1": 1}}
+    assert shapes(converted)["n3"] == ((5,),)
+    belief = bkn_zoo.norms.Belief(torch.arange(10.0)[None], torch.ones(1, 10))
+    parts = bkn_zoo.norms.Belief(*(t[:, :4] for t in belief)), bkn_zoo.norms.Belief(*(t[:, 4:] for t in belief))
+    assert converted.n3.priors[0](*parts).mean.tolist() == [[0.0, 5.0, 1.0, 6.0, 2.0]]
+    assert converted.n4.priors[0](parts[1], parts[0]).mean.tolist() == [[7.0, 3.0, 8.0, 4.0, 9.0]]
+
+
+def test_a_sum_takes_the_main_branch_s_belief_and_a_product_that_of_what_is_gated() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 4), "n2": norm(4), "c3": conv(4, 4), "c4": conv(4, 6)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.n1(m.c1(x))
+        x = x + m.n2(m.c2(x))
+        gate = F.hardsigmoid(m.c3(F.adaptive_avg_pool2d(x, 1)))
+        return m.n3(m.c4(gate * x))
+
+    converted = plan_of(forward, n3=norm(6), **layers)
+    assert priors(converted) == {"n1": {}, "n2": {"n1": 4}, "n3": {"n2": 4}}
+    assert converted.report.rows[2].path == ("c4",)
+
+
+def test_what_an_earlier_norm_has_seen_needs_a_weight_per_channel() -> None:
+    """As in a DenseNet, where each norm sees all features again and a few new ones."""
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 2), "n2": norm(6), "c3": conv(6, 2), "n3": norm(8)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.c1(x)
+        x = torch.cat([x, m.c2(m.n1(x))], 1)
+        return m.n3(torch.cat([x, m.c3(m.n2(x))], 1))
+
+    converted = plan_of(forward, **layers)
+    assert priors(converted)["n3"] == {"n2": 12}
+    assert shapes(converted) == {"n1": (), "n2": ((4,), (2, 4)), "n3": ((6,), (2, 6))}
+    assert converted.no_weight_decay() >= {"n2.transition.0", "n2.transition.1", "n3.raw_gain"}
+
+
+def test_densenet121_grows_by_two_thirds_and_not_tenfold() -> None:
+    with torch.device("meta"):
+        converted = convert(torchvision.models.densenet121())
+    assert converted.report.parameters_before == 7_978_856
+    assert converted.report.parameters_after < 13_100_000
+
+
+def test_a_norm_of_several_calls_has_a_belief_for_each() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 4), "n2": norm(4), "head": conv(4, 4), "n3": norm(4)}
+
+    def forward(m: Any, x: Tensor) -> list[Tensor]:
+        return [m.n3(m.head(level)) for level in (m.n1(m.c1(x)), m.n2(m.c2(x)))]
+
+    converted = plan_of(forward, **layers)
+    assert [row.priors for row in converted.report.rows] == [{}, {}, {"n1": 4}, {"n2": 4}]
+
+
+def test_calls_that_would_need_different_transitions_have_none() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4), "c2": conv(4, 4)}
+    converted = plan_of(lambda m, x: m.n2(m.c2(m.n2(m.n1(m.c1(x))))), **layers)
+    assert [row.note for row in converted.report.rows if row.norm == "n2"] == [
+        "its calls would need transitions of different shapes"
+    ] * 2
+
+
+def test_the_unknown_passes_on_its_first_tensor_s_belief_and_says_so() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
+    converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
+    assert priors(converted)["n2"] == {"n1": 4}
+    assert "cumsum" in str(converted.report)
+
+
+def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
+    """Flattened into the batch they would each be normalized as an image of their own."""
+    layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.fc(m.n1(m.c1(x)).flatten(2).transpose(1, 2))
+        return m.n2(x.flatten(0, 1)).reshape_as(x)
+
+    converted = plan_of(forward, **layers)
+    assert shapes(converted)["n2"] == ((6, 4),)
+    images = torch.randn(3, 3, 6, 6)
+    with torch.no_grad():
+        alone = converted.eval()(images[:1], statistics="sample")
+        torch.testing.assert_close(converted(images, statistics="sample")[:1], alone)
+    assert alone.std() > 0.1
+
+
+def test_other_code_is_run_in_training_than_in_evaluation() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "aux": nn.Sequential(conv(4, 4), norm(4)), "c2": conv(4, 2)}
+
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.n1(m.c1(x))
+        return (m.c2(x), m.aux(x)) if m.training else m.c2(x)
+
+    converted = plan_of(forward, **layers)
+    assert priors(converted)["aux.1"] == {"n1": 4}
+    assert isinstance(converted.train()(torch.randn(2, 3, 6, 6)), tuple)
+    assert isinstance(converted.eval()(torch.randn(2, 3, 6, 6)), Tensor)
+
+
+# Kinds of norm
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "kind"),
+    [
+        (nn.BatchNorm1d(4), (6, 3), BatchKalmanNorm1d),
+        (nn.BatchNorm1d(4), (6, 3, 5), BatchKalmanNorm1d),
+        (nn.BatchNorm3d(4), (4, 3, 3, 3, 3), BatchKalmanNorm3d),
+        (nn.BatchNorm2d(4, eps=1e-2, momentum=0.3), (4, 3, 5, 5), BatchKalmanNorm2d),
+        (nn.BatchNorm2d(4, affine=False), (4, 3, 5, 5), BatchKalmanNorm2d),
+        (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), BatchKalmanNorm2d),
+    ],
+    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None"],
+)
+def test_every_kind_of_batch_norm(layer: nn.Module, shape: tuple[int, ...], kind: type) -> None:
+    mixing = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
+    size = () if len(shape) == 2 else (1,)
+    model = nn.Sequential(mixing(3, 4, *size), layer, nn.ReLU(), mixing(4, 4, *size), copy.deepcopy(layer))
+    converted = convert(stir(model))
+    prove(model, converted, torch.randn(shape))
+    last = converted.get_submodule("4")
+    assert type(last) is kind
+    assert (last.eps, last.momentum, last.affine) == (layer.eps, layer.momentum, layer.affine)
+    assert last.gain.item() == pytest.approx(BATCHNORM_GAIN)
+    torch.testing.assert_close(last.process_noise, last.running_var)
+
+
+def test_sync_batch_norm_is_converted() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 4), norm(4)))
+    converted = convert(stir(model)).eval()
+    images = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(converted(images), model.eval()(images))
+    assert converted.train()(images).shape == images.new_empty(2, 4, 6, 6).shape
+
+
+def test_activation_and_drop_inside_a_timm_norm_stay() -> None:
+    inner = timm.layers.BatchNormAct2d(4, act_layer=nn.PReLU, drop_layer=lambda: nn.Dropout(0.3))
+    model = stir(nn.Sequential(conv(3, 4), inner, conv(4, 4), norm(4)))
+    converted = convert(model)
+    prove(model, converted, torch.randn(4, 3, 6, 6))
+    assert "1.act.weight" in dict(converted.named_parameters())
+
+
+def test_frozen_norms_stay_as_they_are_and_beliefs_pass_them() -> None:
+    model = nn.Sequential(conv(3, 4), norm(4), conv(4, 4), norm(4), conv(4, 4), norm(4), conv(4, 4))
+    model.append(torchvision.ops.FrozenBatchNorm2d(4)).append(conv(4, 4)).append(norm(4))
+    model.get_submodule("3").eval()
+    model.get_submodule("5").requires_grad_(False)
+    converted = convert(stir(model))
+    assert isinstance(converted, Converted)
+    rows = {row.norm: row for row in converted.report.rows}
+    assert rows["3"].note == "left: frozen: in evaluation mode"
+    assert rows["5"].note == "left: frozen: its weight takes no gradient"
+    assert rows["9"].priors == {"1": 4}
+    assert rows["9"].path == ("2", "4", "6", "8")
+    assert isinstance(converted.get_submodule("3"), nn.BatchNorm2d)
+    assert not converted.get_submodule("3").training
+
+
+def test_norms_without_running_statistics_and_unknown_kinds_of_norm_are_left() -> None:
+    class Louder(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    layers = {"c1": conv(3, 4), "n1": norm(4), "n2": nn.BatchNorm2d(4, track_running_stats=False), "n3": Louder(4)}
+    converted = convert(Block(lambda m, x: m.n3(m.n2(m.n1(m.c1(x)))), n4=norm(4), **layers))
+    notes = {row.norm: row.note for row in converted.report.rows}
+    assert notes["n2"] == "left: keeps no running statistics"
+    assert notes["n3"] == "left: a Louder, which does more than normalize"
+    assert notes["n4"] == "left: never called"
+
+
+# Use
+
+
+def small() -> nn.Module:
+    return stir(nn.Sequential(conv(3, 8), norm(8), nn.ReLU(), conv(8, 8), norm(8), nn.ReLU(), conv(8, 2)))
+
+
+def test_statistics_are_chosen_per_call_by_callers_side_by_side() -> None:
+    converted = convert(small(), statistics_batch_size=2).eval()
+    images = torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        expected = {mode: converted(images, statistics=mode) for mode in MODES}
+        assert not torch.allclose(expected["sample"], expected["population"], atol=1e-3)
+        torch.testing.assert_close(converted(images[:1], statistics="sample"), expected["sample"][:1])
+    wrong: list[str] = []
+
+    def call(mode: str) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                if not torch.equal(converted(images, statistics=mode), expected[mode]):
+                    wrong.append(mode)
+
+    threads = [threading.Thread(target=call, args=(mode,)) for mode in MODES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert converted(images[:0]).shape == (0, 2, 8, 8)
+    with pytest.raises(InputError, match="training mode"):
+        converted.train()(images, statistics="sample")
+
+
+def test_groups_in_training_are_batches_of_their_own() -> None:
+    converted = convert(small(), statistics_batch_size=2).train()
+    images = torch.randn(6, 3, 8, 8)
+    together = converted(images)
+    for first in (0, 2, 4):
+        torch.testing.assert_close(converted(images[first : first + 2]), together[first : first + 2])
+
+
+def test_a_copy_is_a_network_of_its_own() -> None:
+    converted = convert(small()).eval()
+    twin = copy.deepcopy(converted)
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        before = converted(images)
+        twin.get_submodule("3").weight.zero_()
+        assert not torch.equal(twin(images), before)
+        assert torch.equal(converted(images), before)
+
+
+def test_a_layer_can_be_exchanged_afterwards() -> None:
+    converted = convert(torchvision.models.resnet18(num_classes=10)).eval()
+    converted.fc = nn.Linear(512, 3)
+    assert converted(torch.randn(1, 3, 32, 32)).shape == (1, 3)
+
+
+def test_only_a_part_a_detector_s_backbone_trained_with_one_image() -> None:
+    detector = torchvision.models.get_model("ssdlite320_mobilenet_v3_large", num_classes=3, weights_backbone=None)
+    converted = convert(detector, only="backbone", statistics_batch_size=1).train()
+    assert type(converted) is type(detector)
+    assert converted.report is converted.backbone.report
+    for module in converted.head.modules():  # its norms are not part of the backbone
+        if isinstance(module, _BatchNorm):
+            module.eval()
+    target = {"boxes": torch.tensor([[10.0, 10.0, 60.0, 60.0]]), "labels": torch.tensor([1])}
+    sum(converted([torch.rand(3, 320, 320)], [target]).values()).backward()
+    assert all(p.grad is not None for p in converted.backbone.parameters())
+
+
+def test_segmentation_trains_with_one_image() -> None:
+    """Of which global pooling leaves one value per channel: BN refuses that."""
+    model = torchvision.models.get_model("lraspp_mobilenet_v3_large", num_classes=4, weights_backbone=None)
+    converted = convert(model).train()
+    output = converted(torch.randn(1, 3, 64, 64))["out"]
+    output.square().mean().backward()
+    assert output.shape == (1, 4, 64, 64)
+    assert all(p.grad is not None for p in converted.parameters())
+
+
+def test_half_precision_and_float64_networks_keep_their_kind() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        converted = convert(small().to(dtype)).eval()
+        images = torch.randn(2, 3, 8, 8, dtype=dtype)
+        with torch.no_grad():
+            assert all(converted(images, statistics=mode).dtype == dtype for mode in MODES)
+
+
+# Bad input
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(conv(3, 4), norm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.backbone(x)
+        if x.sum() > 0:
+            x = -x
+        return x
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(conv(3, 4), norm(4), nn.Linear(4, 4, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(conv(3, 4), nn.ReLU()), "holds no batch norm"),
+        (lambda: torch.jit.script(nn.Sequential(conv(3, 4), norm(4))), "scripted"),
+        (Branching, "if x.sum() > 0"),
+        (on_two_devices, "cpu and meta"),
+        (lambda: convert(small()), "already"),
+        (lambda: nn.Sequential(nn.LazyConv2d(4, 1), nn.LazyBatchNorm2d()), "lazy"),
+        (lambda: norm(4), "is a batch norm itself"),
+        (lambda: nn.Sequential(conv(3, 4), norm(4)).requires_grad_(False).append(conv(4, 4)), "frozen"),
+        (lambda: 3, "torch.nn.Module"),
+    ],
+    ids=["no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module"],
+)
+def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:
+    given = model()
+    before = repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None
+    with pytest.raises(ConversionError) as caught:
+        convert(given)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert before == (repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None)
+
+
+def test_an_error_of_tracing_names_the_line_and_a_part_that_may_be_converted() -> None:
+    with pytest.raises(ConversionError, match=r"test_conversion\.py:\d+, .*only='backbone'"):
+        convert(Branching())
+    converted = convert(Branching(), only="backbone")
+    assert isinstance(converted.backbone, Converted)
+    with pytest.raises(UnknownNameError, match="backbone"):
+        convert(Branching(), only="body")
+
+
+def test_a_wrong_conversion_is_not_proved() -> None:
+    model = small()
+    converted = convert(model)
+    with torch.no_grad():
+        converted.get_submodule("4").running_var.mul_(1.01)
+    with pytest.raises(ConversionError, match="differs from the original"):
+        prove(model, converted, torch.randn(4, 3, 8, 8))
