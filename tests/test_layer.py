@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from bkn_zoo import InputError, UnknownNameError, create_model, list_models
+from bkn_zoo import InputError, UnknownNameError, create_model, kernels, list_models
 from bkn_zoo.norms import (
     MODES,
     BatchKalmanNorm1d,
@@ -210,6 +210,14 @@ def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms
         if isinstance(layer, BatchKalmanNorm2d):
             layer.statistics_batch_size = 2
     assert network(x)[1].mean.shape == (2, 6)
+
+
+def test_a_part_of_a_container_has_its_groups() -> None:
+    network, x = small(group=2), some(4, 3, 8, 8)
+    y, belief = network[:4](x)
+    assert belief.mean.shape == (2, 4)
+    assert_close(network[4:](y, belief), network(x))
+    assert network[-1] is list(network)[-1]
 
 
 def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief) -> None:
@@ -522,3 +530,38 @@ def test_second_derivatives_through_two_chained_layers_are_right(make_norm) -> N
 
     x = torch.randn(4, 2, 2).double().unsqueeze(3).requires_grad_()
     assert gradgradcheck(chain, [x, *(p.detach().requires_grad_() for p in parameters.values())])
+
+
+# Kernels
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a cumulative average": {"momentum": None},
+    "no scale and shift": {"affine": False},
+    "no memory": {"track_running_stats": False},
+    "half precision": {"dtype": torch.bfloat16},
+    "frozen": {},
+    "recomputed": {},
+}
+
+
+@pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_where_kernels_run_every_option_does_what_it_does_in_pytorch(option: str) -> None:
+    """Of volumes, which nothing else shows them; the layer below has nothing below, or is frozen."""
+    kind = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.float32} | OPTIONS[option]
+    layer, conv = BatchKalmanNorm3d(4, 3, **kind), nn.Conv3d(3, 4, 1, device=kind["device"], dtype=kind["dtype"])
+    below = BatchKalmanNorm3d(3, **kind).eval() if option == "frozen" else BatchKalmanNorm3d(3, **kind)
+    network = KalmanSequential(below, conv, layer, statistics_batch_size=2)
+    nn.init.normal_(layer.transition)
+    images = torch.randn(4, 3, 2, 2, 2, device=kind["device"], dtype=kind["dtype"])
+    found = []
+    for implementation in ("triton", "pytorch"):
+        model, x = copy.deepcopy(network), images.clone().requires_grad_()
+        with kernels.use(implementation):
+            y, belief = checkpoint(model, x, use_reentrant=False) if option == "recomputed" else model(x)
+            (y.float().square().sum() + belief.mean.sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({"y": y, "mean": belief.mean, "var": belief.var, "x": x.grad} | gradients | memory(model))
+    tolerance = 0.1 if kind["dtype"] == torch.bfloat16 else 1e-4
+    assert_close(*found, rtol=tolerance, atol=tolerance)

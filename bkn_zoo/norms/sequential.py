@@ -47,6 +47,12 @@ class KalmanSequential(nn.Sequential):
                 x = layer(x)
         return x, belief
 
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.statistics_batch_size = self.statistics_batch_size
+        return part
+
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
         return no_weight_decay(self)
