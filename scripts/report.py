@@ -1,7 +1,7 @@
 """Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
 python scripts/report.py      # docs/performance.md, docs/runs.md, MODEL_CARD.md, checkpoints/*/README.md,
-                              # and the table of docs/imagenet.md
+                              # docs/headline.png, and the tables of README.md and docs/imagenet.md
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms import MODES
 from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_runs
+from bkn_zoo.publishing.headline import Headline, draw_headline, headline_table, headlines
 from bkn_zoo.publishing.publish import card_from_results
 from bkn_zoo.publishing.results import table
 from bkn_zoo.publishing.zoo_card import zoo_card
@@ -21,7 +22,7 @@ from bkn_zoo.training.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE, RUNS, IMAGENET = (ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md"))
-MODEL_CARD = ROOT / "MODEL_CARD.md"
+MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 
 INTRODUCTION = """\
@@ -153,6 +154,17 @@ def imagenet() -> str:
     return re.sub(r"^\| network \|.*?(?=\n\n)", table(rows, list(rows[0])), IMAGENET.read_text(), flags=re.M | re.S)
 
 
+def shown() -> list[Headline]:
+    """What the README's picture and table show."""
+    return headlines(read_runs(RESULTS / "runs"))
+
+
+def readme() -> str:
+    """README.md, with its table."""
+    text = README.read_text()
+    return re.sub(r"^\| data, network \|.*?(?=\n\n)", lambda _: headline_table(shown()), text, flags=re.M | re.S)
+
+
 def trained() -> str:
     parts = [TRAINED]
     runs, trials = read_runs(RESULTS / "runs"), read_runs(RESULTS / "runs" / "trials")
@@ -216,5 +228,7 @@ if __name__ == "__main__":
     PERFORMANCE.write_text(performance())
     RUNS.write_text(trained())
     IMAGENET.write_text(imagenet())
+    README.write_text(readme())
+    draw_headline(shown(), PICTURE)
     for path, text in cards().items():
         path.write_text(text)

@@ -347,8 +347,8 @@ def documents() -> Result:
     marked = re.compile(r"^```python\n(# not run by the tests: test_hub\.py .*?)^```$", re.MULTILINE | re.DOTALL)
     counts = {}
     hub.push_to_hub(FOLDER, "your-name/my_network", tag="v1")
-    bkn_zoo.save_pretrained(bundled, "my_network")  # as the README has by then
-    for document in ("README.md", "docs/hub.md"):
+    bkn_zoo.save_pretrained(bundled, "my_network")  # as the guide has by then
+    for document in ("docs/guide.md", "docs/hub.md"):
         blocks = marked.findall((SCRIPTS.parent / document).read_text())
         namespace: dict[str, Any] = {"bkn_zoo": bkn_zoo, "model": bundled}
         with contextlib.redirect_stdout(io.StringIO()):

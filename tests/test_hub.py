@@ -236,7 +236,7 @@ def test_what_arrives_otherwise_than_it_was_sent_is_noticed(online: Result) -> N
 
 def test_the_documents_examples_for_the_hub_run_as_written(online: Result) -> None:
     assert "error" not in online["documents"], online["documents"]
-    assert online["documents"]["counts"] == {"README.md": 1, "docs/hub.md": 2}
+    assert online["documents"]["counts"] == {"docs/guide.md": 1, "docs/hub.md": 2}
 
 
 # Faults.

@@ -1,5 +1,6 @@
 """The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -7,13 +8,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
+import bkn_zoo
 from bkn_zoo import cli
+from bkn_zoo.publishing.headline import drawn
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "MODEL_CARD.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "MODEL_CARD.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "checkpoints").glob("*/README.md")),
 ]
@@ -50,11 +54,12 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
         assert cli.main(shlex.split(line, comments=True)) == 0, line
 
 
-def test_readme_has_examples() -> None:
+@pytest.mark.parametrize(("name", "blocks", "commands"), [("README.md", 2, 0), ("docs/guide.md", 5, 3)])
+def test_there_are_examples(name: str, blocks: int, commands: int) -> None:
     """So that a changed way of fencing them cannot quietly leave nothing to run."""
-    text = DOCUMENTS[0].read_text(encoding="utf-8")
-    assert len(PYTHON_BLOCK.findall(text)) >= 5
-    assert len(COMMAND.findall(text)) >= 3
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(PYTHON_BLOCK.findall(text)) >= blocks
+    assert len(COMMAND.findall(text)) >= commands
 
 
 @documents
@@ -84,3 +89,19 @@ def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
     assert report.PERFORMANCE.read_text() == report.performance()
     assert report.RUNS.read_text() == report.trained()
     assert report.IMAGENET.read_text() == report.imagenet()
+    assert report.README.read_text() == report.readme()
+    assert len(report.shown()) >= 4
+    assert all(f"| {row.data}, `{row.network}` |" in report.readme() for row in report.shown())
+    assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == bkn_zoo.__version__
+    assert citation["repository-code"] in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_workflow_runs_make_test_on_both_processors_and_two_pythons() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
+    assert job["strategy"]["matrix"] == {"runner": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.13"]}
+    assert {"run": "make test"} in job["steps"]

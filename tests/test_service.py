@@ -210,9 +210,9 @@ def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> Non
         assert {(parameter["name"], parameter["in"]) for parameter in shown} == parameters
 
 
-def test_the_curl_examples_of_the_readme_work(running: ServiceProcess, photo: Path) -> None:
+def test_the_curl_examples_of_the_guide_work(running: ServiceProcess, photo: Path) -> None:
     Image.open(photo).convert("RGB").save(photo.parent / "photo.jpg")
-    examples = re.findall(r"^curl .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    examples = re.findall(r"^curl .*$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
     assert len(examples) >= 3
     for example in examples:
         command = shlex.split(example.replace("http://127.0.0.1:8000", running.url))
@@ -226,9 +226,9 @@ class FromAShell(ServiceProcess):
     command = (str(Path(sys.executable).with_name("bkn-zoo")), "serve")
 
 
-def test_the_serve_command_of_the_readme_works(tmp_path: Path) -> None:
+def test_the_serve_command_of_the_guide_works(tmp_path: Path) -> None:
     save_small_checkpoint(tmp_path / "my_network")
-    line = re.search(r"^bkn-zoo serve .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    line = re.search(r"^bkn-zoo serve .*$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
     assert line is not None
     flags = shlex.split(line[0], comments=True)[2:]
     with FromAShell(tmp_path, *(flag.replace("./", f"{tmp_path}/") for flag in flags)) as process:

@@ -255,8 +255,8 @@ def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str
     network = config.architecture.rpartition("_")[0]
     groups: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
-        if run["model"].rpartition("_")[0] == network and _but_for_twins(run["recipe"]) == _but_for_twins(recipe):
-            groups.setdefault((run["norm"], *_sizes(run)), []).append(run)
+        if run["model"].rpartition("_")[0] == network and but_for_twins(run["recipe"]) == but_for_twins(recipe):
+            groups.setdefault((run["norm"], *sizes(run)), []).append(run)
     if len(groups) < 2:
         return ""
     rows = [
@@ -319,14 +319,14 @@ def _top1(runs: list[Run], mode: str) -> str:
 
 def batches(run: Run) -> str:
     """Its gradient and statistics batch, to show."""
-    return ", ".join(map(str, _sizes(run)))
+    return ", ".join(map(str, sizes(run)))
 
 
-def _sizes(run: Run) -> tuple[int, int]:
+def sizes(run: Run) -> tuple[int, int]:
     return run["gradient_batch"], run["statistics_batch"] or run["gradient_batch"]
 
 
-def _but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What twins have in common."""
     own = ("model", "norm_options", "statistics_batch", "seed")
     return {name: value for name, value in recipe.items() if name not in own}

@@ -1,0 +1,125 @@
+"""What the README shows of all runs: BKN with few images per statistics group, BN with as few, and BN with many."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from bkn_zoo.models import create_model
+from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, sizes
+from bkn_zoo.publishing.results import table
+
+BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One network on one data set, each norm by the same recipe: top-1 on the test images, the mean over seeds.
+
+    Attributes:
+        few: images per statistics group of `bkn` and `bn_few`.
+        many: of `bn_many`.
+        seeds: of the norm that has the fewest.
+    """
+
+    data: str
+    network: str
+    few: int
+    many: int
+    bn_few: float
+    bkn: float
+    bn_many: float
+    seeds: int
+
+
+def headlines(runs: Iterable[Run]) -> list[Headline]:
+    """One for each network and data set whose runs allow the comparison; of several recipes, that of most epochs."""
+    alike: dict[tuple[str, str, str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run["epochs"]):
+        key = json.dumps(but_for_twins(run["recipe"]) | {"seed": 0}, sort_keys=True, default=str)
+        alike.setdefault((run["dataset"], run["model"].rpartition("_")[0], key), []).append(run)
+    found = {}
+    for (dataset, network, _), members in alike.items():
+        of: dict[tuple[str, int], list[float]] = {}
+        for run in members:
+            of.setdefault((run["norm"], sizes(run)[1]), []).append(run["test"][run["chosen_statistics"]]["top1"])
+        both = [group for norm, group in of if norm == "bkn" and ("bn", group) in of]
+        many = max((group for norm, group in of if norm == "bn"), default=0)
+        if both and many > min(both):
+            few = min(both)
+            bn_few, bkn, bn_many = of["bn", few], of["bkn", few], of["bn", many]
+            seeds = min(map(len, (bn_few, bkn, bn_many)))
+            found[dataset, network] = Headline(
+                str(DATASETS[dataset].shown), network, few, many, mean(bn_few), mean(bkn), mean(bn_many), seeds
+            )
+    return [found[key] for key in sorted(found)]
+
+
+def headline_table(rows: Iterable[Headline]) -> str:
+    """The rows, with what A costs in parameters."""
+
+    def line(row: Headline) -> dict[str, str]:
+        bn, bkn = (parameters(f"{row.network}_{norm}") / 1e6 for norm in ("bn", "bkn"))
+        return {
+            "data, network": f"{row.data}, `{row.network}`",
+            "images per group": str(row.few),
+            "BN": f"{row.bn_few:.1f}",
+            "**BKN**": f"**{row.bkn:.1f}**",
+            "BN with many": f"{row.bn_many:.1f} ({row.many} per group)",
+            "seeds": str(row.seeds),
+            "parameters, BN to BKN": f"{bn:.1f}M to {bkn:.1f}M",
+        }
+
+    lines = [line(row) for row in rows]
+    return table(lines, list(lines[0]))
+
+
+def parameters(name: str) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in create_model(name).parameters())
+
+
+def draw_headline(rows: list[Headline], path: Path) -> None:
+    """One line per row: how far it is from BN to BKN with few images per group, and where BN is with many.
+
+    The figures are in the file, too, so that a test can hold the picture against the results.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    large = sorted({row.many for row in rows})
+    spread = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
+    for y, row in enumerate(reversed(rows)):
+        axes.plot([row.bn_few, row.bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
+        axes.scatter(row.bn_few, y, s=80, color=BN_FEW, label="" if y else "BN", zorder=2)
+        axes.scatter(row.bkn, y, s=80, color=BKN, label="" if y else "BKN", zorder=3)
+        axes.scatter(
+            row.bn_many,
+            y,
+            s=260,
+            marker="|",
+            color=BN_MANY,
+            label="" if y else f"BN with {spread} images per group",
+            zorder=4,
+        )
+        axes.annotate(f"{row.bkn - row.bn_few:+.1f}", ((row.bn_few + row.bkn) / 2, y), (0, 10), ha="center",
+                      textcoords="offset points", color=BKN)  # fmt: skip
+    labels = [f"{row.data}, {row.network}\n{row.few} images per group" for row in reversed(rows)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(-0.6, len(rows) - 0.3)
+    axes.set_xlabel("top-1 accuracy on the test images (%)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None, "Description": json.dumps(list(map(asdict, rows)))})
+
+
+def drawn(path: Path) -> list[Mapping[str, object]]:
+    """The figures that a picture was drawn from."""
+    from PIL import Image
+
+    return json.loads(Image.open(path).info["Description"])
