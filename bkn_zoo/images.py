@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +46,8 @@ __all__ = [
 
 MAX_PIXELS = 50_000_000
 MAX_PARTS = 32_768  # chunks, blocks or strips of a file: millions of tiny ones would keep Python busy for minutes
+MAX_TAGS = 1000  # of a TIFF or of EXIF; cameras write a hundred or so
+MAX_ROWS = 65_535  # as in JPEG; Pillow keeps a place and a few spare bytes for each, however short it is
 MAX_SCANS = 50  # of a progressive JPEG, each of which passes over all pixels; encoders write ten or so
 BYTES_PER_PIXEL = 8  # of the largest files, uncompressed RGBA in 16 bits
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
@@ -115,6 +118,12 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     )
 
 
+def count_pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
+    """How many pixels a file has, by its header alone; whatever that shows to be wrong with it is an error here."""
+    width, height = _open(data, "the image", max_pixels).size
+    return width * height
+
+
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
     """An RGB image as the network takes it, (3, size, size)."""
     p = preprocessing
@@ -172,20 +181,28 @@ def _read(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
+    image = _open(data, what, max_pixels)
+    return _decode(image, what, f"a {_find_format(data, what)} file", max_pixels)
+
+
+def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
+    """A file of which the header is read and found to be harmless, and nothing is decoded."""
     name = _find_format(data, what)
-    kind = f"a {name} file"
     try:
-        size = CHECKS[name](data) if name in CHECKS else None
-        if size is not None:
-            _check_size(size, what, max_pixels)
-        image = FORMATS[name][1](_File(_without_hidden(data) if name == "PNG" else data))
+        if name == "WebP":
+            _check_size(_webp_size(data), what, max_pixels)
+        shown, exif = SLIM[name](data) if name in SLIM else (data, None)
+        image = FORMATS[name][1](_File(shown))
+        if exif is not None:
+            image.info["exif"] = exif
+        _check_size(image.size, what, max_pixels)
         # At least a row at once: Pillow copies what it has of a row, however long, with each block that it reads.
         image.decodermaxblock = max(image.decodermaxblock, BYTES_PER_PIXEL * image.width)
+        return image
     except ImageError:
         raise
     except Exception as error:
-        raise _explain(error, what, kind) from error
-    return _decode(image, what, kind, max_pixels)
+        raise _explain(error, what, f"a {name} file") from error
 
 
 def _find_format(data: bytes, what: str) -> str:
@@ -206,8 +223,12 @@ def _decode(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.
         if isinstance(image, TiffImageFile):
             tags = image.tag_v2
             _check_size((tags.get(Tag.TileWidth, 1), tags.get(Tag.TileLength, 1)), what, max_pixels)
+        orientation = _orientation(image)
+        if orientation > 4:  # rows become columns
+            _check_size(image.size[::-1], what, max_pixels)
         image.load()
-        upright, turn = _to_rgb(image), TURNS.get(_orientation(image))
+        turn = None if isinstance(image, TiffImageFile) else TURNS.get(orientation)  # Pillow turns a TIFF itself
+        upright = _to_rgb(image)
         return upright if turn is None else upright.transpose(turn)
     except ImageError:
         raise
@@ -232,6 +253,8 @@ def _check_size(size: tuple[Any, Any], what: str, max_pixels: int) -> None:
         raise ImageTooLargeError(
             f"{what} has {width} x {height} pixels, but {max_pixels:,} are allowed: make it smaller first."
         )
+    if height > MAX_ROWS:
+        raise ImageTooLargeError(f"{what} has {height:,} rows, but {MAX_ROWS:,} are allowed: make it smaller first.")
 
 
 class _File(io.BytesIO):
@@ -246,12 +269,7 @@ class _File(io.BytesIO):
         return super().read(size)
 
 
-def _check_jpeg(data: bytes) -> None:
-    if data.count(b"\xff\xda") > MAX_SCANS:
-        raise ValueError("too many scans")
-
-
-def _check_webp(data: bytes) -> tuple[int, int]:
+def _webp_size(data: bytes) -> tuple[int, int]:
     """Width and height, which Pillow reads only after it has allocated that many pixels."""
     kind = data[12:16]
     if kind == b"VP8X":
@@ -263,26 +281,38 @@ def _check_webp(data: bytes) -> tuple[int, int]:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def _check_tiff(data: bytes) -> None:
-    """Pillow makes a Python object of every strip, and of every number in a tag that it looks at."""
-    order = "<" if data[:2] == b"II" else ">"
-    offset, count, entry = ("8xQ", "Q", "HHQ8x") if 43 in data[2:4] else ("4xI", "H", "HHI4x")
-    (place,) = struct.unpack_from(order + offset, data)
-    (entries,) = struct.unpack_from(order + count, data, place)
-    if entries > MAX_PARTS:
-        raise ValueError("too many tags")
-    place += struct.calcsize(order + count)
-    for k in range(entries):
-        tag, kind, numbers = struct.unpack_from(order + entry, data, place + k * struct.calcsize(order + entry))
-        is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
-        if numbers > MAX_PARTS and not is_bytes:
-            raise ValueError("too many numbers in a tag")
+def _slim_bmp(data: bytes) -> tuple[bytes, None]:
+    (header,) = struct.unpack_from("<I", data, 14)
+    if header >= 40 and struct.unpack_from("<I", data, 30)[0] in (1, 2):  # which Pillow decodes in Python
+        raise ImageFormatError("a BMP of run lengths would take too long to decode: save it as a PNG.")
+    return data, None
 
 
-CHECKS = {"JPEG": _check_jpeg, "WebP": _check_webp, "TIFF": _check_tiff}
+def _slim_jpeg(data: bytes) -> tuple[bytes, bytes | None]:
+    """A JPEG without what cameras and editors say of it, all of which Pillow would read; and its EXIF."""
+    if data.count(b"\xff\xda") > MAX_SCANS:
+        raise ValueError("too many scans")
+    kept, exif, place = [data[:2]], None, 2
+    for _ in range(MAX_PARTS):
+        place = data.index(b"\xff", place)
+        marker, length = struct.unpack_from(">xBH", data, place)
+        if marker == 0xDA:  # the pixels
+            return b"".join([*kept, data[place:]]), exif
+        if marker in (0x00, 0xFF):  # nothing, or one that is filled up
+            place += 1
+        elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # what has no length, and no place here
+            place += 2
+        else:
+            end = place + 2 + length
+            if marker == 0xE1 and exif is None and data.startswith(b"Exif\0\0", place + 4):
+                exif = data[place + 4 : end]
+            if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
+                kept.append(data[place:end])  # of what is for applications, these two say what the colours are
+            place = end
+    raise ValueError("too many parts")
 
 
-def _without_hidden(data: bytes) -> bytes:
+def _slim_png(data: bytes) -> tuple[bytes, None]:
     """A PNG without its text and profiles: they do not show, and a few bytes may inflate to many megabytes."""
     kept, place = [data[:8]], 8
     for _ in range(MAX_PARTS):
@@ -293,9 +323,45 @@ def _without_hidden(data: bytes) -> bytes:
         if kind[0] & 0x20 == 0 or kind in (b"tRNS", b"eXIf"):  # a capital letter marks what no reader may skip
             kept.append(data[place:end])
         if kind == b"IEND":
-            return b"".join(kept)
+            return b"".join(kept), None
         place = end
     raise ValueError("too many chunks")
+
+
+def _slim_tiff(data: bytes) -> tuple[bytes, None]:
+    """A TIFF without the directories of EXIF, if what it says of itself can be read in a moment.
+
+    Pillow copies the value of every tag, makes a Python object of every strip, and of every number in a tag that it
+    looks at.
+    """
+    order = "<" if data[:2] == b"II" else ">"
+    offset, count, entry = ("8xQ", "Q", "HHQ8x") if 43 in data[2:4] else ("4xI", "H", "HHI4x")
+    (place,) = struct.unpack_from(order + offset, data)
+    (entries,) = struct.unpack_from(order + count, data, place)
+    if entries > MAX_TAGS:
+        raise ValueError("too many tags")
+    place += struct.calcsize(order + count)
+    slim, size = bytearray(data), 0
+    for k in range(entries):
+        at = place + k * struct.calcsize(order + entry)
+        tag, kind, numbers = struct.unpack_from(order + entry, data, at)
+        is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
+        if numbers > MAX_PARTS and not is_bytes:
+            raise ValueError("too many numbers in a tag")
+        size += numbers if is_bytes else 8 * numbers
+        if tag in (Tag.ExifOffset, Tag.GPSInfo, 0xA005):  # 0xA005: interoperability
+            slim[at : at + 2] = b"\xff\xff"
+    if size > 2 * len(data) + 2**20:
+        raise ValueError("tags that say the same again")
+    return bytes(slim), None
+
+
+SLIM: dict[str, Callable[[bytes], tuple[bytes, bytes | None]]] = {
+    "BMP": _slim_bmp,
+    "JPEG": _slim_jpeg,
+    "PNG": _slim_png,
+    "TIFF": _slim_tiff,
+}  # from a file to what Pillow is given of it, and the EXIF that was taken out
 
 
 def _from_array(array: np.ndarray, max_pixels: int) -> Image.Image:
@@ -341,7 +407,25 @@ def _scale(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(Tag.Orientation, 1)
-    except Exception:  # the pixels are good, whatever the camera or an editor did to the rest
+    """How the camera was held, by EXIF; 1, upright, where that is missing or damaged, since the pixels are good.
+
+    Read here, because Pillow would read all that is beside it, which may be millions of numbers.
+    """
+    if isinstance(image, TiffImageFile):
+        found = image.tag_v2.get(Tag.Orientation, 1)
+        return found if isinstance(found, int) else 1
+    exif = image.info.get("exif")
+    if not isinstance(exif, bytes):
         return 1
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = "<" if exif[:2] == b"II" else ">"
+    try:
+        (place,) = struct.unpack_from(order + "4xI", exif)
+        (entries,) = struct.unpack_from(order + "H", exif, place)
+        for k in range(min(entries, MAX_TAGS)):
+            tag, kind, numbers, value = struct.unpack_from(order + "HHIH2x", exif, place + 2 + 12 * k)
+            if (tag, kind, numbers) == (Tag.Orientation, 3, 1):
+                return int(value)
+    except struct.error:
+        pass
+    return 1

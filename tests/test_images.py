@@ -26,6 +26,7 @@ from bkn_zoo.images import (
     MAX_SCANS,
     Preprocessing,
     central_square,
+    count_pixels,
     normalize,
     open_image,
     preprocess,
@@ -281,12 +282,33 @@ def test_damaged_metadata_does_not_spoil_good_pixels() -> None:
         assert open_image(encoded(picture(), "JPEG", exif=junk)).size == (31, 23)
 
 
-def test_metadata_that_pillow_gives_up_on_does_not_spoil_good_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up(image: Image.Image) -> None:
-        raise SyntaxError("not a TIFF file")
+def test_of_what_a_camera_says_only_its_orientation_is_read() -> None:
+    """Pillow would make objects of every number of EXIF, and a warning of every damaged tag."""
+    rationals = exif_of((0x0112, 3, 1, 6), (0x011A, 5, 1_200_000, 40)) + bytes(9_600_000)
+    tags = exif_of(*((k, 5, 1, 2**31) for k in range(1, 65_536)))
+    for exif, size in ((rationals, (23, 31)), (tags, (31, 23))):
+        files = [encoded(picture(), "PNG", exif=exif), encoded(picture(), "WebP", exif=exif)]
+        whole = encoded(picture(), "JPEG")
+        parts = [exif[k : k + 65_000] for k in range(0, len(exif), 65_000)]
+        segments = b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 8) + b"Exif\0\0" + part for part in parts)
+        files += [whole[:2] + junk + segments + whole[2:] for junk in (b"", b"\xff\xff", b"\xff\x00\x00", b"\xff\xd0")]
+        for data in files:
+            start = time.process_time()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert open_image(data).size == size
+            assert time.process_time() - start < 1  # a few milliseconds; Pillow takes seconds
+    inner = tiff(
+        31, (34665, 4, 1, 200), (273, 4, 1, 0), data=exif_of((0x011A, 5, 1_000_000, 240))[8:] + bytes(8_000_000)
+    )
+    start = time.process_time()
+    open_image(inner)
+    assert time.process_time() - start < 1
 
-    monkeypatch.setattr(Image.Image, "getexif", give_up)
-    assert open_image(encoded(picture())).size == (31, 23)
+
+def exif_of(*entries: tuple[int, int, int, int]) -> bytes:
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + packed + bytes(4)
 
 
 # What is refused
@@ -431,6 +453,10 @@ TOO_LARGE = {
     "tiff": tiff(20000, (273, 4, 1, 200), compression=8, data=bytes(100)),
     "tiff of few pixels in one large tile": tiff(16, (322, 4, 1, 30000), (323, 4, 1, 30000), (324, 4, 1, 200)),
     **{f"webp {k}": data for k, data in enumerate(webp_bombs())},
+    "png of very many rows": png(1, 49_999_999, inflating(1)),
+    "png of very many columns, to be turned": png(
+        49_999_999, 1, inflating(1), chunk(b"eXIf", b"II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0")
+    ),
 }
 TOO_MANY_PARTS = {
     "png of many chunks": png(4, 4, zlib.compress(bytes(52)), chunk(b"teXt", b"") * 500_000),
@@ -439,6 +465,9 @@ TOO_MANY_PARTS = {
     "gif of junk": gif((10, 10), b"a" * 4_000_000),
     "tiff of many strips": tiff(16, (273, 4, 2_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
     "tiff of many strips in disguise": tiff(16, (273, 7, 8_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
+    "tiff of many long tags at one place": tiff(
+        16, *((40_000 + k, 7, 9_000_000, 20_000) for k in range(990)), data=bytes(9_100_000)
+    ),
     "tiff of many tags": b"MM\0+\0\x08\0\0" + struct.pack(">QQ", 16, 2**40),
 }
 HIDDEN = {
@@ -517,6 +546,20 @@ def test_a_canvas_of_few_very_long_rows_is_no_slower_than_another() -> None:
     start = time.process_time()
     assert open_image(bytes(data)).size == (8_000_000, 2)
     assert time.process_time() - start < 1.5  # 0.2 s, but several where Pillow reads it 64 KB at a time
+
+
+def test_a_bitmap_of_run_lengths_is_refused_by_its_header() -> None:
+    """Pillow decodes it in Python, and no other thread has its turn meanwhile."""
+    header = struct.pack("<IiiHHIIiiII", 40, 7000, 7000, 1, 8, 1, 8, 0, 0, 0, 0)
+    data = b"BM" + struct.pack("<IHHI", 1086, 0, 0, 1078) + header + bytes(1024) + b"\0\0\0\1"
+    refused_in_little_time_and_memory(data, ImageFormatError)
+
+
+def test_pixels_are_counted_before_they_are_decoded() -> None:
+    assert [count_pixels(encoded(picture(), kind)) for kind in FORMATS] == [31 * 23] * len(FORMATS)
+    assert count_pixels(png(6000, 5000, b"")) == 30_000_000
+    with pytest.raises(ImageTooLargeError):
+        count_pixels(png(6000, 5000, b""), max_pixels=29_999_999)
 
 
 def test_a_jpeg_of_very_many_scans_is_refused() -> None:
