@@ -3,51 +3,50 @@
 import asyncio
 import hashlib
 import hmac
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import bkn_zoo
 from bkn_zoo.errors import BknZooError
+from service.connections import Connection, Edge
+from service.decoding import Decoders
 from service.envelope import Envelope
 from service.errors import (
     CODES,
     DeadlineError,
     KeyRefusedError,
     ServiceError,
-    UnavailableError,
     error_response,
     of_the_image,
     respond,
 )
 from service.logs import set_up_logs
 from service.metrics import Metrics
+from service.pages import Cors, add_pages
 from service.pool import Loaded, Pool
-from service.protocol import Protocol
 from service.schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, upload
 from service.settings import Settings, read_settings
-from service.uploads import BodyLimit, read_upload
+from service.uploads import Bodies, BodyLimit, read_upload
 
-STATIC = Path(__file__).parent / "static"
-PAGE_POLICY = "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "malformed request"},
     401: {"model": ErrorBody, "description": "API key missing or wrong"},
     404: {"model": ErrorBody, "description": "unknown model"},
+    408: {"model": ErrorBody, "description": "the body stalled"},
     413: {"model": ErrorBody, "description": "too many bytes or pixels"},
     415: {"model": ErrorBody, "description": "not an accepted image format"},
     422: {"model": ErrorBody, "description": "broken image or bad parameter"},
@@ -69,11 +68,9 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.pool = Pool(settings, self.metrics)
-        # Decoding leaves Python's lock alone; more threads than cores would only take memory.
-        self.decoders = ThreadPoolExecutor(os.cpu_count() or 1, "decoder")
-        # Who waits, waits here, and not in the executor, which would keep the image of a client that has gone.
-        self._may_decode = asyncio.Semaphore(os.cpu_count() or 1)
-        self.draining = False
+        self.edge = Edge(settings, self.metrics)
+        self.bodies = Bodies(settings)
+        self.decoders = Decoders(settings)
         self._keys = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in settings.api_keys]
 
     async def check_key(self, request: Request) -> None:
@@ -91,8 +88,6 @@ class Service:
             field: the image's name in JSON and in forms.
             model: where the path names it.
         """
-        if self.draining:
-            raise UnavailableError("the service is about to stop: try again, or another one.", retry_after=5)
         try:
             async with asyncio.timeout(self.settings.deadline):
                 image, options = await read_upload(request, field)
@@ -109,9 +104,7 @@ class Service:
         classifier, line = loaded.classifier, loaded.line
         statistics = cast(Statistics, classifier.choose(options.statistics))
         with line.place():
-            loop = asyncio.get_running_loop()
-            async with self._may_decode:
-                tensor = await loop.run_in_executor(self.decoders, classifier.prepare, image, self.settings.max_pixels)
+            tensor = await self.decoders.prepare(classifier, image)
             answer = await asyncio.wrap_future(line.submit(tensor, statistics))
         best = classifier.best(answer.scores, options.top_k)
         return Classified(
@@ -154,13 +147,15 @@ def create_app(settings: Settings) -> FastAPI:
         for task in tasks:
             task.cancel()
         service.pool.stop()
-        service.decoders.shutdown(wait=False, cancel_futures=True)
+        service.decoders.stop()
 
     app = FastAPI(
-        title="bkn_zoo", version=bkn_zoo.__version__, description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
-    )
+        title="bkn_zoo", version=bkn_zoo.__version__, description=DESCRIPTION, lifespan=lifespan,
+        redirect_slashes=False, docs_url=None, redoc_url=None,
+    )  # fmt: skip
     app.state.service = service
     _add_routes(app, service)
+    add_pages(app)
 
     @app.exception_handler(ServiceError)
     async def refuse(request: Request, error: ServiceError) -> Response:
@@ -176,10 +171,10 @@ def create_app(settings: Settings) -> FastAPI:
         answer.headers.update(error.headers or {})
         return answer
 
-    app.add_middleware(BodyLimit, most=settings.max_bytes, together=settings.max_held_bytes)
+    app.add_middleware(BodyLimit, bodies=service.bodies)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+            Cors, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-api-key"], expose_headers=["x-request-id"],
         )  # fmt: skip
     app.add_middleware(Envelope, metrics=service.metrics)
@@ -215,8 +210,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> Response:
         """Whether requests are served now: the models are warm, and every engine is alive."""
-        status = "draining" if service.draining else "failing" if service.pool.failing else "ready"
-        status = status if service.pool.started or service.draining else "starting"
+        draining = service.edge.draining
+        status = "draining" if draining else "failing" if service.pool.failing else "ready"
+        status = status if service.pool.started or draining else "starting"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @app.get("/metrics", response_class=Response)
@@ -224,19 +220,24 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """For Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
-
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-
 
 class Server(uvicorn.Server):
-    """uvicorn, which also says where it listens, drains when asked to stop, and stops when no model can be loaded."""
+    """uvicorn with our connections, which says where it listens, drains when asked to stop, and stops without models.
 
-    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+    After SIGTERM it goes on for `drain_seconds`, during which /health/ready says 503 and every answer asks its client
+    to close the connection. Then it listens no more, gives up unfinished uploads, and answers what it has accepted.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        self.service: Service = app.state.service
+        edge = self.service.edge
+        config = uvicorn.Config(
+            app, settings.host, settings.port, log_config=None, access_log=False, server_header=False, ws="none",
+            http=cast(Any, partial(Connection, edge)), backlog=min(256, edge.most),
+            timeout_graceful_shutdown=math.ceil(settings.deadline),
+        )  # fmt: skip
         super().__init__(config)
-        self.service = service
+        self._drained: float | None = None
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -246,11 +247,20 @@ class Server(uvicorn.Server):
             print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self.service.pool.failure is not None
+        drained = self._drained is not None and time.monotonic() >= self._drained
+        return await super().on_tick(counter) or drained or self.service.pool.failure is not None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.service.draining = True
-        super().handle_exit(sig, frame)
+        again, self.service.edge.draining = self.service.edge.draining, True
+        if sig == signal.SIGTERM and not again:
+            self._drained = time.monotonic() + self.service.settings.drain_seconds
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.service.edge.draining = True
+        self.service.bodies.give_up_unfinished()
+        await super().shutdown(sockets)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -262,11 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BknZooError as error:
         print(f"bkn-zoo serve: {error}", file=sys.stderr)
         return 1
-    config = uvicorn.Config(
-        app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
-        http=Protocol, ws="none", timeout_graceful_shutdown=round(settings.deadline) + 1,
-    )  # fmt: skip
-    server = Server(app.state.service, config)
+    server = Server(app, settings)
     # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -281,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     if failure is not None:
         print(f"bkn-zoo serve: {failure}", file=sys.stderr)
     code = 0 if failure is None else 1
-    if app.state.service.pool.loading:  # a download cannot be interrupted, and Python would wait for its end
+    if app.state.service.pool.loading or app.state.service.decoders.busy:  # for the end of which Python would wait
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

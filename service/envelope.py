@@ -20,6 +20,8 @@ SAFETY = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
+POLICY = b"content-security-policy"
+PAGE_POLICY = b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 
 
 class Envelope:
@@ -42,7 +44,10 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *SAFETY]
+                given = dict(message["headers"])
+                policy = given.get(b"content-type", b"").startswith(b"text/html") and POLICY not in given
+                safety = [*SAFETY, (POLICY, PAGE_POLICY)] if policy else SAFETY
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *safety]
             await send(message)
 
         try:

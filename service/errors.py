@@ -27,6 +27,10 @@ class UnknownModelError(ServiceError):
     status, code = 404, "unknown_model"
 
 
+class SlowError(ServiceError):
+    status, code = 408, "too_slow"
+
+
 class TooLargeError(ServiceError):
     status, code = 413, "too_large"
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
@@ -23,7 +24,7 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in record.__dict__.items() if name not in PLAIN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)  # in ASCII: other letters may break lines, or turn them around
 
 
 def set_up_logs() -> None:
@@ -33,5 +34,5 @@ def set_up_logs() -> None:
     logging.root.handlers = [handler]
     logging.root.setLevel(logging.WARNING)
     logging.getLogger("service").setLevel(logging.INFO)
-    logging.captureWarnings(True)
+    warnings.simplefilter("ignore")  # those of libraries say what is odd about a stranger's image, once per oddity
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the Hub is first asked

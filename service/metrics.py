@@ -19,6 +19,10 @@ class Metrics:
             buckets=SECONDS,
         )  # fmt: skip
         self.rejected = Counter("bkn_rejected_total", "Requests refused, by reason.", ["reason"], registry=registry)
+        self.connections = Gauge("bkn_connections", "Connections that are open.", registry=registry)
+        self.cut = Counter(
+            "bkn_connections_cut_total", "Connections given up, by reason.", ["reason"], registry=registry
+        )
         self.queue_length = Gauge("bkn_queue_length", "Requests that wait for a model.", ["model"], registry=registry)
         self.queue_seconds = Histogram(
             "bkn_queue_seconds", "Time in the queue.", ["model"], registry=registry, buckets=SECONDS

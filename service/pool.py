@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from service.settings import Settings
 log = logging.getLogger("service")
 
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
+IDLE = 5  # seconds after which a model that nobody asks for makes room at once
 
 
 class Loaded:
@@ -37,6 +39,7 @@ class Loaded:
         size = self.classifier.model.config.preprocessing.size
         with ThreadPoolExecutor(len(MODES)) as warming:
             list(warming.map(self.classifier.scores, [torch.zeros(1, 3, size, size)] * len(MODES), MODES))
+        self.since = time.monotonic()
         batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
         self.line = Line(
             name, self.classifier.scores, metrics, settings.queue_length,
@@ -106,15 +109,35 @@ class Pool:
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
         if self._waiting >= self.settings.queue_length:
             raise OverloadedError(f"{self._waiting} requests wait for models to load: try again later.", PAUSE)
+        self._check_room(name)
         self._waiting += 1
         try:
             return await asyncio.shield(self._load(name))
+        except UnavailableError:  # others came first, and stay for a while
+            raise
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
             self._failed[name] = time.monotonic() + PAUSE
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
         finally:
             self._waiting -= 1
+
+    def _check_room(self, name: str) -> None:
+        """Whether a model may leave for this one: else a client that asks for all in turn keeps everybody waiting."""
+        if len(self._loaded) < self.settings.loaded_models:
+            return
+        left = min(map(self._may_leave, self._loaded)) - time.monotonic()
+        if left > 0:
+            seconds = math.ceil(left)
+            raise UnavailableError(
+                f"{name} is not in memory, and those that are are in use: try again in {seconds} s, or choose another.",
+                seconds,
+            )
+
+    def _may_leave(self, name: str) -> float:
+        """From when on a model makes room for another."""
+        loaded = self._loaded[name]
+        return min(loaded.since + self.settings.stay_seconds, loaded.line.used + IDLE)
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
         """The task that loads a model, shared by all who wait for it."""
@@ -129,13 +152,14 @@ class Pool:
             return await self._make_in_turn(name)
 
     async def _make_in_turn(self, name: str) -> Loaded:
+        self._check_room(name)
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
         # A download comes before another has to leave for it.
         location = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
-            oldest = min(self._loaded, key=lambda name: self._loaded[name].line.used)
+            oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].line.used))
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
         loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name, location)

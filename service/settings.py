@@ -39,10 +39,29 @@ class Settings(BaseSettings):
     max_wait_ms: float = Field(4.0, ge=0, description="how long an image waits for others to join it; on a GPU only")
     queue_length: int = Field(64, ge=1, description="most requests that wait for a model; more are refused with 429")
     deadline: float = Field(30.0, gt=0, description="seconds after which a request is given up with 504")
+    drain_seconds: float = Field(
+        5.0,
+        ge=0,
+        description="seconds after SIGTERM in which /health/ready says 503 and requests are still served, so that a "
+        "balancer sees it in time; a second signal ends them",
+    )
+    head_seconds: float = Field(10.0, gt=0, description="seconds that the headers of a request may take")
+    stall_seconds: float = Field(
+        10.0, gt=0, description="seconds that a body may stay silent, or an answer unread, before it is given up"
+    )
+    idle_seconds: float = Field(75.0, gt=0, description="seconds that a connection stays open between two requests")
+    max_connections: int = Field(
+        1000, ge=1, description="most connections at once; fewer where the limit of open files is low"
+    )
+    stay_seconds: float = Field(
+        60.0, ge=0, description="seconds that a model which is asked for stays in memory before another takes its place"
+    )
     max_bytes: int = Field(10_000_000, ge=1, description="largest body of a request")
     max_pixels: int = Field(50_000_000, ge=1, description="most pixels of an image")
     max_held_bytes: int = Field(
-        256_000_000, ge=1, description="most bytes of bodies in memory at once, of all requests"
+        256_000_000,
+        ge=1,
+        description="most bytes of bodies in memory at once, of all requests; half of them for unfinished ones",
     )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
         [], description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_API_KEYS"

@@ -1,5 +1,6 @@
 """From a request to the bytes of an image and the options that came with them."""
 
+import asyncio
 import base64
 import binascii
 import json
@@ -11,10 +12,20 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
-from service.errors import BadParameterError, MalformedRequestError, OverloadedError, TooLargeError
+from service.errors import (
+    BadParameterError,
+    MalformedRequestError,
+    OverloadedError,
+    ServiceError,
+    SlowError,
+    TooLargeError,
+    UnavailableError,
+)
 from service.schemas import Options
+from service.settings import Settings
 
 OPTIONS = tuple(Options.model_fields)
+LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
 
 
@@ -29,12 +40,20 @@ async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     if kind == "multipart/form-data":
         image, given = await _from_form(request, field)
     elif kind == "application/json":
-        image, given = _from_json(await request.body(), field)
+        image, given = _from_json(await _read(request), field)
     else:  # whatever else it is called; what it is, its first bytes say
-        image, given = await request.body(), {}
+        image, given = await _read(request), {}
     if not image:
         raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
     return image, _options(query.model_dump(exclude_unset=True) | given)
+
+
+async def _read(request: Request) -> bytes:
+    """The body, in one piece from the start: a list of its parts would take many times their bytes if they are tiny."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+    return bytes(body)
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -68,7 +87,8 @@ def _from_json(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(data, dict) or not isinstance(data.get(field), str):
         raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
     try:
-        image = base64.b64decode(re.sub(r"^data:[^,]*,", "", data[field]), validate=True)
+        text = re.sub(r"^data:[^,]*,", "", data[field]).encode("ascii").translate(LETTERS, b" \t\r\n")
+        image = base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise MalformedRequestError(f"{field} is not base64: encode the image file's bytes.") from None
     inner = data.get("parameters")
@@ -76,51 +96,110 @@ def _from_json(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
     return image, {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 
-class BodyLimit:
-    """ASGI middleware: counts the bytes of bodies as they come, and refuses those that are too many.
+class Upload:
+    """A body on its way.
 
-    Args:
-        most: bytes of one body.
-        together: bytes of all bodies that are in memory.
+    Attributes:
+        size: how many of its bytes have come.
+        refusal: why it is given up, once it is.
     """
 
-    def __init__(self, app: Any, most: int, together: int) -> None:
-        self.app, self.most, self.together = app, most, together
+    def __init__(self) -> None:
+        self.size = 0
+        self.refusal: ServiceError | None = None
+        self._waiting: asyncio.Timeout | None = None
+
+    async def next(self, receive: Any, seconds: float) -> Any:
+        """What the client sends next, unless it is silent for too long or the upload is given up."""
+        try:
+            if self.refusal is None:
+                async with asyncio.timeout(seconds) as self._waiting:
+                    return await receive()
+        except TimeoutError:
+            if self.refusal is None:
+                raise SlowError(f"nothing of the body came for {seconds:g} s: send it at once.") from None
+        finally:
+            self._waiting = None
+        raise self.refusal or AssertionError
+
+    def give_up(self, refusal: ServiceError) -> None:
+        self.refusal = refusal
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+
+class Bodies:
+    """How much the bodies of all requests hold.
+
+    Unfinished ones may hold half of what is allowed. Where they are more, that one is given up whose client has been
+    silent for longest, so that those who stall do not keep out those who send.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.most, self.together, self.stall_seconds = (
+            settings.max_bytes,
+            settings.max_held_bytes,
+            settings.stall_seconds,
+        )
         self.held = 0
+        self._unfinished: dict[Upload, int] = {}  # bytes of each, those first that have been silent for longest
+
+    def count(self, upload: Upload, more: int, is_whole: bool) -> None:
+        """Note what has come; raises where that is too much."""
+        upload.size += more
+        self.held += more
+        if upload.size > self.most:
+            raise self.too_large()
+        self._unfinished.pop(upload, None)
+        if not is_whole:
+            self._unfinished[upload] = upload.size
+        while sum(self._unfinished.values()) > self.together // 2:
+            silent = next(iter(self._unfinished))
+            del self._unfinished[silent]
+            silent.give_up(OverloadedError("too many uploads at once, and this one was silent: try again.", 1))
+        if upload.refusal is not None:
+            raise upload.refusal
+        if self.held > self.together:
+            raise OverloadedError("too many uploads at once: try again in a second.", 1)
+
+    def forget(self, upload: Upload) -> None:
+        self.held -= upload.size
+        self._unfinished.pop(upload, None)
+
+    def give_up_unfinished(self) -> None:
+        """Since the service is about to stop."""
+        for upload in list(self._unfinished):
+            upload.give_up(UnavailableError("the service is about to stop: try again, or another one.", 5))
+
+    def too_large(self) -> TooLargeError:
+        return TooLargeError(f"the request is larger than {self.most} bytes: send a smaller or more compressed image.")
+
+
+class BodyLimit:
+    """ASGI middleware: counts the bytes of bodies as they come, and gives up those that are too many or too slow."""
+
+    def __init__(self, app: Any, bodies: Bodies) -> None:
+        self.app, self.bodies = app, bodies
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size = 0
+        bodies, upload, is_whole = self.bodies, Upload(), False
         announced = dict(scope["headers"]).get(b"content-length", b"")
-        hopeless = announced.isdigit() and int(announced[:19]) > 11 * self.most  # more than would be swallowed
+        too_large = announced.isdigit() and int(announced[:19]) > bodies.most
 
         async def counted() -> Any:
-            nonlocal size
-            if hopeless:
-                raise self._too_large()
-            message = await receive()
-            more = len(message.get("body", b""))
-            size += more
-            self.held += more
-            if size > self.most:
-                await self._swallow(message, receive)
-                raise self._too_large()
-            if self.held > self.together:
-                raise OverloadedError("too many uploads at once: try again in a second.", 1)
+            nonlocal is_whole
+            if too_large:
+                raise bodies.too_large()
+            if is_whole:  # what comes now is that the client leaves, whenever it does
+                return await receive()
+            message = await upload.next(receive, bodies.stall_seconds)
+            is_whole = not message.get("more_body", False)
+            bodies.count(upload, len(message.get("body", b"")), is_whole)
             return message
 
         try:
             await self.app(scope, counted, send)
         finally:
-            self.held -= size
-
-    def _too_large(self) -> TooLargeError:
-        return TooLargeError(f"the request is larger than {self.most} bytes: send a smaller or more compressed image.")
-
-    async def _swallow(self, message: Any, receive: Any) -> None:
-        """Read on, up to ten times as much as is allowed: many clients hear no answer before they have sent all."""
-        size = 0
-        while message.get("more_body") and size < 10 * self.most:
-            message = await receive()
-            size += len(message.get("body", b""))
+            bodies.forget(upload)

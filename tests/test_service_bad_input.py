@@ -318,8 +318,7 @@ def json_bodies() -> Iterator[Case]:
         yield as_json(f"image of type {type(value).__name__}", {"image": value})
     for name, text in {
         "nothing": "", "spaces": "   ", "words": "hello world", "dashes": "----", "one letter": "a",
-        "wrong padding": good + "=", "padding first": "=" + good, "no padding": good.rstrip("=") + "A",
-        "line breaks": good[:40] + "\n" + good[40:], "the URL alphabet": "_-_-" + good,
+        "wrong padding": good + "=", "padding first": "=" + good, "the URL alphabet": "_-_-" + good,
         "cut in the middle": good[: len(good) // 2],
         "text": base64.b64encode(b"hello").decode(), "twice": base64.b64encode(good.encode()).decode(),
         "an address": "https://example.org/cat.png", "a file address": "file:///etc/passwd", "a path": "/etc/passwd",

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 from service_process import ServiceProcess, save_small_checkpoint
 from torch import Tensor
@@ -35,7 +34,6 @@ from service.batching import Line
 from service.errors import InternalError, OverloadedError
 from service.metrics import Metrics
 from service.pool import Loaded
-from service.protocol import Protocol
 from service.settings import read_settings
 
 Result = TypeVar("Result")
@@ -247,7 +245,7 @@ def test_an_overloaded_service_refuses_some_serves_the_rest_and_stays_alive(chec
 
 
 def test_told_to_stop_under_load_the_service_answers_all_that_it_accepted(checkpoints: Path) -> None:
-    many, flags = 150, ("--models", "first", "--queue-length", "256", "--deadline", "40")
+    many, flags = 150, ("--models", "first", "--queue-length", "256", "--deadline", "40", "--drain-seconds", "1")
     with ServiceProcess(checkpoints, *flags) as process:
 
         async def queued() -> float:
@@ -289,9 +287,10 @@ class Local:
     """An app that listens on a port of its own, run by a thread."""
 
     def __init__(self, *flags: str) -> None:
-        app = create_app(read_settings([*flags, "--engine", "torch", "--device", "cpu"]))
+        settings = read_settings([*flags, "--engine", "torch", "--device", "cpu", "--port", "0"])
+        app = create_app(settings)
         self.service: Service = app.state.service
-        self._server = Server(self.service, uvicorn.Config(app, port=0, log_config=None, http=Protocol, ws="none"))
+        self._server = Server(app, settings)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> "Local":
@@ -319,7 +318,7 @@ def local(checkpoints: Path) -> Iterator[Local]:
 @pytest.fixture
 def one_place(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
-    with Local("--models", "first,second,third", "--loaded-models", "1") as running:
+    with Local("--models", "first,second,third", "--loaded-models", "1", "--stay-seconds", "0") as running:
         yield running
 
 

@@ -1,0 +1,56 @@
+"""What browsers see: the page, the documentation, and whether pages of other origins may call the service."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers
+
+from service.envelope import POLICY
+from service.errors import error_response
+
+STATIC = Path(__file__).parent / "static"
+SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
+DOCS_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src https://cdn.jsdelivr.net {inline}; "
+    "style-src https://cdn.jsdelivr.net 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
+)
+
+
+def add_pages(app: FastAPI) -> None:
+    documentation = get_swagger_ui_html(
+        openapi_url="/openapi.json", title="bkn_zoo", swagger_favicon_url="data:,",
+        swagger_js_url=f"{SWAGGER}-bundle.js", swagger_css_url=f"{SWAGGER}.css",
+    )  # fmt: skip
+    inline = re.findall(rb"<script>(.*?)</script>", bytes(documentation.body), re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
+    documentation.headers[POLICY.decode()] = DOCS_POLICY.format(inline=" ".join(f"'sha256-{one}'" for one in hashes))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return documentation
+
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+
+class Cors(CORSMiddleware):
+    """With refusals that look like all others."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        reason = bytes(answer.body).decode()
+        refusal = error_response(answer.status_code, "cors_refused", f"{reason}: see --cors-origins of the service.")
+        refusal.headers["vary"] = answer.headers.get("vary", "Origin")
+        return refusal
