@@ -8,7 +8,6 @@ and the headers of every answer.
 import asyncio
 import http
 import logging
-import resource
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -46,9 +45,8 @@ class Edge:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         # Each may need a second descriptor, for the file that a large form is kept in.
-        self.most = max(1, min(settings.max_connections, (files - SPARE_FILES) // 2))
+        self.most = max(1, min(settings.max_connections, (_files_allowed() - SPARE_FILES) // 2))
         self.awaited: dict[Connection, None] = {}
         self.draining = False
 
@@ -410,3 +408,13 @@ class Exchange:
         connection.transport.write(b"".join(parts))
         if self._done:
             connection.answered(self)
+
+
+def _files_allowed() -> int:
+    """How many descriptors this process may have; very many where nothing says so."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 2**20
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**20 if limit == resource.RLIM_INFINITY else limit

@@ -18,7 +18,7 @@ from service.settings import Settings
 
 SMALL = 4_000_000  # pixels, which take a tenth of a second or so
 PIXELS_PER_CORE = 12_500_000  # of large images at once; one takes up to 16 bytes for each
-QUEUE = 8  # times as much as is decoded at once may wait for it
+QUEUE = 4  # times as much as is decoded at once may wait for it
 
 Result = TypeVar("Result")
 

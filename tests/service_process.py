@@ -1,12 +1,14 @@
 """The service as its users run it: a process of its own, on a port of its own, with checkpoints made for the test."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -57,7 +59,7 @@ class ServiceProcess:
         ready_within: seconds until the service must be ready.
 
     Attributes:
-        url: where it listens, with no slash at the end.
+        url, port: where it listens, with no slash at the end.
         process: the process, as subprocess gives it.
     """
 
@@ -73,7 +75,7 @@ class ServiceProcess:
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if "--models" in flags else ("--models", ",".join(names))
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[bytes]
         self._command = [*self.command, "--port", str(port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
@@ -118,6 +120,11 @@ class ServiceProcess:
         """What it has written to standard output and standard error, while it runs or once stopped."""
         return self._log.read_text(errors="replace")
 
+    def memory(self) -> float:
+        """Resident, in MB."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.split("VmRSS:")[1].split()[0]) / 1000
+
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self._ready_within
         while True:
@@ -145,3 +152,81 @@ def _status(url: str) -> int | None:
         return error.code
     except OSError:
         return None
+
+
+WATCH = """
+    import http.client, json, sys, threading, time
+
+    host, port = sys.argv[1].rsplit("/", 1)[1].split(":")
+    headers, image = json.loads(sys.argv[2]), bytes.fromhex(sys.argv[3])
+    found, over = {"live": [], "classify": []}, threading.Event()
+
+    def ask(name, method, path, body, pause):
+        while not over.is_set():
+            begun, status = time.perf_counter(), 0
+            connection = http.client.HTTPConnection(host, int(port), timeout=20)
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                response.read()
+                status = response.status
+            except (OSError, http.client.HTTPException):
+                pass
+            connection.close()
+            found[name].append([status, time.perf_counter() - begun])
+            over.wait(pause)
+
+    threads = [threading.Thread(target=ask, args=("live", "GET", "/health/live", None, 0.02))]
+    if image:
+        threads.append(threading.Thread(target=ask, args=("classify", "POST", "/v1/classify", image, 0.05)))
+    for thread in threads:
+        thread.start()
+    print("begun", flush=True)
+    sys.stdin.read()
+    over.set()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(found))
+"""
+
+
+class Watch:
+    """A healthy client: while the block runs, it asks for /health/live and has an image, if given, classified.
+
+    In a process of its own: a thread would wait for its turn among the many clients of this one.
+
+    Attributes:
+        live, classify: the status and the seconds of each answer, once the block has ended; status 0 where none came.
+    """
+
+    def __init__(self, url: str, image: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self._command = [sys.executable, "-c", textwrap.dedent(WATCH), url, json.dumps(headers or {}), image.hex()]
+        self.live: list[tuple[int, float]] = []
+        self.classify: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "begun\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        found = json.loads(self._process.communicate(timeout=60)[0])
+        self.live, self.classify = ([(status, seconds) for status, seconds in found[name]] for name in found)
+
+    def check(self, what: str) -> None:
+        """Every answer was good, and none was late.
+
+        A client may wait 500 ms for /health/live and a second for an image. That the scheduler of a machine which
+        others use keeps one in ten waiting for longer is not the service's doing; those are bounded by what only a
+        stall exceeds.
+        """
+        for name, found, limit in (("live", self.live, 0.5), ("classify", self.classify, 1.0)):
+            if not found:
+                continue
+            seconds = sorted(seconds for _, seconds in found)
+            late, most = seconds[int(0.9 * (len(seconds) - 1))], seconds[-1]
+            print(f"{what}: {name} {len(found)} times, median {seconds[len(seconds) // 2]:.3f} s, longest {most:.3f} s")
+            assert {status for status, _ in found} == {200}, f"{what}: {name} was answered {found}"
+            assert late < limit, f"{what}: one in ten of {name} waited {late:.2f} s"
+            assert most < 4 * limit, f"{what}: {name} waited {most:.2f} s"

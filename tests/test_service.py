@@ -1,6 +1,7 @@
 """The service, asked as its clients ask it."""
 
 import base64
+import hashlib
 import json
 import re
 import shlex
@@ -25,6 +26,7 @@ from starlette.testclient import TestClient
 from bkn_zoo import Classifier, InputError
 from bkn_zoo.norms import MODES
 from service.app import create_app, main
+from service.decoding import usable_cores
 from service.settings import Settings, read_settings
 
 
@@ -194,7 +196,59 @@ def test_the_page_asks_no_other_host(running: ServiceProcess) -> None:
     status, page, headers = ask(f"{running.url}/")
     assert (status, "<title>" in page) == (200, True)
     assert "default-src 'self'" in headers["content-security-policy"]
+    assert "default-src 'self'" in ask(f"{running.url}/static/index.html")[2]["content-security-policy"]
     assert not re.findall(r"""(?:src|href|action)=["']?(?:https?:)?//""", page)
+
+
+def test_the_documentation_runs_no_script_but_its_own(running: ServiceProcess) -> None:
+    status, page, headers = ask(f"{running.url}/docs")
+    policy = headers["content-security-policy"]
+    assert (status, "default-src 'none'" in policy, "'unsafe-inline'" in policy.split("style-src")[0]) == (
+        200,
+        True,
+        False,
+    )
+    (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode() in policy
+    for address in re.findall(r"""(?:src|href)="(https?:[^"]+)""", page):
+        assert address.startswith("https://cdn.jsdelivr.net/")
+    for path in ("/redoc", "/docs/oauth2-redirect"):
+        assert ask(running.url + path)[0] == 404
+
+
+def test_base64_may_be_broken_into_lines_and_of_the_kind_for_addresses(running: ServiceProcess, photo: Path) -> None:
+    image = photo.read_bytes()
+    for text in (
+        base64.encodebytes(image).decode(),
+        base64.urlsafe_b64encode(image).decode().rstrip("="),
+        "data:image/png;base64,\r\n\t" + base64.b64encode(image).decode(),
+    ):
+        status, answer, _ = ask(
+            f"{running.url}/v1/classify", json.dumps({"image": text}).encode(), Content_Type="application/json"
+        )
+        assert status == 200, answer
+
+
+def test_logs_are_ascii_and_without_the_warnings_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import service.logs, logging, warnings; service.logs.set_up_logs(); warnings.warn('odd'); "
+    code += "logging.getLogger('service').info('a\\u2028b\\u202ec', extra={'path': '/\\u2028'})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert line.isascii()
+    assert json.loads(line)["message"] == "a\u2028b\u202ec"
+
+
+def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert usable_cores(tmp_path) == 8
+    for quota, cores in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert usable_cores(tmp_path) == cores
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("200000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path) == 2
 
 
 def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> None:
@@ -264,6 +318,10 @@ def test_other_origins_are_refused_unless_they_are_named() -> None:
     for origins, allowed in (("", None), ("https://example.org", "https://example.org")):
         client = TestClient(create_app(read_settings(["--models", "first", "--cors-origins", origins])))
         assert client.get("/health/live", headers=origin).headers.get("access-control-allow-origin") == allowed
+    asked = {"Origin": "https://example.net", "Access-Control-Request-Method": "POST"}
+    refused = client.options("/v1/classify", headers=asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cors_refused")
+    assert client.options("/v1/classify", headers=asked | origin).status_code == 200
 
 
 @pytest.mark.usefixtures("bundled")

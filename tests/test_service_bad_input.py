@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -228,7 +227,6 @@ def http_itself() -> Iterator[Case]:
         "of one byte": b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n",
     }.items():
         yield Case(f"chunks {name}", chunked + chunks)
-    # One of uvicorn's two parsers refuses this, the other waits for the rest.
     yield Case("chunks of a huge size", chunked + b"f" * 20 + b"\r\nabc\r\n", gives_up=True)
     yield Case("chunks that stop", chunked + b"ff\r\nabc", gives_up=True)
     yield Case("an encoding of its own", chunked.replace(b"chunked", b"gzip, zebra") + good)
@@ -474,12 +472,6 @@ def wrong_with(case: Case, reply: Reply) -> str | None:
     return None
 
 
-def memory(service: ServiceProcess) -> float:
-    """Resident, in MB."""
-    text = Path(f"/proc/{service.process.pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+) kB", text).group(1)) / 1000
-
-
 def test_hundreds_of_bad_requests_are_refused_at_once_and_leave_nothing_behind(service: ServiceProcess) -> None:
     good = request("/v1/classify", picture())
     families = {family.__name__: list(family()) for family in FAMILIES}
@@ -491,7 +483,7 @@ def test_hundreds_of_bad_requests_are_refused_at_once_and_leave_nothing_behind(s
             send(service.url, case.data, case.gives_up)
     send(service.url, request("/v1/classify", bytes(10_000_001)))
 
-    before, failures, sent, slow = memory(service), [], 0, 0
+    before, failures, sent, slow = service.memory(), [], 0, 0
     refused: Counter[str] = Counter()
     for family, cases in families.items():
         for case in cases:
@@ -508,7 +500,7 @@ def test_hundreds_of_bad_requests_are_refused_at_once_and_leave_nothing_behind(s
             sent += 1
             refused[family] += 400 <= reply.status < 500
         assert send(service.url, good).status == 200, f"no good answer after {family}"
-    grown = memory(service) - before
+    grown = service.memory() - before
     text = send(service.url, request("/metrics", method="GET")).body.decode()
 
     flips = f"{refused['bit_flips']} of {len(families['bit_flips'])} bit flips"

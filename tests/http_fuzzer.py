@@ -1,0 +1,223 @@
+"""Valid requests, damaged at random and cut into random packets: what a parser of HTTP must survive.
+
+`python tests/http_fuzzer.py --mutations 5000 --seed 1` runs as many as one likes; the tests run a few hundred. Never
+may there be an answer of 500 or more, a connection that hangs, an answer to a request that was not sent, or memory that
+is kept. Which requests a damaged stream holds is worked out here by a few lines that are not h11's, and that take every
+head for one that might be good.
+"""
+
+import argparse
+import contextlib
+import io
+import random
+import re
+import socket
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+from service_process import ServiceProcess, save_small_checkpoint
+
+HANGS = 20.0  # seconds after which a connection that should be closed hangs
+HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: a\r\nX-Request-Id: hidden\r\n\r\n"
+SPECIAL = [
+    b"\r", b"\n", b"\r\n", b"\0", b" ", b"\t", b":", b"\xff", b"0", b"-", b";", b"%00", b"\r\n\r\n", b"\x0b",
+    b"\r\nContent-Length: 5", b"\r\nContent-Length: 0", b"\r\nTransfer-Encoding: chunked",
+    b"\r\nTransfer-Encoding: gzip",
+    b"\r\nTransfer-Encoding:\tchunked", b"\r\nTransfer-Encoding : chunked", b"\r\n Transfer-Encoding: chunked",
+    b"\r\nConnection: Upgrade\r\nUpgrade: h2c", b"\r\nConnection: close", b"\r\nExpect: 100-continue", b"HTTP/1.0",
+    b"0\r\n\r\n", b"fffffffffffffffff\r\n", HIDDEN,
+]  # fmt: skip
+
+
+class Head(NamedTuple):
+    method: bytes
+    identity: bytes | None  # what X-Request-Id says, if the service takes it over
+
+
+class Answer(NamedTuple):
+    status: int
+    identity: bytes | None
+
+
+def valid(generator: random.Random, number: int) -> bytes:
+    """One to three requests on one connection, each with an id of its own."""
+    stream = io.BytesIO()
+    Image.new("RGB", (9, 9), (generator.randrange(256), 0, 0)).save(stream, "PNG")
+    image = stream.getvalue() + generator.choice([b"", HIDDEN])
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (image[:50], image[50:])) + b"0\r\n\r\n"
+    form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + image + b"\r\n--x--\r\n"
+    length = b"Content-Length: %d\r\n"
+    kinds = [
+        (b"GET /health/live", b"", b""),
+        (b"GET /v1/models?a=b", b"", b""),
+        (b"GET /health/live", b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + length % len(HIDDEN), HIDDEN),
+        (b"OPTIONS *", b"", b""),
+        (b"POST /nowhere", length % len(HIDDEN), HIDDEN),
+        (b"POST /v1/classify", length % len(image), image),
+        (b"POST /v1/classify", b"Transfer-Encoding: chunked\r\n", chunks),
+        (b"POST /v1/classify", b"Expect: 100-continue\r\n" + length % len(image), image),
+        (b"POST /v1/classify", b"Content-Type: multipart/form-data; boundary=x\r\n" + length % len(form), form),
+    ]
+    found = b""
+    for k in range(generator.randint(1, 3)):
+        start, headers, body = generator.choice(kinds)
+        found += start + b" HTTP/1.1\r\nHost: a\r\nX-Request-Id: id-%d-%d\r\n" % (number, k) + headers + b"\r\n" + body
+    return found
+
+
+def damage(data: bytes, generator: random.Random) -> bytes:
+    for _ in range(generator.randint(0, 4)):
+        # Half of it near the beginning, where the first head is.
+        a = generator.randrange(len(data) if generator.random() < 0.5 else min(len(data), 200)) if data else 0
+        b = min(len(data), a + generator.choice([1, 2, 5, 20, 100]))
+        kind = generator.randrange(6)
+        if kind == 0:
+            data = data[:a] + bytes([generator.randrange(256)]) + data[a + 1 :]
+        elif kind == 1:
+            data = data[:a] + data[b:]
+        elif kind == 2:
+            data = data[:b] + data[a:b] * generator.choice([1, 1, 20]) + data[b:]
+        elif kind == 3:
+            data = data[:a] + generator.choice(SPECIAL) + data[a:]
+        elif kind == 4:
+            data = re.sub(
+                rb"\r\n", lambda match: generator.choice([b"\r\n", b"\n", b"\r\n" * 2, match[0]]), data, count=3
+            )
+        else:
+            place = generator.choice([match.start() for match in re.finditer(rb"[0-9]", data)] or [0])
+            data = data[:place] + b"%d" % generator.randrange(10) + data[place + 1 :]
+    return data
+
+
+def heads_in(data: bytes) -> list[Head]:
+    """The requests that a stream may be said to hold, in order."""
+    found = []
+    while match := re.search(rb"\n\r?\n", data):
+        unfolded = re.sub(rb"\r?\n[ \t]+", b" ", data[: match.start()])
+        lines = [line.removesuffix(b"\r") for line in unfolded.split(b"\n")]
+        data = data[match.end() :]
+        pairs = [line.partition(b":")[::2] for line in lines[1:]]
+        headers = {name.strip().lower(): value.strip() for name, value in pairs}
+        identity = headers.get(b"x-request-id", b"")
+        known = re.fullmatch(rb"[A-Za-z0-9._-]{1,64}", identity)
+        found.append(Head(lines[0].partition(b" ")[0], identity if known else None))
+        if b"transfer-encoding" in headers:
+            rest = after_chunks(data)
+        else:
+            length = headers.get(b"content-length", b"0").partition(b",")[0]
+            rest = data[int(length) :] if length.isdigit() and len(length) < 20 else None
+        if rest is None:
+            break
+        data = rest
+    return found
+
+
+def after_chunks(data: bytes) -> bytes | None:
+    """What follows a chunked body; None where it has no end."""
+    while match := re.match(rb"([0-9a-fA-F]{1,20})[^\n]*\n", data):
+        size = int(match[1], 16)
+        data = data[match.end() :]
+        if size == 0:
+            end = re.match(rb"\r?\n", data) or re.search(rb"\n\r?\n", data)
+            return data[end.end() :] if end else None
+        data = data[size + 2 :]
+    return None
+
+
+def talk(port: int, data: bytes, generator: random.Random) -> bytes | None:
+    """All that the service says to a stream in random packets; None where it does not close the connection."""
+    cuts = sorted(generator.randrange(len(data) + 1) for _ in range(generator.choice([0, 1, 3, 10])))
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=HANGS) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True):
+                connection.sendall(data[a:b])
+                time.sleep(generator.choice([0, 0, 0.002]))
+            connection.shutdown(socket.SHUT_WR)
+        try:
+            while part := connection.recv(65_536):
+                said += part
+        except TimeoutError:
+            return None
+        except OSError:
+            pass
+    return said
+
+
+def answers_in(said: bytes, heads: list[Head]) -> list[Answer]:
+    found: list[Answer] = []
+    while said:
+        start, _, said = said.partition(b"\r\n\r\n")
+        status = int(start.split()[1])
+        if status == 100:
+            continue
+        length = re.search(rb"\r\ncontent-length: *(\d+)", start, re.IGNORECASE)
+        identity = re.search(rb"\r\nx-request-id: *([^\r]+)", start, re.IGNORECASE)
+        is_head = len(found) < len(heads) and heads[len(found)].method == b"HEAD"
+        said = said[0 if is_head or length is None else int(length[1]) :]
+        found.append(Answer(status, identity[1] if identity else None))
+    return found
+
+
+def wrong_with(data: bytes, said: bytes | None) -> str | None:
+    """What may not be, if anything."""
+    if said is None:
+        return "the connection hangs"
+    heads = heads_in(data)
+    answers = answers_in(said, heads)
+    if any(answer.status >= 500 for answer in answers):
+        return f"answered {answers}"
+    requests = [answer for answer in answers if answer.identity is not None]  # what is no request has no id
+    if len(requests) > len(heads) or len(answers) > len(requests) + 1:
+        return f"{len(heads)} requests, but answers {answers}"
+    for head, answer in zip(heads, requests, strict=False):
+        if head.identity is not None and head.identity != answer.identity:
+            return f"asked {heads}, but answers {answers}"
+        if head.identity is None and not re.fullmatch(rb"[0-9a-f]{32}", answer.identity or b""):
+            return f"asked {heads}, but answers {answers}"
+    return None
+
+
+def fuzz(port: int, mutations: int, seed: int) -> tuple[list[str], Counter[int]]:
+    """What went wrong, and how often which status was answered."""
+    statuses: Counter[int] = Counter()
+
+    def one(number: int) -> str | None:
+        generator = random.Random(f"{seed} {number}")
+        data = damage(valid(generator, number), generator)
+        said = talk(port, data, generator)
+        statuses.update(answer.status for answer in answers_in(said or b"", heads_in(data)))
+        problem = wrong_with(data, said)
+        return None if problem is None else f"{number}: {problem}: {data[:1500]!r}"
+
+    with ThreadPoolExecutor(8) as clients:
+        return [problem for problem in clients.map(one, range(mutations)) if problem is not None], statuses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutations", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        save_small_checkpoint(Path(folder) / "small")
+        with ServiceProcess(Path(folder), "--stall-seconds", "3", "--head-seconds", "3") as service:
+            fuzz(service.port, 200, args.seed + 1)  # warm
+            before = service.memory()
+            problems, statuses = fuzz(service.port, args.mutations, args.seed)
+            grown = service.memory() - before
+    if grown > 50:
+        problems.append(f"the memory grew by {grown:.0f} MB")
+    print("\n".join([*problems, f"{args.mutations} streams, {len(problems)} problems, answers {dict(statuses)}"]))
+    print(f"{grown:+.1f} MB")
+    raise SystemExit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
