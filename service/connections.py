@@ -8,6 +8,7 @@ and the headers of every answer.
 import asyncio
 import http
 import logging
+import socket
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -28,7 +29,7 @@ TINY_CHUNKS, TINY = 1000, 16  # so many chunks of fewer bytes than this on avera
 RESERVE = 16  # connections beyond the most, for those who ask after the service's health
 SPARE_FILES = 64  # descriptors for the engines, the listener, the log and the page
 LINGER = 3  # times the seconds of a stall, to read on when an answer came before the end of what it answers
-PROBE_SECONDS = 0.25
+LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between looks for the reset of a client that has gone: a round trip
 CLOSE = (b"connection", b"close")
 NOT_HTTP = f"this is not HTTP/1.1, or its headers are longer than {MAX_HEAD} bytes: send a request such as /docs shows."
 BROKEN_BODY = "the body is not framed as HTTP asks for: send Content-Length, or chunks of a sensible size."
@@ -122,7 +123,11 @@ class Connection(asyncio.Protocol):
             return False
         if not self._surplus:
             self.http.receive_data(b"")
-        self._probe(exchange, 2)
+        if not exchange.started and exchange.scope["http_version"] == "1.1":
+            # To one that has closed its socket anything is answered with a reset; to one that still listens, this says
+            # nothing that it has to heed.
+            self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            self._look(exchange, LOOKS)
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -286,24 +291,23 @@ class Connection(asyncio.Protocol):
         else:
             self._close()
 
-    def _probe(self, exchange: "Exchange", times: int) -> None:
-        """Find out whether a client that ended its side still listens.
-
-        One that has closed its socket answers to anything with a reset, which the next thing that is sent meets. To one
-        that listens, "100 Continue" says nothing that it has to heed.
-        """
-        if self.exchange is exchange and not exchange.started and exchange.scope["http_version"] == "1.1":
-            self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-            if times > 1:
-                self.loop.call_later(PROBE_SECONDS, self._probe, exchange, times - 1)
+    def _look(self, exchange: "Exchange", pauses: tuple[float, ...]) -> None:
+        """Find out whether a client that has ended its side still listens."""
+        if self.exchange is not exchange or self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif pauses:
+            self.loop.call_later(pauses[0], self._look, exchange, pauses[1:])
 
     def _end(self, all_read: bool) -> None:
         if self._ended or (all_read and not self._surplus and not self.http.trailing_data[0]):
             return self._close()
         self.read(True)
         self.transport.write_eof()
-        self._lingers_until = self.loop.time() + LINGER * self.settings.stall_seconds
-        self._wait(self.settings.stall_seconds)
+        patience = 1.0 if self.closing else self.settings.stall_seconds
+        self._lingers_until = self.loop.time() + LINGER * patience
+        self._wait(patience)
 
     def _close(self) -> None:
         """Close once all is sent."""
