@@ -99,6 +99,7 @@ def test_a_variant_adds_a_bias_to_the_prediction_and_mixes_each_channel_by_its_o
     right = update(predicted, pool(observe(x), 2), torch.sigmoid(layer.raw_gain))
     torch.testing.assert_close(belief, right)
     assert layer.raw_gain.shape == (4,)
+    assert not layer.fusible  # no kernel knows it
 
 
 def test_a_variant_without_its_additions_is_bkn(make_belief: Any) -> None:

@@ -75,7 +75,8 @@ class BatchKalmanNorm2d(RunningNorm):
             shapes = transition_shapes or [(num_features, prior_features)]
             blocks = [nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) for shape in shapes]
             self.transition: Any = blocks[0] if len(blocks) == 1 else nn.ParameterList(blocks)
-            self.fusible = blocks[0].shape == (num_features, prior_features)  # the kernels take a full A
+            full = blocks[0].shape == (num_features, prior_features)
+            self.fusible = type(self).fusible and full  # the kernels take a full A
             self.raw_process_noise = raw_process_noise
             self.raw_gain = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
             self.set_gain(self.initial_gain)
@@ -132,7 +133,7 @@ class BatchKalmanNorm2d(RunningNorm):
         if self.prior_features is None:
             return None, None, None
         self._checked(prior, groups)
-        return self.transition, self.raw_process_noise, self.raw_gain.squeeze(0)
+        return self.transition, self.raw_process_noise, self.raw_gain
 
     def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:
