@@ -157,7 +157,7 @@ class BatchKalmanNorm2d(RunningNorm):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         name = f"{prefix}raw_gain"
-        if name in state_dict and local_metadata.get("version", 1) < 2:
+        if name in state_dict and (local_metadata.get("version") or 1) < 2:
             state_dict[name] = of_version_2(state_dict[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
