@@ -298,7 +298,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_default_is_bkn_then_the_most_classes_then_the_name(root: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint that classifies images"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint here that classifies images"):
         default_checkpoint()
     write(root, "many_bn", "inception_cifar_bn", 30, PREPROCESSING)
     assert default_checkpoint() == "many_bn"

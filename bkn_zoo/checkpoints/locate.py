@@ -64,7 +64,7 @@ def find(name: str | os.PathLike[str]) -> Path:
     roots = _roots()
     found = [root / text for root in roots if text and (root / text).is_dir()]
     if not found:
-        places = " and ".join(map(str, roots))
+        places = " and ".join(map(str, roots)) or f"no folder, since {ENVIRONMENT_VARIABLE} is not set"
         raise UnknownNameError(f"unknown checkpoint {text!r}: choose from {available}, which are in {places}.")
     if len(found) > 1:
         places = " and ".join(map(str, found))
@@ -88,4 +88,4 @@ def is_folder(name: str | os.PathLike[str]) -> bool:
 def _roots() -> list[Path]:
     named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
     roots = [Path(name).expanduser().resolve() for name in named if name]
-    return list(dict.fromkeys([*roots, SOURCE_TREE]))
+    return list(dict.fromkeys([*roots, *([SOURCE_TREE] if SOURCE_TREE.is_dir() else [])]))

@@ -249,7 +249,7 @@ def _list(args: argparse.Namespace) -> int:
     if len(rows) > 1:
         _print_columns(rows)
     elif code == 0:
-        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names"
+        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names, or use one on the Hub (owner/repo)"
         print(f"bkn-zoo: there are no checkpoints here: {remedy}.", file=sys.stderr)
     return code
 
