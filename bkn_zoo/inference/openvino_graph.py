@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
-from bkn_zoo.norms.kalman import Belief
 
 try:
     import openvino as ov
@@ -63,7 +62,7 @@ class Symbol:
     `__torch_function__`. What meets tensors alone is computed on the spot, and becomes a constant.
     """
 
-    dtype = torch.float32
+    dtype, is_cpu, is_cuda = torch.float32, True, False
 
     def __init__(self, node: Any) -> None:
         self.node = node.output(0) if isinstance(node, ov.Node) else node
@@ -71,19 +70,15 @@ class Symbol:
         self.ndim = len(self.shape)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> "Symbol":
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         translate = TRANSLATIONS.get(function.__name__)
         if translate is None:
             raise InputError(f"the OpenVINO engine cannot translate {function.__name__}: choose engine='torch'.")
-        return cls(translate(*map(_node, args), **{name: _node(value) for name, value in (kwargs or {}).items()}))
+        result = translate(*map(_node, args), **{name: _node(value) for name, value in (kwargs or {}).items()})
+        return tuple(map(cls, result)) if isinstance(result, tuple) else cls(result)
 
-    def observe(self) -> Belief:
-        # Deviations rather than E[x^2] - E[x]^2, which cancels where means are large, and costs as much.
-        mean = _avg_pool2d(self.node, self.shape[2:])
-        deviation = ops.subtract(self.node, mean)
-        var = _avg_pool2d(ops.multiply(deviation, deviation), self.shape[2:])
-        rows: list[Any] = [Symbol(node).reshape(self.shape[:2]) for node in (mean, var)]
-        return Belief(*rows)
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def is_floating_point(self) -> bool:
         return True
@@ -93,6 +88,9 @@ class Symbol:
 
     def reshape(self, shape: tuple[int, ...]) -> "Symbol":
         return Symbol(ops.reshape(self.node, list(shape), False))
+
+    def unsqueeze(self, dim: int) -> "Symbol":
+        return self.reshape((*self.shape[:dim], 1, *self.shape[dim:]))
 
     def split(self, sizes: list[int], dim: int) -> "list[Symbol]":
         return list(map(Symbol, ops.variadic_split(self.node, dim, sizes).outputs()))
@@ -172,6 +170,15 @@ def _avg_pool2d(
     return ops.avg_pool(x, _pair(stride or kernel_size), pads, pads, _pair(kernel_size), not include_pad)
 
 
+def _statistics(x: Any, *_: Any) -> tuple[Any, Any]:
+    """Mean and variance of an image's channels, as `torch.batch_norm_update_stats` gives them."""
+    # Deviations rather than E[x^2] - E[x]^2, which cancels where means are large, and costs as much.
+    mean = _avg_pool2d(x, x.shape[2:])
+    deviation = ops.subtract(x, mean)
+    var = _avg_pool2d(ops.multiply(deviation, deviation), x.shape[2:])
+    return ops.reshape(mean, [-1], False), ops.reshape(var, [-1], False)
+
+
 def _pad(x: Any, pads: tuple[int, ...], mode: str, value: float | None) -> Any:
     left, right, top, bottom = pads
     filling = _node(torch.tensor(value or 0.0))
@@ -181,6 +188,7 @@ def _pad(x: Any, pads: tuple[int, ...], mode: str, value: float | None) -> Any:
 TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
     "linear": _linear,
+    "batch_norm_update_stats": _statistics,
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
     "pad": _pad,

@@ -34,7 +34,7 @@ def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: b
 def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
     """As `F.avg_pool2d`, which counts the padding, in value and gradient."""
     if not fused(x, kernel, stride, padding):
-        if 0 < 2 * padding <= kernel and isinstance(x, Tensor) and x.is_cuda and not torch.compiler.is_compiling():
+        if 0 < 2 * padding <= kernel and x.is_cuda and not torch.compiler.is_compiling():
             # Gradients of PyTorch's own padding are wrong there up to 2.12: github.com/pytorch/pytorch/issues/188344.
             x, padding = F.pad(x, [padding] * 4), 0
         return F.avg_pool2d(x, kernel, stride, padding)
@@ -44,12 +44,10 @@ def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tenso
 def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
     """Whether the kernels pool `x`. PyTorch does where they cannot, and it says what is wrong with an input.
 
-    The compiler fuses PyTorch's pooling with what stands around it, so that it gets that to see. An engine's stand-in
-    for a tensor is none.
+    The compiler fuses PyTorch's pooling with what stands around it, so that it gets that to see.
     """
     return (
         not torch.compiler.is_compiling()
-        and isinstance(x, Tensor)
         and kernels.chosen(x)
         and x.ndim == 4
         and x.is_contiguous(memory_format=torch.channels_last)
