@@ -190,8 +190,8 @@ def usable_checkpoints() -> list[str]:
     )
     if not ranked:
         raise CheckpointError(
-            "there is no checkpoint here that classifies images: name one, a folder or owner/repo on the Hub, in a shell by "
-            "--model, or put some into a folder that the environment variable BKN_ZOO_CHECKPOINTS names."
+            "there is no checkpoint here that classifies images: name one, a folder or owner/repo on the Hub "
+            "(by --model in a shell), or put some into a folder that the variable BKN_ZOO_CHECKPOINTS names."
         )
     return [rank[-1] for rank in ranked]
 
