@@ -22,10 +22,11 @@ from starlette.requests import ClientDisconnect
 
 import bkn_zoo
 from bkn_zoo.errors import BknZooError
-from service.connections import Connection, Edge
-from service.decoding import Decoders
-from service.envelope import Envelope
-from service.errors import (
+
+from .connections import Connection, Edge
+from .decoding import Decoders
+from .envelope import Envelope
+from .errors import (
     CODES,
     DeadlineError,
     KeyRefusedError,
@@ -34,13 +35,13 @@ from service.errors import (
     of_the_image,
     respond,
 )
-from service.logs import set_up_logs
-from service.metrics import Metrics
-from service.pages import Cors, add_pages
-from service.pool import Loaded, Pool
-from service.schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, upload
-from service.settings import Settings, read_settings
-from service.uploads import Bodies, BodyLimit, read_upload
+from .logs import set_up_logs
+from .metrics import Metrics
+from .pages import Cors, add_pages
+from .pool import Loaded, Pool
+from .schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, upload
+from .settings import Settings, read_settings
+from .uploads import Bodies, BodyLimit, read_upload
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "malformed request"},

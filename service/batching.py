@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.errors import InternalError, OverloadedError
-from service.logs import request_id
-from service.metrics import Metrics
+from .errors import InternalError, OverloadedError
+from .logs import request_id
+from .metrics import Metrics
 
 log = logging.getLogger("service")
 

@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import h11
 from fastapi.responses import JSONResponse
 
-from service.envelope import QUIET
-from service.errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
-from service.metrics import Metrics
-from service.settings import Settings
+from .envelope import QUIET
+from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
+from .metrics import Metrics
+from .settings import Settings
 
 log = logging.getLogger("service")
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bkn_zoo.images import count_pixels
 from bkn_zoo.inference.classifier import Classifier
-from service.errors import OverloadedError
-from service.settings import Settings
+
+from .errors import OverloadedError
+from .settings import Settings
 
 SMALL = 4_000_000  # pixels, which take a tenth of a second or so
 PIXELS_PER_CORE = 12_500_000  # of large images at once; one takes up to 16 bytes for each

@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from service.errors import InternalError, ServiceError, respond
-from service.logs import request_id
-from service.metrics import Metrics
+from .errors import InternalError, ServiceError, respond
+from .logs import request_id
+from .metrics import Metrics
 
 log = logging.getLogger("service")
 

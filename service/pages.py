@@ -12,8 +12,8 @@ from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
 
-from service.envelope import POLICY
-from service.errors import error_response
+from .envelope import POLICY
+from .errors import error_response
 
 STATIC = Path(__file__).parent / "static"
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"

@@ -18,10 +18,11 @@ from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
-from service.batching import Line
-from service.errors import OverloadedError, UnavailableError, UnknownModelError
-from service.metrics import Metrics
-from service.settings import Settings
+
+from .batching import Line
+from .errors import OverloadedError, UnavailableError, UnknownModelError
+from .metrics import Metrics
+from .settings import Settings
 
 log = logging.getLogger("service")
 
@@ -53,6 +54,8 @@ class Pool:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
         given = settings.models or usable_checkpoints()
+        for source in filter(is_folder, given):
+            find(source)  # an error if there is none, before anyone is told that it is served
         self.sources = {_public_name(source): source for source in given}
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")

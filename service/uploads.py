@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
-from service.errors import (
+from .errors import (
     BadParameterError,
     MalformedRequestError,
     OverloadedError,
@@ -21,8 +21,8 @@ from service.errors import (
     TooLargeError,
     UnavailableError,
 )
-from service.schemas import Options
-from service.settings import Settings
+from .schemas import Options
+from .settings import Settings
 
 OPTIONS = tuple(Options.model_fields)
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
