@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert
+    from bkn_zoo.conversion import convert, create_model
     from bkn_zoo.inference.classifier import Classifier
-    from bkn_zoo.models import Network, create_model, list_models
+    from bkn_zoo.models import Network, list_models
     from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
 
 __all__ = [
@@ -49,7 +49,7 @@ ROOMS = {
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
     "convert": "bkn_zoo.conversion",
-    "create_model": "bkn_zoo.models",
+    "create_model": "bkn_zoo.conversion",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",

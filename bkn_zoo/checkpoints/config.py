@@ -18,15 +18,20 @@ Mode = Annotated[str, one_of(*MODES)]
 Percentage = Annotated[float, Rule(lambda value: 0 <= value <= 100, "a percentage, 0 to 100")]
 
 
+def norm_of(architecture: str) -> str:
+    """The norm of a network by its name."""
+    return "bkn" if ":" in architecture else architecture.rpartition("_")[2]
+
+
 @dataclass(frozen=True)
 class Config:
     """One checkpoint, described.
 
     Attributes:
         format_version: of the folder's layout.
-        architecture: the network's name in the registry.
-        norm: the last part of that name.
-        norm_options: what the norm was made with, as `create_model` takes it.
+        architecture: the network's name, as `create_model` takes it.
+        norm: the last part of that name; of a converted network, which has its library's name, "bkn".
+        norm_options: what the norm was made with, or the library's network, as `create_model` takes it.
         num_classes: outputs of the classifier.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: the mode that serves a call which does not choose one.
@@ -54,7 +59,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        norm = self.architecture.rpartition("_")[2]
+        norm = norm_of(self.architecture)
         if self.norm != norm:
             refuse("norm", self.norm, f"{norm!r}, the norm of {self.architecture}")
         if self.label_names is not None:

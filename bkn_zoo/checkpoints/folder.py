@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bkn_zoo.checkpoints.card import is_short_card, short_card
-from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config
+from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, norm_of
 from bkn_zoo.checkpoints.files import (
     CARD,
     CONFIG,
@@ -34,8 +34,9 @@ from bkn_zoo.checkpoints.files import (
 from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import of_today, read_tensors, read_weights, stored_dtype, to_stored, write_weights
+from bkn_zoo.conversion.libraries import create_model
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
-from bkn_zoo.models import Network, create_model
+from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
@@ -200,14 +201,17 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
 def _describe(model: Network, default_statistics: str | None, **given: Any) -> Config:
     if not isinstance(model, Network):
         kind = type(model).__name__
-        raise InputError(f"a {kind} cannot be saved: pass the network that create_model made, without a wrapper.")
+        raise InputError(
+            f"a {kind} cannot be saved: pass the network that create_model made, without a wrapper; of any other, a "
+            "checkpoint would have to hold the code, so save its state_dict."
+        )
     origin: Config | None = getattr(model, "config", None)
     if origin is not None and origin.num_classes == model.num_classes:
         given = {"label_names": origin.label_names, "preprocessing": origin.preprocessing} | _without_none(given)
     return Config(
         format_version=FORMAT_VERSION,
         architecture=model.name,
-        norm=model.name.rpartition("_")[2],
+        norm=norm_of(model.name),
         norm_options=model.norm_options,
         num_classes=model.num_classes,
         statistics_batch_size=model.statistics_batch_size,

@@ -43,7 +43,9 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
     """
     from huggingface_hub import snapshot_download
 
-    from bkn_zoo.models import list_models  # here, since PyTorch comes with it, and most names lead elsewhere
+    from bkn_zoo.conversion.libraries import (
+        is_model,
+    )  # here, since PyTorch comes with it, and most names lead elsewhere
 
     what = f"{repository}@{revision}" if revision else repository
 
@@ -65,7 +67,7 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
         raise CheckpointError(f"{what} holds no {CONFIG}, so it is no checkpoint of bkn_zoo: correct the name.")
     # An unknown network or a newer format is refused before its weights are downloaded.
     architecture = Config.read(folder / CONFIG).architecture
-    if architecture not in list_models():
+    if not is_model(architecture):
         raise CheckpointError(
             f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another checkpoint."
         )

@@ -3,6 +3,7 @@
     bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml --data CIFAR_FOLDER
     bkn-zoo train recipes/... --data ... --resume                            # go on after an interruption
     bkn-zoo train --data FOLDER_OF_CLASSES --init CHECKPOINT                 # fine-tune on one's own images
+    bkn-zoo train --data FOLDER_OF_CLASSES --init torchvision:resnet50       # the same, from torchvision's weights
     torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs, from a checkout
 
 Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
@@ -28,10 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bkn_zoo.checkpoints.config import norm_of
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_repository
+from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import InputError
-from bkn_zoo.models import Network, create_model
+from bkn_zoo.models import Network
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
@@ -45,6 +48,8 @@ FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
     "augmentation.crop": 0.1,
 }  # fmt: skip
+LIBRARY_SIZE = 224
+"""Of images for a library's network, unless the command says otherwise."""
 
 
 def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -52,7 +57,10 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, help="a file of recipes/")
     parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
-    parser.add_argument("--init", help="a checkpoint to start from; its classifier is kept where the classes fit")
+    parser.add_argument(
+        "--init",
+        help="a checkpoint to start from, torchvision:NAME or timm:NAME; its classifier is kept where the classes fit",
+    )
     parser.add_argument("--output", type=Path, help="default: runs/NAME")
     parser.add_argument("--results", type=Path, help="for the record; default: results/runs of the output folder")
     parser.add_argument("--name", help="of the run; default: the recipe's, and what is overridden")
@@ -92,6 +100,8 @@ def literal(text: str) -> Any:
 
 def like(init: str, model: str | None) -> dict[str, Any]:
     """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
+    if of_library(init):
+        return {"model": init, "size": LIBRARY_SIZE}
     config = from_pretrained(init).config
     size = {"size": config.preprocessing.size} if config.preprocessing else {}
     options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
@@ -102,19 +112,31 @@ def like(init: str, model: str | None) -> dict[str, Any]:
 def build(recipe: Recipe, init: str | None, classes: int) -> Network:
     model = create_model(recipe.model, classes, **recipe.norm_options)
     if init is not None:
-        source = from_pretrained(init)
+        source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
         weights = source.state_dict()
-        if source.num_classes != classes:
-            weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.")}
+        fresh = _classifier(source, model) if source.num_classes != classes else set()
         try:
-            missing, extra = model.load_state_dict(weights, strict=False)
+            kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
+            missing, extra = model.load_state_dict(kept, strict=False)
         except RuntimeError:  # a tensor of another shape
             missing, extra = [], list(weights)
-        if extra or any(not name.startswith("fc.") for name in missing):
+        if extra or set(missing) - fresh:
             raise InputError(
                 f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model and options."
             )
     return model
+
+
+def _classifier(source: Network, model: Network) -> set[str]:
+    """The tensors that differ in nothing but the number of classes."""
+    own = model.state_dict()
+    return {
+        name
+        for name, tensor in source.state_dict().items()
+        if name in own
+        and (tensor.shape[:1], own[name].shape[:1]) == ((source.num_classes,), (model.num_classes,))
+        and tensor.shape[1:] == own[name].shape[1:]
+    }
 
 
 def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe) -> str:
@@ -122,7 +144,7 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
     if args.name:
         return args.name
     if args.recipe is None:
-        return f"{recipe.model}.{args.data.name}"
+        return f"{recipe.model.replace(':', '_')}.{args.data.name}"
     return args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
 
 
@@ -151,7 +173,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         stored = stored.to(device).to(memory_format=torch.channels_last)
         test = evaluate(stored, evaluation_batches(data, data.test, 500, device, args.workers))
         record = {
-            "name": name, "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
+            "name": name, "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
             "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
             "test_images": training_facts["test_images"],

@@ -2,6 +2,18 @@
 
 from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights
 from bkn_zoo.conversion.converted import Converted, convert
+from bkn_zoo.conversion.libraries import LibraryNetwork, create_model, from_library, is_model
 from bkn_zoo.conversion.proof import Proof, prove
 
-__all__ = ["convert", "Converted", "prove", "Proof", "load_batchnorm_weights", "BATCHNORM_GAIN"]
+__all__ = [
+    "convert",
+    "Converted",
+    "prove",
+    "Proof",
+    "create_model",
+    "from_library",
+    "is_model",
+    "LibraryNetwork",
+    "load_batchnorm_weights",
+    "BATCHNORM_GAIN",
+]

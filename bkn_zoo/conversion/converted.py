@@ -34,8 +34,8 @@ class Converted(nn.Module):
     default_statistics: str
 
     def __init__(self, original: nn.Module, in_training: Callable[..., Any], in_evaluation: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__.update(vars(original))
+        nn.Module.__init__(self)
+        vars(self).update(vars(original))
         self._in_training, self._in_evaluation = in_training, in_evaluation
 
     def forward(self, *inputs: Any, statistics: str | None = None, **named: Any) -> Any:

@@ -14,10 +14,11 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.conversion.libraries import is_model
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
 from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
-from bkn_zoo.models import Network, list_models
+from bkn_zoo.models import Network
 from bkn_zoo.modes import choose_statistics
 
 PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
@@ -202,7 +203,7 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError:  # who asks for it by name will be told
             continue
-        if config.preprocessing is not None and config.architecture in list_models():
+        if config.preprocessing is not None and is_model(config.architecture):
             yield name, config
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.conversion.libraries import LibraryNetwork
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES
 from bkn_zoo.inference.cuda_graph import Captured
@@ -35,7 +36,8 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
     if engine == "auto":
-        engine = "openvino" if ov is not None and torch.device(device).type == "cpu" else "torch"
+        written = not isinstance(model, LibraryNetwork)  # OpenVINO's graph and folding know the zoo's own networks
+        engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and written else "torch"
     return (OpenVINOEngine if engine == "openvino" else TorchEngine)(model, device, precision)
 
 
@@ -107,7 +109,8 @@ class TorchEngine(Engine):
     def _prepare(self, statistics: Statistics) -> Network:
         # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
         fused = statistics.mode != "population" and self.device.type == "cuda"
-        network = frozen(self.model) if fused else prepare(self.model, statistics)
+        as_it_is = fused or isinstance(self.model, LibraryNetwork)
+        network = frozen(self.model) if as_it_is else prepare(self.model, statistics)
         for module in network.modules():
             if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm | FoldedNorm):
                 module.to(self.dtype)  # the other norms stay in float32, as all statistics do
@@ -121,6 +124,8 @@ class OpenVINOEngine(Engine):
         super().__init__(model, device, precision)
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
+        if isinstance(model, LibraryNetwork):
+            raise InputError(f"OpenVINO does not take {model.name}, a converted network: choose engine='torch'.")
         if self.device.type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
         self.options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}

@@ -30,6 +30,9 @@ class Network(nn.Module):
     """
 
     stride: int  # of the whole network; smaller images have no positions left at the top
+    # A subclass defines these two; here is no definition, since a converted network may have modules of these names.
+    features: Callable[[Tensor, Statistics], Tensor]  # images to the top feature map
+    head: Callable[[Tensor], Tensor]  # from there to logits
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -76,14 +79,6 @@ class Network(nn.Module):
             for module, other in others:
                 setattr(module, other, getattr(first, name))
         return self
-
-    def features(self, images: Tensor, statistics: Statistics) -> Tensor:
-        """The top feature map."""
-        raise NotImplementedError
-
-    def head(self, x: Tensor) -> Tensor:
-        """From the top feature map to logits."""
-        raise NotImplementedError
 
     def _check(self, images: Tensor) -> None:
         if images.ndim != 4 or images.shape[1] != 3:

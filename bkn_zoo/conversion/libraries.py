@@ -1,0 +1,153 @@
+"""Classifiers of torchvision and timm, converted, under names such as "torchvision:resnet50" and "timm:repvgg_a0".
+
+The name and its options may come from a stranger's config.json: a builder is one that the library lists, options are
+plain numbers, and nothing is downloaded unless the caller asks for the library's weights.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bkn_zoo.conversion.converted import Converted, convert
+from bkn_zoo.errors import ConversionError, HubUnavailableError, InputError, UnknownNameError
+from bkn_zoo.models import registry
+from bkn_zoo.models.network import Network
+
+LIBRARIES = ("torchvision", "timm")
+REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
+"""Beginnings of options that would load something, or build something else than a classifier."""
+
+WITHOUT_AUXILIARY_HEADS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+
+
+class LibraryNetwork(Converted, Network):
+    """A converted classifier that checkpoints, training and inference take as they take the zoo's own networks."""
+
+    def __init__(self, converted: Converted, name: str, num_classes: int, options: dict[str, Any], stride: int) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(converted))
+        self.name, self.num_classes, self.norm_options, self.stride = name, num_classes, options, stride
+        self.config, self.revision = None, None
+
+    def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:  # type: ignore[override]
+        """Logits, (images, classes).
+
+        Args:
+            images: (images, 3, height, width), preprocessed.
+            statistics: "population", "sample" or "expected"; at inference only.
+        """
+        self._check(images)
+        return super().forward(images, statistics=statistics)
+
+
+def create_model(name: str, num_classes: int | None = None, **options: Any) -> Network:
+    """A freshly initialized network: the zoo's own, or one of torchvision's or timm's with BKN for batch normalization.
+
+    Args:
+        name: one of `list_models()`, or "torchvision:NAME" or "timm:NAME".
+        num_classes: outputs of the classifier; by default those of the data set the network was designed for.
+        options: the zoo's own networks take those of their norm (`bkn_zoo.models.create_model`), a library's the
+            numbers and lists of numbers that its builder takes.
+    """
+    if ":" in name:
+        return from_library(name, num_classes, options)
+    return registry.create_model(name, num_classes, **options)
+
+
+def of_library(name: str) -> bool:
+    """Whether this is the name of a library's network, which may exist or not."""
+    return name.startswith(tuple(f"{library}:" for library in LIBRARIES))
+
+
+def is_model(name: str) -> bool:
+    """Whether `create_model` knows this name here."""
+    if ":" not in name:
+        return name in registry.list_models()
+    try:
+        _builder(name)
+    except UnknownNameError:
+        return False
+    return True
+
+
+def from_library(
+    name: str, num_classes: int | None = None, options: Mapping[str, Any] | None = None, *, pretrained: bool = False
+) -> LibraryNetwork:
+    """A classifier of torchvision or timm, converted; `pretrained` downloads the library's own weights first.
+
+    Args:
+        name: "torchvision:NAME" or "timm:NAME".
+        num_classes: outputs of the classifier; by default the library's.
+        options: numbers and lists of numbers, as the library's builder takes them.
+    """
+    build, load = _builder(name)
+    options = dict(options or {})
+    _check_options(name, options)
+    classes = 1000 if num_classes is None else num_classes
+    if not isinstance(classes, int) or classes < 1:
+        raise InputError(f"num_classes is {classes!r}, but a classifier needs a whole number of at least 1.")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the library's own future
+            model = build(num_classes=classes, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"{name} does not take these options ({error}): correct {options or 'num_classes'}.") from None
+    if pretrained:
+        try:
+            weights = load()
+        except Exception as error:  # whatever stands between here and the library's own server
+            raise HubUnavailableError(f"the weights of {name} could not be had ({error}): try again later.") from error
+        _load(model, weights)
+    converted = convert(model)
+    if not isinstance(converted, Converted):
+        raise ConversionError(f"{name} cannot be converted as a whole.")
+    return LibraryNetwork(converted, name, classes, options, _smallest_image(name, model))
+
+
+def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[str, Tensor]]]:
+    """What makes a network, and what loads its weights."""
+    library, _, network = name.partition(":")
+    if library == "torchvision":
+        import torchvision.models as models
+
+        if network in models.list_models(module=models):
+            options = WITHOUT_AUXILIARY_HEADS.get(network, {})
+            return (
+                lambda **given: models.get_model(network, weights=None, **options | given),
+                lambda: models.get_model_weights(network).DEFAULT.get_state_dict(check_hash=True, weights_only=True),
+            )
+    elif library == "timm":
+        try:
+            import timm
+        except ImportError:
+            raise UnknownNameError(f"{name} needs timm: install it with pip install timm.") from None
+        if network in timm.list_models():
+            return (
+                lambda **given: timm.create_model(network, pretrained=False, **given),
+                lambda: timm.create_model(network, pretrained=True).state_dict(),
+            )
+    else:
+        raise UnknownNameError(f"unknown library in {name!r}: choose one of {', '.join(LIBRARIES)}.")
+    raise UnknownNameError(f"{library} here has no classifier {network!r}: correct the name, or upgrade {library}.")
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    for option, value in options.items():
+        plain = all(isinstance(x, bool | int | float) for x in (value if isinstance(value, list | tuple) else [value]))
+        if option.startswith(REFUSED_OPTIONS) or not plain:
+            raise InputError(f"{name} is not built with {option}={value!r}: options are numbers or lists of numbers.")
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """The library's weights, but for a classifier of other classes."""
+    own = model.state_dict()
+    fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
+    model.load_state_dict(fitting, strict=False)
+
+
+def _smallest_image(name: str, model: nn.Module) -> int:
+    about: Any = getattr(model, "pretrained_cfg", {})
+    if about.get("fixed_input_size"):
+        return about["input_size"][-1]
+    return 75 if "inception" in name else 32

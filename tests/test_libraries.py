@@ -1,0 +1,176 @@
+"""Converted networks of torchvision and timm live in the zoo: checkpoints, classifier, command, service, training."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from PIL import Image
+from torch import Tensor
+
+import bkn_zoo
+from bkn_zoo import cli
+from bkn_zoo.checkpoints.folder import verify_golden
+from bkn_zoo.cli import train
+from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
+from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, UnknownNameError
+from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.modes import MODES
+from service.app import create_app
+from service.settings import read_settings
+
+pytest.importorskip("timm")
+
+NETWORK = "timm:test_resnet"
+ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = bkn_zoo.create_model(NETWORK, 4)
+    model.statistics_batch_size = 2
+    model.train()(torch.randn(4, 3, 64, 64))
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "mine", default_statistics="expected", **ABOUT)
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(NETWORK, {"drop_rate": 0.1}), ("torchvision:mobilenet_v2", {"width_mult": 0.25})]
+)
+def test_a_checkpoint_names_library_builder_and_options_and_gives_the_network_back(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = bkn_zoo.create_model(name, 4, **options)
+    model.statistics_batch_size = 2
+    model.train()(torch.randn(4, 3, 64, 64))
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "mine", **ABOUT)
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert (config["architecture"], config["norm"], config["norm_options"]) == (name, "bkn", options)
+    again = bkn_zoo.from_pretrained(tmp_path / "mine")
+    assert isinstance(again, LibraryNetwork)
+    assert not again.training
+    images = torch.randn(2, 3, 64, 64)
+    stored = {key: tensor.half().float() if tensor.ndim > 1 else tensor for key, tensor in model.state_dict().items()}
+    model.load_state_dict(stored)
+    with torch.no_grad():
+        for mode in MODES:
+            assert torch.equal(again(images, mode), model(images, mode))
+    assert set(verify_golden(tmp_path / "mine")) == set(MODES)
+
+
+def test_classifier_and_command_take_it(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.radial_gradient("L").convert("RGB").save(tmp_path / "photo.png")
+    classifier = bkn_zoo.Classifier.from_pretrained(checkpoint)
+    best = classifier(tmp_path / "photo.png", top_k=1).predictions[0]
+    assert cli.main(["classify", "--model", str(checkpoint), str(tmp_path / "photo.png")]) == 0
+    assert best.label in capsys.readouterr().out
+    assert cli.main(["info", str(checkpoint)]) == 0
+    assert NETWORK in capsys.readouterr().out
+    with pytest.raises(InputError, match="OpenVINO does not take timm:test_resnet"):
+        create_engine(classifier.model, "openvino")
+
+
+def test_the_service_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoint.parent))
+    photo = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").save(photo, "PNG")
+    with TestClient(create_app(read_settings(["--models", "mine"]))) as client:
+        deadline = time.monotonic() + 60
+        while client.get("/health/ready").status_code != 200 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        answer = client.post("/v1/classify", content=photo.getvalue(), headers={"Content-Type": "image/png"})
+        assert answer.status_code == 200
+        assert client.get("/v1/models").json()["models"][0]["architecture"] == NETWORK
+
+
+def test_the_engine_gives_the_network_s_outputs(checkpoint: Path) -> None:
+    model = bkn_zoo.from_pretrained(checkpoint)
+    engine = create_engine(model)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for mode in MODES:
+            torch.testing.assert_close(engine(images, mode), model(images, mode))
+
+
+def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "light")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for k in range(8):
+            pixels = rng.integers(120 * label, 120 * label + 120, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{k}.jpg")
+    published = from_library(NETWORK).state_dict()
+    builder = libraries._builder
+    monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], lambda: published))
+    monkeypatch.chdir(tmp_path)
+    source = train.build(train.read_recipe(None, {"model": NETWORK, **train.FINE_TUNING}), NETWORK, 2)
+    assert torch.equal(source.state_dict()["conv1.0.weight"], published["conv1.0.weight"])
+    more = ["--epochs", "1", "--validation", "0.3", "--gradient_batch", "4", "--device", "cpu", "--size", "32"]
+    train.main(["--data", "photos", "--init", NETWORK, *more])
+    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "timm_test_resnet.photos" / "checkpoint")
+    assert (model.name, model.num_classes, model.statistics_batch_size) == (NETWORK, 2, 1)
+    trained = model.state_dict()["conv1.0.weight"]
+    assert 0 < (trained - published["conv1.0.weight"]).abs().max() < 0.1  # from where the library's weights were
+
+
+def test_weights_that_cannot_be_had_are_an_error_of_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline() -> dict[str, Tensor]:
+        raise OSError("no route to host")
+
+    builder = libraries._builder
+    monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], offline))
+    with pytest.raises(HubUnavailableError, match="no route to host"):
+        from_library(NETWORK, pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("os:system", {}, UnknownNameError, "unknown library"),
+        ("timm:hf-hub:someone/something", {}, UnknownNameError, "no classifier"),
+        ("torchvision:fasterrcnn_resnet50_fpn", {}, UnknownNameError, "no classifier"),
+        ("torchvision:vgg11", {}, bkn_zoo.BknZooError, "no batch norm"),
+        (NETWORK, {"pretrained": True}, InputError, "is not built with pretrained"),
+        (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "is not built with checkpoint_path"),
+        (NETWORK, {"act_layer": "relu"}, InputError, "options are numbers"),
+        (NETWORK, {"no_such_option": 3}, InputError, "does not take these options"),
+        (NETWORK, {"num_classes": 0}, InputError, "num_classes"),
+    ],
+)
+def test_nothing_but_plain_names_and_numbers_is_built(
+    name: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        bkn_zoo.create_model(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architecture": "os:system"}, "unknown library"),
+        ({"architecture": "timm:no_such_network"}, "no classifier"),
+        ({"norm_options": {"pretrained": True}}, "is not built with"),
+        ({"norm_options": {"checkpoint_path": "weights.bin"}}, "is not built with"),
+        ({"norm": "bn"}, "norm"),
+    ],
+)
+def test_a_stranger_s_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, words: str) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        bkn_zoo.from_pretrained(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_converted_network_of_one_s_own_has_no_name_to_be_saved_under(tmp_path: Path) -> None:
+    model = bkn_zoo.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)))
+    with pytest.raises(InputError, match="save its state_dict"):
+        bkn_zoo.save_pretrained(model, tmp_path / "mine")  # type: ignore[arg-type]
