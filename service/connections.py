@@ -31,6 +31,7 @@ SPARE_FILES = 64  # descriptors for the engines, the listener, the log and the p
 LINGER = 3  # times the seconds of a stall, to read on when an answer came before the end of what it answers
 LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between looks for the reset of a client that has gone: a round trip
 CLOSE = (b"connection", b"close")
+CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
 NOT_HTTP = f"this is not HTTP/1.1, or its headers are longer than {MAX_HEAD} bytes: send a request such as /docs shows."
 BROKEN_BODY = "the body is not framed as HTTP asks for: send Content-Length, or chunks of a sensible size."
 
@@ -126,7 +127,7 @@ class Connection(asyncio.Protocol):
         if not exchange.started and exchange.scope["http_version"] == "1.1":
             # To one that has closed its socket anything is answered with a reset; to one that still listens, this says
             # nothing that it has to heed.
-            self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            self.transport.write(self.http.send(CONTINUE) or b"")
             self._look(exchange, LOOKS)
         return True
 
@@ -150,6 +151,7 @@ class Connection(asyncio.Protocol):
         self.writable.set()
         if self._write_patience is not None:
             self._write_patience.cancel()
+            self._write_patience = None
         if self.exchange is not None and self.exchange.whole:
             self.edge.awaited.pop(self, None)
 
@@ -373,9 +375,7 @@ class Exchange:
     async def receive(self) -> dict[str, Any]:
         http = self.connection.http
         if http.they_are_waiting_for_100_continue and not self.started and not self._gone:
-            self.connection.transport.write(
-                http.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")) or b""
-            )
+            self.connection.transport.write(http.send(CONTINUE) or b"")
         while not (self._gone or self._done or self._error or self._body or (self.whole and not self._told)):
             if not self.connection.ahead:
                 self.connection.read(True)

@@ -111,16 +111,16 @@ class Upload:
 
     async def next(self, receive: Any, seconds: float) -> Any:
         """What the client sends next, unless it is silent for too long or the upload is given up."""
-        try:
-            if self.refusal is None:
+        refusal = self.refusal
+        if refusal is None:
+            try:
                 async with asyncio.timeout(seconds) as self._waiting:
                     return await receive()
-        except TimeoutError:
-            if self.refusal is None:
-                raise SlowError(f"nothing of the body came for {seconds:g} s: send it at once.") from None
-        finally:
-            self._waiting = None
-        raise self.refusal or AssertionError
+            except TimeoutError:
+                refusal = self.refusal or SlowError(f"nothing of the body came for {seconds:g} s: send it at once.")
+            finally:
+                self._waiting = None
+        raise refusal
 
     def give_up(self, refusal: ServiceError) -> None:
         self.refusal = refusal
@@ -144,14 +144,17 @@ class Bodies:
         self.held = 0
         self._unfinished: dict[Upload, int] = {}  # bytes of each, those first that have been silent for longest
 
-    def count(self, upload: Upload, more: int, is_whole: bool) -> None:
-        """Note what has come; raises where that is too much."""
+    async def next(self, upload: Upload, receive: Any) -> Any:
+        """What comes next of an upload; raises where that is too much or takes too long."""
+        self._unfinished.setdefault(upload, 0)
+        message = await upload.next(receive, self.stall_seconds)
+        more = len(message.get("body", b""))
         upload.size += more
         self.held += more
         if upload.size > self.most:
             raise self.too_large()
         self._unfinished.pop(upload, None)
-        if not is_whole:
+        if message.get("more_body", False):
             self._unfinished[upload] = upload.size
         while sum(self._unfinished.values()) > self.together // 2:
             silent = next(iter(self._unfinished))
@@ -161,6 +164,7 @@ class Bodies:
             raise upload.refusal
         if self.held > self.together:
             raise OverloadedError("too many uploads at once: try again in a second.", 1)
+        return message
 
     def forget(self, upload: Upload) -> None:
         self.held -= upload.size
@@ -194,9 +198,8 @@ class BodyLimit:
                 raise bodies.too_large()
             if is_whole:  # what comes now is that the client leaves, whenever it does
                 return await receive()
-            message = await upload.next(receive, bodies.stall_seconds)
+            message = await bodies.next(upload, receive)
             is_whole = not message.get("more_body", False)
-            bodies.count(upload, len(message.get("body", b"")), is_whole)
             return message
 
         try:

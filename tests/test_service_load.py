@@ -206,7 +206,7 @@ def test_told_to_stop_under_load_the_service_drains_as_a_balancer_expects(checkp
         async def stop_under_load() -> None:
             accepted = [asyncio.create_task(ask(process.url, request(CLASSIFY, picture()))) for _ in range(many)]
             reader, stalled = await asyncio.open_connection("127.0.0.1", process.port)
-            stalled.write(request(CLASSIFY, picture())[:-20])
+            stalled.write(request(CLASSIFY, picture())[: -len(picture())])
             ready: list[tuple[float, Reply]] = []
             live: list[tuple[float, Reply]] = []
             others: list[tuple[float, Reply]] = []
