@@ -19,30 +19,28 @@ USES = {
 }
 
 
-def run(code: str, tree: Path) -> tuple[float, int]:
-    """Seconds of a process that does nothing else, and the modules that it ends with."""
+def run(code: str, tree: Path) -> tuple[float, float, int]:
+    """Seconds by the clock and of the processor that a process takes for nothing else, and the modules it ends with."""
     code += "\nimport sys\nprint(len(sys.modules))"
-    start = time.perf_counter()
+    start, before = time.perf_counter(), sum(os.times()[2:4])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return time.perf_counter() - start, int(done.stdout.split()[-1])
+    return time.perf_counter() - start, sum(os.times()[2:4]) - before, int(done.stdout.split()[-1])
 
 
 def imports(args: argparse.Namespace) -> None:
     trees = {"before": args.before, "now": ROOT} if args.before else {"now": ROOT}
     cases = [("-", "python", "pass", ROOT), ("-", "import torch", "import torch", ROOT)]
     cases += [(name, use, code, tree) for use, code in USES.items() for name, tree in trees.items()]
-    seconds: dict[tuple[str, str], list[float]] = {}
-    modules: dict[tuple[str, str], int] = {}
+    measured: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
     for _ in range(args.rounds + 1):  # of which the first fills the disk's cache
         for name, use, code, tree in cases:
-            took, modules[use, name] = run(code, tree)
-            seconds.setdefault((use, name), []).append(took)
-    rows: list[dict[str, Any]] = [
-        {"use": use, "tree": name, "seconds": statistics.median(seconds[use, name][1:]), "modules": modules[use, name]}
-        for name, use, _, _ in cases
-    ]
+            measured.setdefault((name, use), []).append(run(code, tree))
+    rows: list[dict[str, Any]] = []
+    for (name, use), runs in measured.items():
+        seconds, cpu_seconds, modules = map(statistics.median, zip(*runs[1:], strict=True))
+        rows.append({"use": use, "tree": name, "seconds": seconds, "cpu_seconds": cpu_seconds, "modules": modules})
     write_results(args.output, rows, rounds=args.rounds)
     print(table(rows, list(rows[0])))

@@ -90,6 +90,14 @@ def test_no_import_leads_upward_or_across() -> None:
     assert wrong == []
 
 
+def test_the_service_does_not_name_itself() -> None:
+    """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
+    named = [
+        file.name for file in (ROOT / "service").glob("*.py") if "from service" in file.read_text(encoding="utf-8")
+    ]
+    assert named == []
+
+
 def test_no_import_leads_in_a_circle() -> None:
     try:
         list(TopologicalSorter(ARROWS).static_order())

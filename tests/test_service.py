@@ -417,6 +417,15 @@ def until_ready(client: TestClient) -> None:
         time.sleep(0.05)
 
 
+def test_a_folder_that_is_not_there_is_refused_before_anything_claims_to_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    assert main(["--port", "0", "--models", "./nowhere"]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, "there is no folder ./nowhere" in shown.err) == ("", True)
+
+
 @pytest.mark.usefixtures("bundled")
 def test_without_a_model_the_command_says_why_it_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

