@@ -76,7 +76,7 @@ def test_twenty_steps_give_the_same_losses_and_running_averages_as_launched(how)
     assert expected[-1] < 0.9 * expected[0]
     assert_close(losses, expected, rtol=1e-3, atol=1e-3)
     for (name, buffer), other in zip(model.named_buffers(), launched.buffers(), strict=True):
-        assert_close(buffer, other, rtol=2e-2, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+        assert (buffer - other).double().norm() <= 2e-2 * other.double().norm(), name
     assert model.conv.norm.num_batches_tracked == 20
 
 
@@ -164,12 +164,15 @@ def test_threads_share_an_engine_and_mix_modes():
     wrong = []
 
     def ask(mode):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for count in (1, 5, 32) * 4:
-                logits = engine(images[:count], mode)
-                torch.cuda.current_stream().synchronize()
-                if (logits - expected[mode][:count]).abs().max() > 2e-3 * expected[mode].abs().max():
-                    wrong.append((mode, count))
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for count in (1, 5, 32) * 4:
+                    logits = engine(images[:count], mode)
+                    torch.cuda.current_stream().synchronize()
+                    if (logits - expected[mode][:count]).abs().max() > 2e-3 * expected[mode].abs().max():
+                        wrong.append((mode, count))
+        except Exception as error:
+            wrong.append(error)
 
     torch.cuda.synchronize()
     threads = [threading.Thread(target=ask, args=(mode,)) for mode in MODES * 2]

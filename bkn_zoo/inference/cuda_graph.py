@@ -11,6 +11,11 @@ SIZES = (1, 2, 4, 8, 16, 32)
 gives does not depend on those beside it."""
 
 
+_capturing = (
+    threading.Lock()
+)  # of all engines: a capture begins with a synchronization, which another would not survive
+
+
 class Captured:
     """One network for images of one size, with a graph for each of `SIZES` that was needed so far.
 
@@ -54,8 +59,9 @@ class Captured:
 
     def _capture(self, size: int) -> tuple[Any, Tensor]:
         images = self.images[:size]
-        self.network(images, self.mode)  # compiles kernels, chooses algorithms
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            logits = self.network(images, self.mode).float()
+        with _capturing:
+            self.network(images, self.mode)  # compiles kernels, chooses algorithms
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                logits = self.network(images, self.mode).float()
         return graph, logits

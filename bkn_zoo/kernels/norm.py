@@ -11,19 +11,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo.kernels import norm_launch
-from bkn_zoo.kernels.norm_launch import dense, like, parameter_sizes, slice_like
+from bkn_zoo.kernels.norm_launch import dense, parameter_sizes
 
 _library = torch.library.Library("bkn_zoo", "DEF")
 _library.define(
     "norm(Tensor x, Tensor weight, Tensor bias, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
     "Tensor? raw_process_noise, Tensor? raw_gain, Tensor? residual, Tensor(a!)[] running, SymInt group, float eps, "
-    "float momentum, bool relu, Tensor[] partners, float own) -> (Tensor y, Tensor beliefs)"
+    "float momentum, bool relu, Tensor[] partners, float own) -> (Tensor y, Tensor beliefs)",
+    tags=torch.Tag.flexible_layout,  # inductor would otherwise copy features into the layout that it traced
 )
 _library.define(
     "norm_backward(Tensor dy, Tensor? dbelief_mean, Tensor? dbelief_var, Tensor x, Tensor? y, Tensor weight, "
     "Tensor bias, Tensor beliefs, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
     "Tensor? raw_process_noise, Tensor? raw_gain, SymInt group, float eps, bool relu) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dpriors, Tensor dtransition, Tensor dparameters)"
+    "-> (Tensor dx, Tensor dresidual, Tensor dpriors, Tensor dtransition, Tensor dparameters)",
+    tags=torch.Tag.flexible_layout,
 )
 
 
@@ -92,7 +94,7 @@ class Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
         x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else slice_like(x, dy)
+        dy = torch.zeros_like(x) if dy is None else dy
         if dmean is not None or dvar is not None:
             dmean = torch.zeros_like(beliefs[0]) if dmean is None else dmean.contiguous()
             dvar = torch.zeros_like(beliefs[0]) if dvar is None else dvar.contiguous()
@@ -104,7 +106,7 @@ class Norm(torch.autograd.Function):
         if not ctx.has_residual:
             dresidual = None
         elif kept is None:
-            dresidual = dy
+            dresidual = dy.to(x.dtype)
         parts = dparameters.split(parameter_sizes(weight, raw_process_noise))
         if weight.dtype != torch.float32:
             parts = [part.to(weight.dtype) for part in parts]
@@ -134,7 +136,7 @@ def fused_norm(
     """
     x, weight, bias = dense(x), weight.contiguous(), bias.contiguous()
     if residual is not None:
-        residual = like(x, residual)
+        residual = residual.to(x.dtype)
     if transition is not None and prior_mean is not None and prior_var is not None:
         prior_mean, prior_var = prior_mean.float().contiguous(), prior_var.float().contiguous()
         transition = transition.contiguous()

@@ -77,7 +77,7 @@ def choose_tiling(
     else:
         block_c = next((size for size in (128, 64, 32) if channels % size == 0), 64)
         block_p, warps = 4096 // block_c, 4
-    if images * tiles(channels, block_c) >= wanted:
+    if images >= processors or images * tiles(channels, block_c) >= wanted:
         return Tiling(1, block_p, block_c, warps, True)
     block_c, pieces = 32, 1
     programs = images * tiles(channels, block_c)
@@ -270,6 +270,7 @@ def forward(
     `partners`, those that `RunningNorm.expect` takes, an observation is what the image expects with a share of `own`.
     `alone` is as in `Launches`.
     """
+    x, residual = dense(x), residual if residual is None else like(x, residual)
     shape = describe(x, transition, raw_process_noise, group, residual is not None, relu, eps)
     launches = plan_forward(shape, bool(running), momentum, own if partners else None)
     y, beliefs = torch.empty_like(x), floats(x, 4, shape.images // group, shape.channels)
@@ -307,6 +308,8 @@ def backward(
 
     Absent ones are empty. Few allocations: from Python, each takes as long as a launch.
     """
+    x = dense(x)
+    dy, y = slice_like(x, dy), y if y is None else like(x, y)
     shape = describe(x, transition, raw_process_noise, group, y is not None, relu, eps)
     step = position_stride(dy) if shape.channels_last else 1
     launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
