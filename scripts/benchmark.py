@@ -11,6 +11,8 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 """
 
 import argparse
+import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -76,9 +78,15 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=shared_pool()):
         step()
     return graph.replay
+
+
+@functools.cache
+def shared_pool() -> Any:
+    """Memory for all graphs: they take turns, and each writes what it reads."""
+    return torch.cuda.graph_pool_handle()
 
 
 def build(network: str, norm: str, statistics_batch: int | None) -> torch.nn.Module:
@@ -144,6 +152,8 @@ def enter(network: str, contestant: str, images: torch.Tensor, labels: torch.Ten
 
 def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
     """Time all contestants in turns and write what they took into their rows."""
+    gc.collect()
+    gc.freeze()  # what the others hold would make everyone's collections longer than in a process of their own
     times: list[list[float]] = [[] for _ in contestants]
     for _ in range(rounds):
         for contestant, taken in zip(contestants, times, strict=True):

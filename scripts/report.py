@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE, RUNS, IMAGENET = (ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md"))
 MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
+TRAIN_256 = ("train", "train_inception")
+"""The files with steps of 256 images."""
 
 INTRODUCTION = """\
 # How fast it is
@@ -33,18 +35,27 @@ Contestants take turns within one run. Times are medians over the rounds, a spre
 fastest, and every ratio is the median of the ratios within a round.
 """
 
-TRAIN = """\
-## Training on a GPU
+LOOP = """\
+## Training on a GPU: an ordinary loop
 
-One optimizer step on random images of 224 px, gradient batch 256, bfloat16 autocast, channels_last. BN normalizes whole
-batches; BKN runs on the fused kernels of `bkn_zoo/kernels`. *launch* says whether Python launches the kernels one
-by one or replays them from a CUDA graph: the launching alone often takes longer than the GPU's work, BKN's most of all.
-`ratio_to_bn_eager` is against eager BN launched from Python, and so compares like with like for BKN launched from
-Python; `ratio_to_bn_compiled` is against the fastest BN there is, compiled and replayed from a graph, and compares like
-with like for BKN from a graph. Launched from Python, BKN is slower than BN: capture its steps, as the recipes do where
-there is one GPU.
+One optimizer step on random images of 224 px, bfloat16 autocast, channels_last, a fused optimizer. BN is torchvision's
+own network where it has one, and normalizes whole batches; BKN runs on the fused kernels of `bkn_zoo/kernels`, by
+groups of *statistics_batch*. `ratio_to_bn` is to BN run in the same way, `ratio_to_fastest_bn` to the fastest BN of the
+table.
+
+*launch* says whether Python launches the kernels one by one or replays them from a CUDA graph. Where Python launches
+them (*eager*), a step at a micro-batch is as long as Python takes, on this processor five to ten times what the GPU
+needs, and BKN pays for three more parameters and its own launches in each layer. Compiled with *reduce-overhead* the
+network is replayed and Python runs the optimizer only; a captured step ([training.md](training.md)) has no Python in
+it, and there BKN is faster than BN.
+"""
+
+TRAIN = """\
+## Training on a GPU: 256 images
+
 `peak_gib` includes `transition_gib`, A and its momentum, which BN does not have. Statistics and beliefs are float32;
-their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise.
+their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise. The
+tables were measured one after another, and a row is to be compared with those of its own table.
 """
 
 ROOFLINE = """\
@@ -58,6 +69,13 @@ CPU = """\
 ## Training on a CPU
 
 The PyTorch version of BKN against BN, the small network, float32.
+"""
+
+INFER_CUDA = """\
+## Inference on a GPU
+
+One image at a time. *eager* is the network as it was trained, launched from Python; *torch* is the PyTorch engine,
+which replays CUDA graphs. Columns are as on a CPU, below.
 """
 
 INFER = """\
@@ -115,20 +133,21 @@ def columns(rows: list[dict[str, Any]], leave_out: tuple[str, ...] = ()) -> list
 
 def performance() -> str:
     parts = [INTRODUCTION]
-    for title, name, leave_out in [
-        (TRAIN, "train", ("images_per_s",)),
-        (CPU, "train_cpu", ("images_per_s",)),
-        (INFER, "infer", ()),
-        (SERVE, "serve", ("image",)),
+    for title, names, leave_out in [
+        (LOOP, ("train_16",), ("images_per_s", "transition_gib")),
+        (TRAIN, (*TRAIN_256, "train_compiled"), ("images_per_s",)),
+        (CPU, ("train_cpu",), ("images_per_s",)),
+        (INFER_CUDA, ("infer_cuda",), ()),
+        (INFER, ("infer",), ()),
+        (SERVE, ("serve",), ("image",)),
     ]:
-        result = read(f"benchmark_{name}.json")
-        parts += [
-            title,
-            source(f"benchmark_{name}.json", result),
-            table(result["rows"], columns(result["rows"], leave_out)) + "\n",
-        ]
-        if "rooflines" in result:
-            parts += [ROOFLINE, table(result["rooflines"], columns(result["rooflines"])) + "\n"]
+        results = {f"benchmark_{name}.json": read(f"benchmark_{name}.json") for name in names}
+        parts.append(title)
+        for name, result in results.items():
+            parts += [source(name, result), table(result["rows"], columns(result["rows"], leave_out)) + "\n"]
+        rooflines = [row for result in results.values() for row in result.get("rooflines", [])]
+        if rooflines and title == TRAIN:
+            parts += [ROOFLINE, table(rooflines, columns(rooflines)) + "\n"]
     return "\n".join(parts)
 
 
@@ -137,8 +156,9 @@ def imagenet() -> str:
     images = 90 * 1_268_355
     speeds = {
         (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
-        for row in read("benchmark_train.json")["rows"]
-        if row["norm"] == "bkn"
+        for name in TRAIN_256
+        for row in read(f"benchmark_{name}.json")["rows"]
+        if (row["norm"], row["mode"]) == ("bkn", "eager")
     }
     rows = []
     for network in ("inception_v2", "resnet101"):
