@@ -31,7 +31,8 @@ from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFo
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -111,7 +112,7 @@ class Publication:
 
 def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
     """What publishing a checkpoint folder would change; files that are no part of a checkpoint are left alone."""
-    from huggingface_hub import RepoFile
+    from huggingface_hub.hf_api import RepoFile
 
     try:
         entries = ask(repository, lambda: list(_api().list_repo_tree(repository, recursive=True)))
