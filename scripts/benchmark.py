@@ -397,6 +397,7 @@ def main() -> None:
     command.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--seconds", type=float, default=4.0, help="of each turn")
+    command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with instead")
     command.add_argument("--output", type=Path, default=Path("results/benchmark_serve.json"))
     command.set_defaults(run=serve)
     command = commands.add_parser("imports", help="the package and its command: seconds and modules")

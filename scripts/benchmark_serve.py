@@ -2,6 +2,7 @@
 
 Run by `python scripts/benchmark.py serve`; `pip install litserve` first for the comparison. All three take turns; while
 one runs, the processes of the others are stopped, since an idle server takes time from a busy one on a small machine.
+With `--before FOLDER` the service of another checkout takes LitServe's place, and only what is said of both changes.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.publishing.results import environment, table, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = [
@@ -91,12 +92,12 @@ def make_image(side: int) -> bytes:
 
 
 @contextmanager
-def serving(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server's process, with all that it starts."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def serving(command: list[str], log: Path, root: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server's process, with all that it starts; `root` is the checkout that it is of."""
+    environment = os.environ | {"PYTHONPATH": str(root)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         yield process
@@ -133,14 +134,15 @@ def load(port: int, request: bytes, clients: int, seconds: float) -> list[float]
     return taken
 
 
-def measure(clients: list[int], rounds: int, turn: Callable[[str, int], tuple[float, list[float]]]) -> list[dict]:
+def measure(
+    clients: list[int], rounds: int, servers: list[str], turn: Callable[[str, int], tuple[float, list[float]]]
+) -> list[dict]:
     rates: dict[tuple[str, int], list[float]] = {}
     latencies: dict[tuple[str, int], list[float]] = {}
-    servers = ["service", "litserve"]
-    for _ in range(rounds):
+    for number in range(rounds):
         # The engine's turn comes with each number of clients, so that a change of the machine's speed is seen by all.
         for count in clients:
-            for server in ("engine", *servers):
+            for server in ("engine", *servers[:: 1 if number % 2 else -1]):
                 rate, taken = turn(server, count)
                 rates.setdefault((server, count), []).append(rate)
                 latencies.setdefault((server, count), []).extend(taken)
@@ -151,19 +153,33 @@ def measure(clients: list[int], rounds: int, turn: Callable[[str, int], tuple[fl
         rows.append({
             "server": server, "clients": count, "images_per_s": statistics.median(found),
             "spread_images_per_s": max(found) - min(found), "fraction_of_engine": statistics.median(fractions),
+            **_beside(server, found, rates, count),
             "median_ms": 1e3 * statistics.median(taken), "p99_ms": 1e3 * taken[int(0.99 * (len(taken) - 1))],
         })  # fmt: skip
     return rows
 
 
+def _beside(server: str, found: list[float], rates: dict[tuple[str, int], list[float]], count: int) -> dict[str, float]:
+    if server != "service" or ("before", count) not in rates:
+        return {}
+    each = (mine / theirs for mine, theirs in zip(found, rates["before", count], strict=True))
+    return {"fraction_of_before": statistics.median(each)}
+
+
 def serve(args: argparse.Namespace) -> None:
     rows = []
+    earlier = json.loads(args.output.read_text()) if args.before else {}
     for case in args.cases:
         network, size, side = case.split(":")
         found = race(args, network, int(size), make_image(int(side)))
         rows += [{"model": f"{network}_bkn", "input": int(size), **row} for row in found]
-        write_results(args.output, rows, 0, weights="untrained: the time does not depend on them")
-    print(table(rows, COLUMNS))
+        if args.before:
+            earlier["before"] = {**environment(0), "load": os.getloadavg()[1], "rows": rows}
+            args.output.write_text(json.dumps(earlier, indent=1) + "\n")
+        else:
+            write_results(args.output, rows, 0, weights="untrained: the time does not depend on them")
+    compared = ["fraction_of_before", "cpu_ms_per_image"] if args.before else []
+    print(table(rows, [*COLUMNS[:7], *compared, *COLUMNS[7:]]))
 
 
 def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> list[dict]:
@@ -175,17 +191,23 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> lis
         body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
         head = f"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         request = f"{head}\r\n\r\n".encode() + body
-        ports = {server: free_port() for server in ("service", "litserve")}
+        other = "before" if args.before else "litserve"
+        ports = {server: free_port() for server in ("service", other)}
         peer = Path(scratch) / "peer.py"
         peer.write_text(PEER)
-        ours = [sys.executable, "-m", "service", "--port", str(ports["service"]), "--models", name]
-        theirs = [sys.executable, str(peer), str(ports["litserve"]), name]
+        ours, before = (
+            [sys.executable, "-m", "service", "--port", str(ports[server]), "--models", name]
+            for server in ("service", other)
+        )
+        theirs = before if args.before else [sys.executable, str(peer), str(ports["litserve"]), name]
         facts: dict[str, dict[str, float]] = {}
+        cpu: dict[tuple[str, int], list[float]] = {}
         with ExitStack() as stack:
             processes = {}
-            for server, command in {"service": ours, "litserve": theirs}.items():
+            for server, command in {"service": ours, other: theirs}.items():
                 begun = time.perf_counter()
-                process = stack.enter_context(serving(command, Path(scratch) / f"{server}.log"))
+                root = args.before.resolve() if server == "before" else ROOT
+                process = stack.enter_context(serving(command, Path(scratch) / f"{server}.log", root))
                 wait_for_answer(process, ports[server], request)
                 facts[server] = {"first_answer_s": time.perf_counter() - begun}
                 load(ports[server], request, 2, 1.0)
@@ -197,14 +219,19 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> lis
                 if server == "engine":
                     return rate_of(lambda: alone(classifier, tensor, args.seconds))
                 os.killpg(processes[server].pid, signal.SIGCONT)
+                busy = cpu_seconds(processes[server].pid)
                 found = rate_of(lambda: load(ports[server], request, count, args.seconds))
+                busy = cpu_seconds(processes[server].pid) - busy
                 os.killpg(processes[server].pid, signal.SIGSTOP)
+                cpu.setdefault((server, count), []).append(1e3 * busy / len(found[1]))
                 return found
 
             alone(classifier, tensor, 1.0)  # the first calls are slower
-            rows = measure(args.clients, args.rounds, turn)
+            rows = measure(args.clients, args.rounds, list(ports), turn)
         for row in rows:
             row |= facts.get(row["server"], {})
+            if found := cpu.get((row["server"], row["clients"])):
+                row["cpu_ms_per_image"] = statistics.median(found)  # which others on the machine disturb least
             row |= {"engine": classifier.engine_name, "statistics": classifier.model.default_statistics}
             row["image"] = f"JPEG, {len(image)} bytes"
         return rows
@@ -227,6 +254,12 @@ def resident_mb(group: int) -> float:
         except (OSError, IndexError):  # gone, or a thread of the kernel
             continue
     return total / 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has taken, of the cores and of the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) -> list[float]:
