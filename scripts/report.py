@@ -1,7 +1,7 @@
 """Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
 python scripts/report.py      # docs/performance.md, docs/runs.md, MODEL_CARD.md, checkpoints/*/README.md,
-                              # docs/headline.png, and the tables of README.md and docs/imagenet.md
+                              # docs/headline.png, and the tables of README.md, docs/imagenet.md and docs/conversion.md
 """
 
 import dataclasses
@@ -21,7 +21,9 @@ from bkn_zoo.publishing.zoo_card import zoo_card
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
-PERFORMANCE, RUNS, IMAGENET = (ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md"))
+PERFORMANCE, RUNS, IMAGENET, CONVERSION = (
+    ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md", "conversion.md")
+)
 MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 TRAIN_256 = ("train", "train_inception")
@@ -174,6 +176,33 @@ def imagenet() -> str:
     return re.sub(r"^\| network \|.*?(?=\n\n)", table(rows, list(rows[0])), IMAGENET.read_text(), flags=re.M | re.S)
 
 
+def conversion() -> str:
+    """docs/conversion.md, with the tables of what converts and what does not."""
+    rows = read("conversion.json")["rows"]
+
+    def largest(rows: list[dict[str, Any]], *names: str) -> str:
+        return f"{max(row[name] for row in rows for name in names if name in row):.0e}"
+
+    shares = []
+    for library in dict.fromkeys(row["library"] for row in rows):
+        all_of = [row for row in rows if row["library"] == library]
+        converted = [row for row in all_of if row["converts"]]
+        checked = [row for row in converted if "round_trip" in row]
+        shares.append({
+            "library": library, "networks": len(all_of),
+            "convert": f"{len(converted)} ({len(converted) / len(all_of):.0%})",
+            "output, float32": largest(converted, "float32"), "output, float64": largest(converted, "output"),
+            "step at gain 1": largest(converted, "loss", "gradients", "averages"),
+            "every gradient": f"{sum(not row['no_gradient'] for row in checked)} of {len(checked)}",
+            "round trip": f"{sum(row['round_trip'] == 0 for row in checked)} of {len(checked)}",
+        })  # fmt: skip
+    failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
+    text = CONVERSION.read_text()
+    for first, part in (("library", shares), ("does not convert", failed)):
+        text = re.sub(rf"^\| {first} \|.*?(?=\n\n)", lambda _, p=part: table(p, list(p[0])), text, flags=re.M | re.S)
+    return text
+
+
 def shown() -> list[Headline]:
     """What the README's picture and table show."""
     return headlines(read_runs(RESULTS / "runs"))
@@ -248,6 +277,7 @@ if __name__ == "__main__":
     PERFORMANCE.write_text(performance())
     RUNS.write_text(trained())
     IMAGENET.write_text(imagenet())
+    CONVERSION.write_text(conversion())
     README.write_text(readme())
     draw_headline(shown(), PICTURE)
     for path, text in cards().items():

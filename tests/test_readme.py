@@ -89,6 +89,7 @@ def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
     assert report.PERFORMANCE.read_text() == report.performance()
     assert report.RUNS.read_text() == report.trained()
     assert report.IMAGENET.read_text() == report.imagenet()
+    assert report.CONVERSION.read_text() == report.conversion()
     assert report.README.read_text() == report.readme()
     assert len(report.shown()) >= 4
     assert all(f"| {row.data}, `{row.network}` |" in report.readme() for row in report.shown())
