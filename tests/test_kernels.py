@@ -208,8 +208,8 @@ def test_images_that_are_too_few_to_keep_a_gpu_busy_are_taken_in_pieces(layout, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("below", [None, 3])
-def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below):
+@pytest.mark.parametrize(("below", "group"), [(None, 4), (3, 4), (3, None)])
+def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below, group):
     torch.manual_seed(0)
     layer = BatchKalmanNorm2d(6, below).to(DEVICE).eval()
     for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
@@ -219,7 +219,7 @@ def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below):
     outputs = []
     for implementation in ("triton", "pytorch"):
         with kernels.use(implementation), torch.no_grad():
-            outputs.append(layer(x, prior, Statistics("expected", 4), residual=x, relu=True))
+            outputs.append(layer(x, prior, Statistics("expected", group), residual=x, relu=True))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(outputs[0][0], outputs[1][0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-5, atol=1e-5)

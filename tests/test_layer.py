@@ -414,6 +414,24 @@ def test_a_network_trains_above_and_around_frozen_norms(name: str, which: str) -
         assert_close(model(images), model.eval()(images, statistics="population"))
 
 
+@pytest.mark.parametrize("frozen", ["norm", "container"])
+def test_norms_above_a_frozen_one_train_in_a_container_that_leaves_the_groups_to_them(frozen: str) -> None:
+    below = KalmanSequential(nn.Conv2d(3, 4, 3), BatchKalmanNorm2d(4))
+    above = BatchKalmanNorm2d(4, 4)
+    network = KalmanSequential(below, above).double()
+    network(some(4, 3, 8, 8))
+    (below[1] if frozen == "norm" else below).eval()
+    nn.init.normal_(above.transition)
+    x, before = some(4, 3, 8, 8), memory(below)
+    y, belief = network(x)
+    twin = copy.deepcopy(above)
+    assert_close((y, belief), twin(below.eval()(x)[0], below[1].population(4, None)))
+    assert_close(memory(below), before, rtol=0, atol=0)
+    y.square().sum().backward()
+    assert above.transition.grad.abs().sum() > 0
+    assert network.eval()(x)[1] is None  # the population: no belief travels
+
+
 # Weight decay
 
 
@@ -508,6 +526,18 @@ def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Te
     assert_close(memory(network), before, rtol=0, atol=0)
     assert not network[0].training
     assert network[0].momentum == 0.1
+
+
+def test_a_recalibration_without_a_finite_batch_leaves_everything_as_it_was() -> None:
+    network, x = KalmanSequential(BatchKalmanNorm2d(3)), torch.randn(4, 3, 6, 6)
+    network(x)
+    before = memory(network)
+    with pytest.warns(RuntimeWarning, match="not finite"), pytest.raises(InputError, match="no batch that was finite"):
+        recalibrate(network, [x * math.nan])
+    assert_close(memory(network), before, rtol=0, atol=0)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        recalibrate(network, [x * math.nan, x + 1])
+    assert_close(network[0].running_mean, (x + 1).mean((0, 2, 3)))
 
 
 def test_a_network_without_running_averages_cannot_be_recalibrated() -> None:

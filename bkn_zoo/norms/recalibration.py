@@ -43,6 +43,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
             seen += 1
         if not seen:
             raise InputError("there are no batches to recalibrate with: check the data.")
+        if any(isinstance(norm, RunningNorm) and norm.skipped_steps and not norm.num_batches_tracked for norm in norms):
+            raise InputError("a norm saw no batch that was finite: check the data, and the weights.")
     except BaseException:
         for buffer, value in before:
             buffer.copy_(value)

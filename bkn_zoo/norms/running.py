@@ -202,9 +202,10 @@ class RunningNorm(nn.Module):
         elif statistics.mode == "expected":
             (mean, var), spread = self.partners()
             partners = [mean, var, spread]
+        own = 0.0 if statistics.group is None else 1 / statistics.group
         y, mean, var = kernels.fused_norm(
             x, self.weight, self.bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual,
-            running, group, self.eps, self.momentum or 0.0, relu, partners, 1 / (statistics.group or 1),
+            running, group, self.eps, self.momentum or 0.0, relu, partners, own,
         )  # fmt: skip
         return y, Belief(mean, var)
 

@@ -42,7 +42,11 @@ class KalmanSequential(nn.Sequential):
         belief = prior
         for layer in self:
             if getattr(layer, "carries_belief", False):
-                x, belief = layer(x, belief, statistics)
+                chosen = statistics
+                if statistics is None and self.training and not layer.training:
+                    # A frozen norm cannot see that this is a training, in which the norm above needs its belief.
+                    chosen = Statistics("batch", getattr(layer, "statistics_batch_size", None))
+                x, belief = layer(x, belief, chosen)
             else:
                 x = layer(x)
         return x, belief
