@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,10 +93,8 @@ def test_no_import_leads_upward_or_across() -> None:
 
 def test_the_service_does_not_name_itself() -> None:
     """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
-    named = [
-        file.name for file in (ROOT / "service").glob("*.py") if "from service" in file.read_text(encoding="utf-8")
-    ]
-    assert named == []
+    files = (ROOT / "service").glob("*.py")
+    assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
 
 
 def test_no_import_leads_in_a_circle() -> None:
@@ -103,6 +102,11 @@ def test_no_import_leads_in_a_circle() -> None:
         list(TopologicalSorter(ARROWS).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_import_hides_behind_a_name_but_the_front_doors_and_that_of_the_service() -> None:
+    hidden = {module for module, file in MODULES.items() if "import_module(" in file.read_text(encoding="utf-8")}
+    assert hidden == {"bkn_zoo", "bkn_zoo.cli.command"}
 
 
 def test_the_imports_are_read() -> None:
