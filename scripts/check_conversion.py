@@ -171,10 +171,11 @@ def main(names: list[str]) -> None:
         for row in filter(None, pool.map(try_check, chosen)):
             print(json.dumps(row), flush=True)
             rows.append(row)
-    before = json.loads(OUTPUT.read_text())["rows"] if names and OUTPUT.exists() else []
-    found = {(row["library"], row["name"]): row for row in [*before, *rows]}
+    before = json.loads(OUTPUT.read_text()) if names and OUTPUT.exists() else {"rows": []}
+    found = {(row["library"], row["name"]): row for row in [*before["rows"], *rows]}
     order = [(case.library, case.name) for case in cases()]
-    write_results(OUTPUT, [found[key] for key in order if key in found], seed=0)
+    earlier = [*before.get("earlier_commands", []), before["command"]] if "command" in before else []
+    write_results(OUTPUT, [found[key] for key in order if key in found], seed=0, earlier_commands=earlier)
 
 
 if __name__ == "__main__":
