@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.installed
 
-.PHONY: test lint types unit serve clean
+.PHONY: test lint types unit coverage serve clean
 
 test: lint types unit
 
@@ -20,8 +20,14 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10
+
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --cov --cov-report=term --durations=10
+	$(PYTEST)
+
+# Apart from the tests, since watching every line takes them a quarter longer.
+coverage: $(READY)
+	$(PYTEST) --cov --cov-report=term
 
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve
