@@ -28,13 +28,15 @@ def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Cal
     if eager_steps is None:
         eager_steps = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
     graph: Any = None
+    shapes: list[torch.Size] = []
     buffers: list[Tensor] = []
     result: Tensor | None = None
     taken = 0
 
     def run(*batch: Tensor) -> Tensor:
-        nonlocal graph, buffers, result, taken
-        if not batch[0].is_cuda or (graph is not None and [part.shape for part in batch] != [b.shape for b in buffers]):
+        nonlocal graph, shapes, buffers, result, taken
+        shapes = shapes or [part.shape for part in batch]
+        if not batch[0].is_cuda or [part.shape for part in batch] != shapes:
             return step(*batch)
         taken += 1
         if taken <= eager_steps:

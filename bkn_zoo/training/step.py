@@ -65,7 +65,7 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
     They move to the mean of where each pass alone would have taken them, as with processes: a step means the same
     however many passes it takes.
     """
-    averages, counts = running_averages(model), [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
         yield from parts
         return
@@ -88,12 +88,9 @@ def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
     def values(module: nn.Module) -> list[Tensor]:
         return [*module.parameters(), *running_averages(module)]
 
-    def counts(module: nn.Module) -> list[Tensor]:
-        return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
-
     torch._foreach_lerp_(values(averaged), values(model), share)
-    if counts(model):
-        torch._foreach_copy_(counts(averaged), counts(model))
+    if counters(model):
+        torch._foreach_copy_(counters(averaged), counters(model))
 
 
 @torch.no_grad()
@@ -111,6 +108,11 @@ def share_running_averages(model: nn.Module) -> None:
 
 def running_averages(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def counters(model: nn.Module) -> list[Tensor]:
+    """Of the steps that norms have seen or skipped."""
+    return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
