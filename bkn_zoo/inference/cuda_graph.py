@@ -10,10 +10,8 @@ SIZES = (1, 2, 4, 8, 16, 32)
 """Images that a graph is captured for. Other numbers are filled up to the next, and larger ones divided: what an image
 gives does not depend on those beside it."""
 
-
-_capturing = (
-    threading.Lock()
-)  # of all engines: a capture begins with a synchronization, which another would not survive
+_capturing = threading.Lock()
+"""Of all engines: a capture begins with a synchronization, which another one under way would not survive."""
 
 
 class Captured:

@@ -1,7 +1,7 @@
 """Chooses tile sizes and launches the Triton kernels of one norm layer."""
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ FLAGS = 1024  # looked at together
 PROGRAMS = 4  # for each multiprocessor, which keep it busy
 SMALLEST_PIECE = 64  # positions
 MOST_PIECES = 64  # of an image; a divisor of ROWS
+PLANS = 4096  # kept for each direction: a network whose images vary in size has many
 
 FORWARD = (
     "x", "y", "residual", "weight", "bias", "beliefs", "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
@@ -180,7 +181,7 @@ class Shape(NamedTuple):
         }  # fmt: skip
 
 
-@cache
+@lru_cache(PLANS)
 def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | None) -> Launches:
     tiling = shape.tiling(backward=False)
     groups, pieces = shape.images // shape.group, shape.images * tiling.pieces
@@ -204,7 +205,7 @@ def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | No
     return Launches(kernels, FORWARD, values, work)
 
 
-@cache
+@lru_cache(PLANS)
 def plan_backward(shape: Shape, dy_size: int, dy_stride_p: int, has_upper: bool) -> Launches:
     tiling = shape.tiling(backward=True)
     groups, pieces = shape.images // shape.group, shape.images * tiling.pieces
