@@ -91,7 +91,8 @@ def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path,
 def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
     found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
     rows = list(csv.reader(io.StringIO(found.out)))
-    assert rows[0] == ["file", "rank", "label", "score"]
+    assert rows[0] == ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
+    assert {tuple(row[4:]) for row in rows[1:]} == {("small", "", "population", "torch")}
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)

@@ -112,7 +112,7 @@ def test_no_import_hides_behind_a_name_but_the_front_doors_and_that_of_the_servi
 def test_the_imports_are_read() -> None:
     """So that a change of the reader cannot quietly leave nothing to judge."""
     assert "bkn_zoo.modes" in ARROWS["bkn_zoo.norms.statistics"]
-    assert "bkn_zoo.inference.classifier" in ARROWS["bkn_zoo.cli.command"], "imports within functions count"
+    assert "bkn_zoo.inference.classifier" in ARROWS["bkn_zoo.cli.classify"], "imports within functions count"
     assert "bkn_zoo.kernels" in ARROWS["bkn_zoo.norms.running"], "a module may be imported from its package"
     assert "bkn_zoo.models" not in ARROWS["bkn_zoo"], "those for the type checker do not"
 

@@ -1,7 +1,6 @@
 """What `bkn-zoo` does: classify images, compare the statistics modes, look at checkpoints; and whom else it calls."""
 
 import argparse
-import csv
 import json
 import os
 import sys
@@ -13,37 +12,40 @@ from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
+from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import ENGINES
 from bkn_zoo.modes import MODES
 from bkn_zoo.version import __version__
 
-if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
-    from bkn_zoo.inference.classifier import Classification, Classifier
-
-FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes; the last two as a shell reports signals
+MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
 TIMED_RUNS = 5
 
 DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
 EXAMPLES = """\
 examples:
-  bkn-zoo classify photo.jpg                       the five likeliest labels
-  bkn-zoo classify photos/ --format csv > out.csv  every image in a folder and in those within it
-  bkn-zoo compare photo.jpg                        the three statistics modes side by side
-  bkn-zoo list                                     the checkpoints that are here
-  bkn-zoo serve --port 8000                        the same over HTTP, with a page to try it on
+  bkn-zoo classify photo.jpg                               the five likeliest labels
+  bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and in those within it
+  bkn-zoo compare photo.jpg                                the three statistics modes side by side
+  bkn-zoo list                                             the checkpoints that are here
+  bkn-zoo serve --port 8000                                the same over HTTP, with a page to try it on
 """
 CLASSIFY_EXAMPLES = """\
 examples:
   bkn-zoo classify cat.jpg dog.png --top-k 3
   bkn-zoo classify photos/ --model ./my_network --statistics sample --format json
+  bkn-zoo classify photos/ --format csv --output out.csv
 
-The exit code is 0, or 1 if any image could not be used: those are named on stderr, and the others are still printed.
+Stopped at any moment, the last of these goes on where it was when it is given again: no image is in FILE twice, and
+those that are there already are not looked at again.
+
+Images that cannot be used are named on stderr at the end. The exit code is 1 if such a one was named in the command, or
+if no image could be used, or with --strict if any could not; otherwise 0.
 """
 COMPARE_EXAMPLES = """\
 example:
@@ -93,15 +95,19 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    classify = add("classify", _classify, "say what is on images", CLASSIFY_EXAMPLES)
-    classify.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images, and folders of them")
-    classify.add_argument(
+    images = add("classify", classify, "say what is on images", CLASSIFY_EXAMPLES)
+    images.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images, and folders of them")
+    images.add_argument(
         "--statistics", choices=MODES, help="what normalizes an image (default: the checkpoint's choice)"
     )
-    classify.add_argument("--format", choices=PRINTERS, default="table", help="default: %(default)s")
+    images.add_argument("--format", choices=FORMATS, default="table", help="default: %(default)s")
+    images.add_argument(
+        "--output", type=Path, metavar="FILE", help="for csv or json; one that is begun is gone on with"
+    )
+    images.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be used")
     compare = add("compare", _compare, "show the three statistics modes side by side", COMPARE_EXAMPLES)
     compare.add_argument("image", type=Path, metavar="IMAGE", help="an image file")
-    for command in (classify, compare):
+    for command in (images, compare):
         command.add_argument(
             "--model", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo (default: the best here)"
         )
@@ -130,84 +136,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _load(args: argparse.Namespace) -> "Classifier":
-    from bkn_zoo.inference.classifier import Classifier, default_checkpoint
-
-    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine)
-
-
-def _classify(args: argparse.Namespace) -> int:
-    failures: list[str] = []
-    files = list(_image_files(args.paths, failures))
-    for failure in failures:
-        print(f"bkn-zoo: {failure}", file=sys.stderr)
-    if files:
-        PRINTERS[args.format](_results(_load(args), files, args, failures))
-    return FAILED if failures else 0
-
-
-def _image_files(paths: list[Path], failures: list[str]) -> Iterator[Path]:
-    from bkn_zoo.images import SUFFIXES
-
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        inside = (file.relative_to(path) for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
-        found = sorted(file for file in inside if not any(part.startswith(".") for part in file.parts))
-        if not found:
-            failures.append(f"{path} holds no images: name a folder that does.")
-        yield from (path / file for file in found)
-
-
-def _results(
-    classifier: "Classifier", files: list[Path], args: argparse.Namespace, failures: list[str]
-) -> "Iterator[tuple[Path, Classification]]":
-    """The good ones as they come; the others are named on stderr and added to the failures."""
-    from tqdm import tqdm
-
-    hidden = len(files) < 2 or not sys.stderr.isatty()
-    results = classifier.each(files, args.statistics, args.top_k)
-    with tqdm(total=len(files), unit="image", disable=hidden) as bar:
-        for path, result in zip(files, results, strict=True):
-            with tqdm.external_write_mode():  # the bar steps aside for what is printed
-                if isinstance(result, ImageError):
-                    print(f"bkn-zoo: {result}", file=sys.stderr)
-                    failures.append(str(result))
-                else:
-                    yield path, result
-            bar.update()
-
-
-def _print_table(results: "Iterator[tuple[Path, Classification]]") -> None:
-    for path, result in results:
-        print(path)
-        for prediction in result.predictions:
-            print(f"  {prediction.score:.4f}  {prediction.label}")
-
-
-def _print_json(results: "Iterator[tuple[Path, Classification]]") -> None:
-    """A list with an object per file, each on its line, written as the results come."""
-    lead = "["
-    for path, result in results:
-        print(lead, json.dumps({"file": str(path), **result.to_dict()}, ensure_ascii=False), sep="\n", end="")
-        lead = ","
-    print("[]" if lead == "[" else "\n]")
-
-
-def _print_csv(results: "Iterator[tuple[Path, Classification]]") -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["file", "rank", "label", "score"])
-    for path, result in results:
-        for rank, prediction in enumerate(result.predictions, start=1):
-            writer.writerow([path, rank, prediction.label, f"{prediction.score:.6f}"])
-
-
-PRINTERS = {"table": _print_table, "json": _print_json, "csv": _print_csv}
-
-
 def _compare(args: argparse.Namespace) -> int:
-    classifier = _load(args)
+    classifier = load(args)
     image = classifier.prepare(args.image)[None]
     columns = []
     for mode in MODES:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +26,10 @@ from bkn_zoo.modes import choose_statistics
 
 PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
 GPU_BATCH = 32
+DECODERS = min(4, os.cpu_count() or 1)  # threads; each may hold a large image, which is why they are not more
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -133,19 +140,22 @@ class Classifier:
     def each(
         self, images: Iterable[ImageSource], statistics: str | None = None, top_k: int = 5
     ) -> Iterator[Classification | ImageError]:
-        """The result for each image as it comes, in order; for one that cannot be used, its error."""
+        """The result for each image as it comes, in order; for one that cannot be used, its error.
+
+        While the network runs, threads decode the next few images, and no more: any number of them may come.
+        """
         chosen = self.choose(statistics)
         _check_top_k(top_k)
-        waiting = iter(images)
-        while batch := [self._try(image) for image in islice(waiting, self._batch)]:
-            good = [image for image in batch if isinstance(image, Tensor)]
-            rows = iter(self.scores(torch.stack(good), chosen) if good else ())
-            for image in batch:
-                if isinstance(image, ImageError):
-                    yield image
-                else:
-                    best = self.best(next(rows), top_k)
-                    yield Classification(best, self.name, self.revision, chosen, self.engine_name)
+        with closing(_ahead(self._try, images, self._batch + DECODERS)) as prepared:
+            while batch := list(islice(prepared, self._batch)):
+                good = [image for image in batch if isinstance(image, Tensor)]
+                rows = iter(self.scores(torch.stack(good), chosen) if good else ())
+                for image in batch:
+                    if isinstance(image, ImageError):
+                        yield image
+                    else:
+                        best = self.best(next(rows), top_k)
+                        yield Classification(best, self.name, self.revision, chosen, self.engine_name)
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode that a call gets: the checkpoint's own unless it names one."""
@@ -173,6 +183,20 @@ class Classifier:
             return self.prepare(image)
         except ImageError as error:
             return error
+
+
+def _ahead(make: Callable[[Item], Made], items: Iterable[Item], most: int) -> Generator[Made, None, None]:
+    """What threads make of each item, in order, at most so many before they are asked for."""
+    waiting = iter(items)
+    threads = ThreadPoolExecutor(DECODERS, "decoder")
+    try:
+        coming = deque(threads.submit(make, item) for item in islice(waiting, most))
+        while coming:
+            made = coming.popleft().result()
+            coming.extend(threads.submit(make, item) for item in islice(waiting, 1))
+            yield made
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def default_checkpoint() -> str:

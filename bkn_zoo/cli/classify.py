@@ -1,0 +1,295 @@
+"""`bkn-zoo classify`: images and folders of them, to a terminal or pipe, or to a file that outlives interruptions."""
+
+import argparse
+import csv
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+from bkn_zoo.errors import ImageError, InputError
+
+if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
+    from bkn_zoo.inference.classifier import Classification, Classifier
+
+FAILED = 1
+EVERY = 30.0  # seconds between lines that say how far it is, where no terminal shows a bar
+MAX_RECORD = 100_000  # bytes; a path has a few thousand at most
+COLUMNS = ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
+
+
+class Made(NamedTuple):
+    """What all rows of a file have in common."""
+
+    model: str
+    revision: str | None
+    statistics: str
+    top_k: int
+
+
+class Row(NamedTuple):
+    """What a file says of one image, and where that ends."""
+
+    end: int
+    file: str
+    made: Made
+
+
+class Format(NamedTuple):
+    """How results are written: what stands before, between and after those of each image; and how they are read again.
+
+    `read` yields the rows of a file, given how many labels each has; those of an image that are torn, as they are where
+    a process was killed, come last and are left out.
+    """
+
+    write: "Callable[[str, Classification], str]"
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    read: Callable[[IO[bytes], int], Iterator[Row]] | None = None
+
+
+def load(args: argparse.Namespace) -> "Classifier":
+    """The classifier that the options ask for."""
+    from bkn_zoo.inference.classifier import Classifier, default_checkpoint
+
+    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine)
+
+
+def classify(args: argparse.Namespace) -> int:
+    """The results of all good images; the bad ones are named at the end. Returns the exit code."""
+    form = FORMATS[args.format]
+    if args.output and form.read is None:
+        raise InputError("--output takes --format csv or json: add one of them.")
+    failures: dict[str, str] = {}
+    files = list(_image_files(args.paths, failures))
+    done = 0
+    if files:
+        classifier = load(args)
+        if args.output:
+            done = _to_file(form, classifier, list(dict.fromkeys(files)), args, failures)
+        else:
+            for text in _texts(form, _results(classifier, files, args, failures)):
+                done += 1
+                print(text, end="")
+            print(form.after if done else form.before + form.after, end="")
+    for failure in failures.values():
+        print(f"bkn-zoo: {failure}", file=sys.stderr)
+    asked_for = args.strict or not done or not failures.keys().isdisjoint(map(str, args.paths))
+    return FAILED if failures and asked_for else 0
+
+
+def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
+    """Names rather than paths, which take several times the memory: there may be hundreds of thousands."""
+    from bkn_zoo.images import SUFFIXES
+
+    for path in paths:
+        if not path.is_dir():
+            yield str(path)
+            continue
+        found = []
+        for folder, inner, names in os.walk(path):
+            inner[:] = (name for name in inner if not name.startswith("."))
+            shown = (name for name in names if not name.startswith("."))
+            found += [os.path.join(folder, name) for name in shown if os.path.splitext(name)[1].lower() in SUFFIXES]
+        if not found:
+            failures[str(path)] = f"{path} holds no images: name a folder that does."
+        for name in sorted(found, key=lambda name: name.split(os.sep)):
+            yield name.removeprefix(f".{os.sep}")
+
+
+def _results(
+    classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str], before: int = 0
+) -> "Iterator[tuple[str, Classification]]":
+    """The good ones as they come; what is wrong with the others is added to the failures.
+
+    Args:
+        before: images that were done already, for who looks how far it is.
+    """
+    from tqdm import tqdm
+
+    terminal, total = sys.stderr.isatty(), before + len(files)
+    # The bar steps aside for what is printed.
+    aside = nullcontext if args.output else tqdm.external_write_mode
+    begun = told = time.monotonic()
+    results = classifier.each(files, args.statistics, args.top_k)
+    with tqdm(total=total, initial=before, unit="image", disable=total < 2 or not terminal) as bar:
+        for count, (name, result) in enumerate(zip(files, results, strict=True), start=1):
+            with aside():
+                if isinstance(result, ImageError):
+                    failures[name] = str(result)
+                else:
+                    yield name, result
+            bar.update()
+            if not terminal and time.monotonic() >= told + EVERY:
+                told = time.monotonic()
+                rate = count / (told - begun)
+                left = tqdm.format_interval((len(files) - count) / rate)
+                print(f"bkn-zoo: {before + count:,} of {total:,} images, {left} to go", file=sys.stderr, flush=True)
+
+
+def _texts(form: Format, results: "Iterable[tuple[str, Classification]]", begun: bool = False) -> Iterator[str]:
+    """What to write for each result; not what comes after the last."""
+    for name, result in results:
+        yield (form.between if begun else form.before) + form.write(name, result)
+        begun = True
+
+
+def _to_file(
+    form: Format, classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]
+) -> int:
+    """Write what is not in the file yet; how many images are in it then."""
+    statistics = classifier.choose(args.statistics)
+    top_k = min(args.top_k, classifier.model.num_classes)
+    made = Made(classifier.name, classifier.revision, statistics, top_k)
+    with _alone(args.output) as file:
+        done, end = _read(form, file, args, made)
+        todo = [name for name in files if _text(name) not in done]
+        if done:
+            print(f"bkn-zoo: {len(done):,} images are in {args.output} already", file=sys.stderr)
+        count = len(done)
+        try:
+            file.truncate(end)
+            for text in _texts(form, _results(classifier, todo, args, failures, len(files) - len(todo)), bool(done)):
+                file.write(_bytes(text))
+                file.flush()  # of an image all or nothing, but for what kills in the middle of that
+                count += 1
+            file.write(_bytes(form.after if count else form.before + form.after))
+            file.flush()
+        except KeyboardInterrupt:
+            print(f"bkn-zoo: {count:,} images are in {args.output}: the same command goes on", file=sys.stderr)
+            raise
+    bad = f"; {len(failures):,} could not be used" if failures else ""
+    print(f"bkn-zoo: {count:,} images are in {args.output}{bad}", file=sys.stderr)
+    return count
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read and to append to, made where there is none, and by no other process at the same time."""
+    try:
+        with open(path, "a+b") as file:
+            _lock(file)
+            file.seek(0)
+            yield file
+    except OSError as error:
+        remedy = "make room there or name another file, and repeat the command, which goes on"
+        raise InputError(f"{path} cannot be written ({error.strerror}): {remedy}.") from None
+
+
+def _lock(file: IO[bytes]) -> None:
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except BlockingIOError:
+        raise InputError(f"another process writes {file.name}: wait for its end, or name another file.") from None
+
+
+def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -> tuple[set[str], int]:
+    """The images that are in a file already, and where the last of them ends; an error where it is of another kind."""
+    assert form.read is not None
+    start = _bytes(form.before)
+    found = file.read(len(start))
+    if found != start and not (start.startswith(found) and not file.read(1)):
+        raise InputError(f"{args.output} was not made with --format {args.format}: name another file.")
+    done, end = set(), 0
+    try:
+        for row in form.read(file, made.top_k):
+            for name, (theirs, ours) in zip(Made._fields, zip(row.made, made, strict=True), strict=True):
+                if theirs != ours:
+                    option = f"--{name.replace('_', '-')} {theirs}"
+                    raise InputError(
+                        f"{args.output} was made with {option}, not {ours}: repeat that, or name another file."
+                    )
+            done.add(row.file)
+            end = row.end
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{args.output} is damaged after byte {end}: cut it off there, or delete it.") from None
+    return done, end
+
+
+def _text(name: str) -> str:
+    """A name as it can be read again: it need not be valid text."""
+    return _bytes(name).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write_table(name: str, result: "Classification") -> str:
+    return "".join(f"{line}\n" for line in (name, *(f"  {p.score:.4f}  {p.label}" for p in result.predictions)))
+
+
+def _write_json(name: str, result: "Classification") -> str:
+    return json.dumps({"file": name, **result.to_dict()}, ensure_ascii=False)
+
+
+def _read_json(file: IO[bytes], top_k: int) -> Iterator[Row]:
+    end = file.tell()
+    for line in file:
+        text = line.rstrip(b"\n").removesuffix(b",")
+        if text == b"]":
+            return
+        try:
+            row = json.loads(text)
+        except ValueError:
+            if not file.read(1):  # the last line, which is torn
+                return
+            raise
+        made = Made(row["model"], row["revision"], row["statistics"], len(row["predictions"]))
+        yield Row(end + len(text), _text(row["file"]), made)
+        end += len(line)
+
+
+def _write_csv(name: str, result: "Classification") -> str:
+    about = [result.model, result.revision, result.statistics, result.engine]
+    rows = enumerate(result.predictions, start=1)
+    return "".join(_line([name, rank, p.label, f"{p.score:.6f}", *about]) for rank, p in rows)
+
+
+def _line(fields: list[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(fields)  # so that a name with either of them is quoted
+    return text.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _read_csv(file: IO[bytes], top_k: int) -> Iterator[Row]:
+    whole: Row | None = None
+    for end, fields in _records(file):
+        name, rank, _, _, model, revision, statistics, _ = fields
+        if rank == "1" and whole is not None:
+            yield whole
+        whole = Row(end, name, Made(model, revision or None, statistics, int(rank)))
+    if whole is not None and whole.made.top_k >= top_k:
+        yield whole
+
+
+def _records(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
+    """The lines of a CSV that are whole, and where they end; names and labels may have line breaks, in quotes."""
+    end, record = file.tell(), b""
+    for line in file:
+        record += line
+        if len(record) > MAX_RECORD:
+            raise ValueError("a quote without its twin")
+        if record.endswith(b"\n") and record.count(b'"') % 2 == 0:
+            end += len(record)
+            yield end, next(csv.reader(io.StringIO(record.decode(), newline="")))
+            record = b""
+
+
+FORMATS = {
+    "table": Format(_write_table),
+    "json": Format(_write_json, "[\n", ",\n", "\n]\n", _read_json),
+    "csv": Format(_write_csv, ",".join(COLUMNS) + "\n", read=_read_csv),
+}

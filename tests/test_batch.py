@@ -1,0 +1,279 @@
+"""Folders of images classified into a file, which outlives whatever ends the command, and is gone on with."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from service_process import ROOT, save_small_checkpoint
+
+from bkn_zoo import cli
+from bkn_zoo.cli import classify
+from bkn_zoo.inference.classifier import DECODERS, Classifier
+
+BAD = "broken.png"
+IMAGES = 60
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside of the repository: a checkpoint, many images, some of odd names, and one that is broken."""
+    work = tmp_path_factory.mktemp("work")
+    save_small_checkpoint(work / "mine", label_names=["a, b", 'c "d"', "e\nf", *"ghijklm"])
+    photos = work / "photos"
+    (photos / "deeper").mkdir(parents=True)
+    random = np.random.default_rng(0)
+    odd = ["deeper/new\nline.png", "deeper/re\rturn.png", "deeper/a, comma.png", 'deeper/"quoted".png', "deeper/é.png"]
+    for name in [*odd, *(f"{k:04}.png" for k in range(IMAGES - len(odd)))]:
+        Image.fromarray(random.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(photos / name)
+    invalid = os.fsencode(photos) + b"/caf\xe9.png"
+    with open(invalid, "wb") as file:
+        file.write((photos / "0000.png").read_bytes())
+    (photos / BAD).write_bytes((photos / "0000.png").read_bytes()[:100])
+    return work
+
+
+@pytest.fixture(autouse=True)
+def there(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+
+
+def arguments(output: str, *more: str, format: str = "csv") -> list[str]:
+    options = ["--model", "./mine", "--engine", "torch", "--top-k", "2", "--format", format, "--output", output]
+    return ["classify", "photos", *options, *more]
+
+
+def files_in(path: Path) -> list[str]:
+    """The images that a file has rows of, in its order."""
+    if path.suffix == ".json":
+        return [row["file"] for row in json.loads(path.read_text())]
+    rows = list(csv.reader(io.StringIO(path.read_text(), newline="")))[1:]
+    assert [row[1] for row in rows] == ["1", "2"] * (len(rows) // 2)
+    return [row[0] for row in rows[::2]]
+
+
+@pytest.fixture(scope="module")
+def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What runs that nobody disturbs leave, by their format."""
+    made, before = {}, Path.cwd()
+    os.chdir(work)
+    try:
+        for format in ("csv", "json"):
+            path = tmp_path_factory.mktemp("whole") / f"out.{format}"
+            assert cli.main(arguments(str(path), format=format)) == 0
+            assert len(set(files_in(path))) == len(files_in(path)) == IMAGES + 1
+            made[format] = path.read_bytes()
+    finally:
+        os.chdir(before)
+    return made
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(
+    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.csv"
+    command = arguments(str(output))
+    killed = start(*command)
+    end = time.monotonic() + 120
+    while not output.exists() or output.stat().st_size < len(whole["csv"]) // 4:
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    killed.send_signal(signal.SIGSTOP)
+    assert cli.main(command) == 2, "one that still writes is left alone"
+    assert capsys.readouterr().err == (
+        f"bkn-zoo: another process writes {output}: wait for its end, or name another file.\n"
+    )
+    killed.kill()
+    killed.communicate()
+    assert output.read_bytes() != whole["csv"]
+    going_on = start(*command, "--strict")
+    out, said = going_on.communicate(timeout=120)
+    assert output.read_bytes() == whole["csv"]
+    first, last, bad = said.splitlines()
+    assert (going_on.returncode, out) == (1, "")
+    assert first.startswith("bkn-zoo: ")
+    assert first.endswith(f" images are in {output} already")
+    assert last == f"bkn-zoo: {IMAGES + 1} images are in {output}; 1 could not be used"
+    assert bad.startswith(f"bkn-zoo: photos/{BAD} ")
+
+
+@pytest.mark.parametrize("format", ["csv", "json"])
+def test_whatever_moment_a_file_was_cut_at_its_whole_rows_are_found_and_nothing_else(
+    whole: dict[str, bytes], tmp_path: Path, format: str
+) -> None:
+    """Every cut of the first bytes and of the last, in which are the odd names; and the command goes on from some."""
+    data, form, path = whole[format], classify.FORMATS[format], tmp_path / f"out.{format}"
+    path.write_bytes(data)
+    made = classify.Made("./mine", None, "population", 2)
+    args: Any = type("Options", (), {"output": path, "format": format})
+
+    def read() -> tuple[set[str], int]:
+        with path.open("rb") as file:
+            return classify._read(form, file, args, made)
+
+    with path.open("rb") as file:
+        file.seek(len(form.before))
+        rows = list(form.read(file, 2)) if form.read else []
+    assert len(rows) == IMAGES + 1
+    ends = [row.end for row in rows]
+    assert read() == ({row.file for row in rows}, ends[-1])
+    for size in [*range(len(data), len(data) - 700, -1), *range(200, -1, -1)]:
+        path.write_bytes(data[:size])
+        done, end = read()
+        known = [row for row in rows if row.end <= size]
+        assert end == (known[-1].end if known else 0)
+        assert done == {row.file for row in known}
+    for size in (5, ends[-3] + 1, ends[-1] - 5, ends[-1], len(data) - 1):
+        path.write_bytes(data[:size])
+        assert cli.main(arguments(str(path), format=format)) == 0
+        assert path.read_bytes() == data
+
+
+def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
+    whole: dict[str, bytes], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for format in ("csv", "json"):
+        output = tmp_path / f"out.{format}"
+        output.write_bytes(whole[format])
+        assert cli.main(arguments(str(output), format=format)) == 0
+        assert output.read_bytes() == whole[format]
+        extra = work / "photos" / "new.png"
+        extra.write_bytes((work / "photos" / "0000.png").read_bytes())
+        try:
+            command = arguments(str(output), format=format)
+            assert cli.main([*command[:2], "photos/0001.png", *command[2:]]) == 0
+        finally:
+            extra.unlink()
+        before = files_in(output)
+        assert before[-1] == "photos/new.png"
+        assert len(set(before)) == len(before) == IMAGES + 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "complaint"),
+    [
+        ("csv", ["--statistics", "sample"], "was made with --statistics population, not sample"),
+        ("json", ["--statistics", "sample"], "was made with --statistics population, not sample"),
+        ("csv", ["--model", "mine/../mine"], "was made with --model ./mine, not mine/../mine"),
+        ("json", ["--top-k", "3"], "was made with --top-k 2, not 3"),
+        ("csv", ["--top-k", "1"], "was made with --top-k 2, not 1"),
+        ("csv", ["--format", "json"], "was not made with --format json"),
+        ("json", ["--format", "csv"], "was not made with --format csv"),
+        ("csv", ["--format", "table"], "--output takes --format csv or json"),
+    ],
+)
+def test_a_file_of_another_command_is_refused_and_left_as_it_is(
+    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    format: str, options: list[str], complaint: str,
+) -> None:  # fmt: skip
+    output = tmp_path / "out"
+    output.write_bytes(whole[format])
+    assert cli.main([*arguments(str(output), format=format), *options]) == 2
+    found = capsys.readouterr()
+    assert (found.out, found.err.count("\n")) == ("", 1)
+    assert complaint in found.err
+    assert output.read_bytes() == whole[format]
+
+
+def test_what_is_no_output_of_this_command_is_never_cut(
+    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    header = whole["csv"].partition(b"\n")[0] + b"\n"
+    for data in (
+        b"a letter\n",
+        header + b"one,two\n",
+        header + b'"' + bytes(200_000),
+        b"[\n{},\n{}\n]\n",
+        b"[\n1,\n2\n",
+    ):
+        output.write_bytes(data)
+        format = "json" if data.startswith(b"[") else "csv"
+        assert cli.main(arguments(str(output), format=format)) == 2
+        assert output.read_bytes() == data
+    for where in (tmp_path, tmp_path / "none" / "out"):
+        assert cli.main(arguments(str(where))) == 2
+    assert all(line.startswith("bkn-zoo: ") for line in capsys.readouterr().err.splitlines())
+
+
+def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(
+    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a limit on the size of files has it; /dev/full would do the same, but cannot be gone on with."""
+    import resource
+
+    output = tmp_path / "out.csv"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        code = cli.main(arguments(str(output)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == (2, 1)
+    assert "cannot be written (File too large): make room there" in said
+    assert output.stat().st_size == 3000
+    assert cli.main(arguments(str(output))) == 0
+    assert output.read_bytes() == whole["csv"]
+
+
+def test_bad_files_of_a_folder_decide_the_exit_code_only_on_request_and_named_ones_always(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (more, code) in enumerate([([], 0), (["--strict"], 1), ([f"photos/{BAD}"], 1)]):
+        command = arguments(str(tmp_path / f"{number}.csv"))
+        assert cli.main([*command[:2], *more, *command[2:]]) == code
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"bkn-zoo: photos/{BAD} is a PNG file that cannot")
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / BAD).write_bytes(b"")
+    assert cli.main(["classify", str(folder), "--model", "./mine", "--engine", "torch"]) == 1
+
+
+def test_where_no_terminal_is_a_line_now_and_then_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classify, "EVERY", 0.02)
+    assert cli.main(arguments(str(tmp_path / "out.csv"))) == 0
+    *lines, _, _ = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    for line in lines:
+        count, of, total, *_ = line.removeprefix("bkn-zoo: ").split()
+        assert (of, total, line[-6:]) == ("of", str(IMAGES + 2), " to go")
+        assert 0 < int(count) <= IMAGES + 2
+
+
+def test_images_are_decoded_while_others_run_and_never_many_before_their_turn() -> None:
+    classifier, taken = Classifier.from_pretrained("./mine", engine="torch"), 0
+
+    def images() -> Iterator[str]:
+        nonlocal taken
+        for _ in range(100):
+            taken += 1
+            yield "photos/0000.png"
+
+    for count, _ in enumerate(classifier.each(images()), start=1):
+        assert min(count + 1, 100) <= taken <= count + DECODERS + 2
