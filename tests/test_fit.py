@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,11 @@ from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure
+from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import Training, TrainingError, begin, load_state, save_state
+from bkn_zoo.training.state import Training, TrainingError, begin, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import average, make_step
 
 ROOT = Path(__file__).parent.parent
@@ -544,31 +544,79 @@ def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     monkeypatch.setattr(loop, "training_batches", watched)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_sigterm_saves_says_so_and_resuming_gives_the_same_weights(
-    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize(("number", "sent"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (3, signal.SIGINT)])
+def test_a_signal_saves_says_so_and_resuming_gives_the_same_weights(
+    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sent: signal.Signals
 ) -> None:
     """Within an epoch, in its last step (2 of 0, 1, 2) and in the first of the next."""
 
     def terminate(found: Batch) -> Batch:
         # As if the signal had come; a real one would end the whole test run if it were not handled.
-        handler = signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(sent)
         assert handler != before
-        handler(signal.SIGTERM, None)
+        handler(sent, None)
         return found
 
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("a signal handler can be set in the main thread only")
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(sent)
     with monkeypatch.context() as patch:
         at_batch(patch, number, terminate)
-        with pytest.raises(SystemExit, match=f"stopped at step {number + 1}; go on with --resume"):
+        with pytest.raises(Stopped, match=f"stopped at step {number + 1} of 6; go on with --resume") as caught:
             run(tmp_path)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert caught.value.number == sent
+    assert signal.getsignal(sent) == before
     resumed = run(tmp_path, resume=True)
     assert_identical(weights(resumed), weights(uninterrupted))
     assert [line["epoch"] for line in resumed.history] == [1, 2]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_second_ctrl_c_stops_at_once_and_leaves_the_state_of_the_last_epoch(
+    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(found: Batch) -> Batch:
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
+        raise AssertionError("it went on")
+
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("a signal handler can be set in the main thread only")
+    with monkeypatch.context() as patch:
+        at_batch(patch, 4, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    resumed = started()
+    load_state(resumed, RECIPE, tmp_path, CPU)
+    assert (resumed.step, len(resumed.history)) == (3, 1)
+    assert_identical(weights(run(tmp_path, resume=True)), weights(uninterrupted))
+
+
+def test_ctrl_c_that_is_meant_for_others_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell starts what runs in the background with SIGINT ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("a signal handler can be set in the main thread only")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    found = []
+    try:
+        at_batch(monkeypatch, 0, lambda batch: found.append(signal.getsignal(signal.SIGINT)) or batch)
+        run(tmp_path, dataclasses.replace(RECIPE, epochs=1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_IGN]
+
+
+def test_a_training_that_stopped_is_not_replaced_by_mistake(uninterrupted: Training, tmp_path: Path) -> None:
+    refuse_to_replace(tmp_path)
+    state = started()
+    save_state(state, RECIPE, tmp_path)
+    refuse_to_replace(tmp_path)  # nothing was done yet
+    state.step = 4
+    save_state(state, RECIPE, tmp_path)
+    with pytest.raises(InputError, match="holds a training that stopped at step 4: go on with --resume, or remove"):
+        refuse_to_replace(tmp_path)
+    save_state(uninterrupted, RECIPE, tmp_path)
+    refuse_to_replace(tmp_path)
 
 
 def test_the_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,8 +661,10 @@ def test_a_step_that_is_repeated_leaves_one_line_per_epoch(tmp_path: Path, monke
         at_batch(patch, 4, die)
         state = started()
         save_state(state, RECIPE, tmp_path)
+        earlier = (tmp_path / "state.pt").read_bytes()
         with pytest.raises(KeyboardInterrupt):
             fit(state, RECIPE, data(), tmp_path, CPU, 1e4, quiet=True)
+    (tmp_path / "state.pt").write_bytes(earlier)  # as if it had died between the line and the state
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
     run(tmp_path, resume=True)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
@@ -636,7 +686,7 @@ def test_a_full_disk_keeps_the_last_good_state(
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(TrainingError, match=r"state.pt could not be written .*make room; the last one stays"):
         fit(state, RECIPE, data(), tmp_path, CPU, save_minutes=0, quiet=True)
-    assert state.step == 1
+    assert state.step == 0  # before hours are spent on what cannot be kept
     assert (tmp_path / "state.pt").read_bytes() == good
     assert not (tmp_path / ".state.pt.tmp").exists()
 
@@ -770,48 +820,6 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_killed_in_the_middle_and_resumed_a_training_ends_with_the_very_same_weights(tmp_path: Path) -> None:
-    write_tree(tmp_path / "tree", 10)
-
-    def command(output: str) -> list[str]:
-        return [
-            str(ROOT / "scripts" / "train.py"), "--data", str(tmp_path / "tree"), "--model", "inception_cifar_bkn",
-            "--device", "cpu", "--size", "8", "--epochs", "10", "--gradient_batch", "8", "--statistics_batch", "2",
-            "--validation", "0.2", "--ema", "0.9", "--augmentation.colour", "0.2", "--augmentation.mixup", "0.2",
-            "--save-minutes", "0.0001", "--output", str(tmp_path / output), "--results", str(tmp_path / "results"),
-            "--name", output,
-        ]  # fmt: skip
-
-    def final(output: str) -> dict[str, Any]:
-        return torch.load(tmp_path / output / "state.pt", weights_only=True)
-
-    def begin(*arguments: str) -> subprocess.Popen[bytes]:
-        # In processes of their own, as the one that is killed.
-        return subprocess.Popen(
-            [sys.executable, *arguments], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-    killed = begin(*command("run"))
-    while killed.poll() is None and not (tmp_path / "run" / "state.pt").exists():
-        time.sleep(0.01)
-    killed.kill()
-    output = killed.communicate()[0].decode()
-    assert killed.returncode == -signal.SIGKILL, output
-    assert 0 < final("run")["step"] < 20
-    assert not (tmp_path / "run" / "checkpoint").exists()
-    for process in (begin(*command("run"), "--resume"), begin(*command("whole"))):
-        output = process.communicate(timeout=120)[0].decode()
-        assert process.returncode == 0, output
-    first, second = final("whole"), final("run")
-    assert first["step"] == second["step"] == 20
-    for part in ("model", "averaged"):
-        assert_identical(first[part], second[part])
-    for one, two in zip(first["optimizer"]["state"].values(), second["optimizer"]["state"].values(), strict=True):
-        assert_identical(one, two)
-    stored = [bkn_zoo.from_pretrained(tmp_path / name / "checkpoint").state_dict() for name in ("whole", "run")]
-    assert_identical(*stored)
-
-
 def train_in_two_processes(folder: Path) -> list[dict[str, Any]]:
     """What each process found."""
     script = str(ROOT / "tests" / "two_processes.py")
@@ -910,7 +918,7 @@ def assert_shared_running_averages(steps: list[dict[str, Any]]) -> None:
 
 def assert_stopped_together(ends: list[dict[str, Any]], folder: Path) -> None:
     """One of them heard SIGTERM and the other's clock asked for a save, yet neither waits for the other forever."""
-    assert [end["message"] for end in ends] == ["stopped at step 2; go on with --resume"] * 2
+    assert [end["message"] for end in ends] == ["stopped at step 2 of 6; go on with --resume"] * 2
     assert [end["resumed_at"] for end in ends] == [2, 2]
     assert_identical(ends[0]["weights"], ends[1]["weights"])
     alone = run(folder, two_processes.RECIPE).model

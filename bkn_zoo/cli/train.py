@@ -13,15 +13,18 @@ output folder holds state.pt and log.jsonl while the training runs, and at the e
 --results results/runs. The statistics mode is chosen on the validation images; the test images are used once, at the
 end, on the weights as they are stored.
 
---resume takes the same command once more, and on the same hardware and versions ends with the very same weights as if
-nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses them by rule rather
-than by a race, which another process might decide otherwise.
+Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved after every epoch and every
+few minutes, too. --resume takes the same command once more, and on the same hardware and versions ends with the very
+same weights as if nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses
+them by rule rather than by a race, which another process might decide otherwise.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,9 +43,10 @@ from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import Training, TrainingError, begin, load_state
+from bkn_zoo.training.state import STATE, Training, TrainingError, begin, load_state, refuse_to_replace
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
@@ -213,9 +217,46 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def main(arguments: list[str], prog: str | None = None) -> None:
     args, overrides = parse(arguments, prog)
+    interrupted = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    try:
+        with handled(interrupt, signal.SIGINT):
+            train(args, overrides)
+    except BaseException as error:
+        # Libraries make errors of their own of a KeyboardInterrupt that comes while they work.
+        if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
+            raise
+        if int(os.environ.get("RANK", "0")) == 0:
+            command = shlex.join([*(prog or "python scripts/train.py").split(), *arguments])
+            print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
+        # As a shell reports a process that a signal ended.
+        raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
+
+
+def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) -> str:
+    if args.output is None or not (args.output / STATE).is_file():
+        return "stopped before the first step: begin again with the same command"
+    what = (
+        str(error).partition(";")[0]
+        if isinstance(error, Stopped)
+        else "stopped at once, and the last saved state stays"
+    )
+    return f"{what}; go on with:\n{command}{'' if args.resume else ' --resume'}"
+
+
+def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    """From the options to the checkpoint."""
     if args.recipe is None:
         overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
     recipe = read_recipe(args.recipe, overrides)
+    name = run_name(args, overrides, recipe)
+    args.output = args.output or Path("runs") / name
+    args.results = args.results or args.output / "results" / "runs"
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         if args.device == "cuda":
@@ -223,15 +264,14 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     device = torch.device(args.device)
-    name = run_name(args, overrides, recipe)
     if args.publish:
         check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
-    args.output = args.output or Path("runs") / name
-    args.results = args.results or args.output / "results" / "runs"
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
     if args.resume:
         load_state(training, recipe, args.output, device)
+    else:
+        refuse_to_replace(args.output)
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

@@ -16,7 +16,7 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, leave_signals_to_parent
 
 
 def training_batches(
@@ -42,7 +42,10 @@ def training_batches(
             yield mix(images, targets, augmentation, seed, epoch, number, rank)
         return
     files = _Files(data.train, data.preprocessing, augmentation, seed, epoch)
-    loader = DataLoader(files, batch_sampler=rows.tolist(), num_workers=workers, pin_memory=device.type == "cuda")
+    loader = DataLoader(
+        files, batch_sampler=rows.tolist(), num_workers=workers, pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_parent,
+    )  # fmt: skip
     for number, (pixels, labels, broken) in enumerate(loader, start=skip):
         data.train.report_broken(broken[broken >= 0].tolist())
         targets = classes[labels.to(device, non_blocking=True)]
@@ -62,7 +65,12 @@ def evaluation_batches(
             pixels = enlarge(pixels, data.preprocessing.size, data.preprocessing.interpolation)
             yield Batch(normalize(pixels, data.preprocessing), classes[labels])
         return
-    loader = DataLoader(_Files(images, data.preprocessing), batch_size=batch, num_workers=workers)
+    loader = DataLoader(
+        _Files(images, data.preprocessing),
+        batch_size=batch,
+        num_workers=workers,
+        worker_init_fn=leave_signals_to_parent,
+    )
     for pixels, labels, broken in loader:
         images.report_broken(broken[broken >= 0].tolist())
         good = broken < 0

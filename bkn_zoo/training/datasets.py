@@ -6,6 +6,7 @@ listed.
 
 import os
 import pickle
+import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -207,13 +208,18 @@ def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
     starts = range(0, len(images), CHUNK)
     chunks = [images.paths[start : start + CHUNK] for start in starts]
     # Processes, since threads spend more time on waiting for Python's lock than the decoding of so small images takes.
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent) as pool:
         decoded = (pool.map if len(chunks) > 1 else map)(_decode, chunks, [side] * len(chunks))
         for start, (values, readable) in zip(starts, decoded, strict=True):
             pixels[start : start + CHUNK] = torch.from_numpy(values)
             good[start : start + CHUNK] = torch.from_numpy(readable)
     images.report_broken((~good).nonzero().flatten().tolist())
     return ArrayImages(pixels[good], torch.tensor(images.labels, dtype=torch.long)[good])
+
+
+def leave_signals_to_parent(_: int = 0) -> None:
+    """For a process that helps another: Ctrl-C goes to both, and the other says when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:

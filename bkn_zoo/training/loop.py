@@ -1,9 +1,7 @@
 """The training loop: a recipe and a data set in, a trained network out, whatever interrupts it."""
 
 import dataclasses
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
 from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import REMEDY, Training, TrainingError, save_state, write_log
@@ -28,8 +27,9 @@ def fit(
 ) -> None:  # fmt: skip
     """Train to the end of the recipe, from wherever `training` stands.
 
-    After each epoch a line goes to log.jsonl and to `training.history`; the state is saved every `save_minutes`, at the
-    end, and when SIGTERM comes (SystemExit is raised then).
+    After each epoch a line goes to log.jsonl and to `training.history`. The state is saved before the first step, after
+    each epoch, every `save_minutes`, and when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a
+    KeyboardInterrupt, at once.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     local = _local_batch(recipe, ranks)
@@ -40,28 +40,31 @@ def fit(
     size = recipe.train_size or data.preprocessing.size
     varied = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
     step = make_step(training, recipe, device)
+    interruption = Interruption(quiet=rank > 0)
     saved = time.monotonic()
     begun = saved - training.seconds  # as if what came before an interruption had come just before now
-    if rank == 0:
-        write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
 
-    def save_if_needed() -> None:
+    def save_if_needed(epoch_ended: bool = False) -> None:
         nonlocal saved
-        wish = 2 if stopping() else int(time.monotonic() - saved > 60 * save_minutes)
-        wish = _largest(wish)  # clocks and signals differ between processes, which have to act as one
+        # 1 is to save, more the signal to stop for. Clocks and signals differ between processes, which must act as one.
+        wish = _largest(interruption.received or int(epoch_ended or time.monotonic() - saved > 60 * save_minutes))
         if wish:
             _finite(losses, first)
-            training.seconds = time.monotonic() - begun
+            if not epoch_ended:  # whose line has counted them
+                training.seconds = time.monotonic() - begun
             if rank == 0:
                 save_state(training, recipe, folder)
             saved = time.monotonic()
-        if wish == 2:
-            raise SystemExit(f"stopped at step {training.step}; go on with --resume")
+        if wish > 1:
+            raise Stopped(wish, f"stopped at step {training.step} of {steps}; go on with --resume")
 
     with (
-        _stop_on_sigterm() as stopping,
+        interruption.awaited(),
         tqdm(total=steps, initial=training.step, unit="step", disable=quiet or rank > 0) as bar,
     ):
+        if rank == 0:
+            write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
+            save_state(training, recipe, folder)
         shown: dict[str, str] = {}
         while training.step < steps:
             epoch, skip = divmod(training.step, per_epoch)
@@ -98,9 +101,8 @@ def fit(
                 bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
             if rank == 0:
                 write_log(training.history, folder)
-            save_if_needed()
-        if rank == 0:
-            save_state(training, recipe, folder)
+            training.finished = training.step == steps
+            save_if_needed(epoch_ended=True)
 
 
 def _largest(number: int) -> int:
@@ -137,22 +139,3 @@ def _finite(losses: list[Tensor], first: int) -> float:
 
 def _speed(recipe: Recipe, losses: list[Tensor], started: float) -> float:
     return recipe.gradient_batch * len(losses) / (time.monotonic() - started)
-
-
-class _stop_on_sigterm:  # noqa: N801
-    """Within it, SIGTERM is noted, to be acted on after the step that is under way."""
-
-    def __enter__(self) -> Callable[[], bool]:
-        self.received = False
-        try:
-            self.before = signal.signal(signal.SIGTERM, self._note)
-        except ValueError:  # not the main thread, which alone may set handlers
-            self.before = None
-        return lambda: self.received
-
-    def _note(self, *_: Any) -> None:
-        self.received = True
-
-    def __exit__(self, *_: Any) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)

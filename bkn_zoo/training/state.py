@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bkn_zoo.errors import BknZooError, CheckpointError
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.models import Network
 from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
@@ -31,6 +31,7 @@ class Training:
     averaged: Network | None
     optimizer: torch.optim.Optimizer
     step: int = 0
+    finished: bool = False
     seconds: float = 0.0  # that the steps took, and the validation after each epoch
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,6 +57,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "step": training.step,
+        "finished": training.finished,
         "seconds": training.seconds,
         "history": json.dumps(training.history),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
@@ -68,10 +70,11 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, folder / STATE)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        scratch.unlink(missing_ok=True)
         raise TrainingError(
             f"{folder / STATE} could not be written ({error}): make room; the last one stays."
         ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def write_log(history: list[dict[str, Any]], folder: Path) -> None:
@@ -94,7 +97,7 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} cannot be read ({reason}): start the training anew.") from None
+        raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training anew.") from None
     changed = [name for name in ours if ours[name] != theirs.get(name) and name not in ("graph", "compile")]
     if changed:
         name = changed[0]
@@ -110,7 +113,22 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
             f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
         ) from None
     training.step, training.seconds = state["step"], state["seconds"]
+    training.finished = state.get("finished", False)
     training.history = json.loads(state["history"])
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Refuse a folder with a training that was begun and not finished, which a new one would replace."""
+    try:
+        state = torch.load(folder / STATE, mmap=True, weights_only=True)
+        unfinished = state["step"] > 0 and not state["finished"]
+    except Exception:  # there is none, or none to go on from
+        return
+    if unfinished:
+        raise InputError(
+            f"{folder} holds a training that stopped at step {state['step']}: go on with --resume, or remove the "
+            "folder to start anew."
+        )
 
 
 def _reshape_gains(optimizer: torch.optim.Optimizer) -> None:

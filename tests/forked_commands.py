@@ -1,0 +1,106 @@
+"""The command `bkn-zoo`, again and again, each time in a process of its own; PyTorch is imported once for all of them.
+
+    python tests/forked_commands.py      # reads requests from its standard input, a line of JSON each, and answers each
+
+`Commands` starts it and asks. A request has the arguments, the variables of the environment that are added, and the
+signals to send with the second at which to; the answer has the exit code, all that was printed, and the seconds that it
+took.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a command."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Commands:
+    """Runs commands in a folder, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        # Without the tests' Triton interpreter, which only costs time here.
+        kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())], cwd=folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+
+    def __call__(self, *arguments: Any, send: tuple[tuple[int, float], ...] = (), **environment: str) -> Answer:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"arguments": [str(a) for a in arguments], "send": send, "environment": environment}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return Answer(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def answer(request: dict[str, Any], output: Path) -> dict[str, Any]:
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _be_the_command(request, output)
+    ended = os.pidfd_open(child)
+    for number, moment in request["send"]:
+        select.select([ended], [], [], max(started + moment - time.monotonic(), 0))
+        os.kill(child, number)  # of which one that has ended, and is not yet waited for, takes no notice
+    status = os.waitpid(child, 0)[1]
+    os.close(ended)
+    code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started
+    return {"code": code, "output": output.read_text(), "seconds": seconds}
+
+
+def _be_the_command(request: dict[str, Any], output: Path) -> None:
+    """Never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= request["environment"]
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    sys.argv = ["bkn-zoo", *request["arguments"]]
+    code: Any = 1
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    from bkn_zoo.cli import main
+
+    for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torch._dynamo"):  # sooner or later
+        import_module(needed)
+    for command in ("train", "evaluate", "publish"):
+        import_module(f"bkn_zoo.cli.{command}")
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line), Path(f".output.{os.getpid()}"))), flush=True)

@@ -1,0 +1,126 @@
+"""A practitioner's hour: commands as a user gives them, in processes of their own and outside the repository."""
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked_commands import ROOT, Commands
+from PIL import Image
+
+TINY = ("--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
+
+
+def write_photos(folder: Path, **classes: int) -> None:
+    """As many of each class, told apart by their brightness."""
+    rng = np.random.default_rng(0)
+    for label, (name, count) in enumerate(classes.items()):
+        (folder / name).mkdir(parents=True)
+        for k in range(count):
+            image = rng.integers(60 * label, 60 * label + 120, (16, 20, 3), dtype=np.uint8)
+            Image.fromarray(image).save(folder / name / f"{k}.png")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder, but for photographs."""
+    folder = tmp_path_factory.mktemp("practice")
+    write_photos(folder / "photos", dark=14, light=14)  # three steps an epoch, with 10 % held out
+    return folder
+
+
+@pytest.fixture(scope="module")
+def commands(place: Path) -> Iterator[Commands]:
+    running = Commands(place)
+    yield running
+    running.close()
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def assert_same_training(ours: Path, theirs: Path) -> None:
+    """Bit for bit: the weights, their average, the optimizer's memory, and the checkpoint."""
+    first, second = state(ours), state(theirs)
+    assert first["step"] == second["step"]
+    first["optimizer"], second["optimizer"] = first["optimizer"]["state"], second["optimizer"]["state"]
+    for part in ("model", "averaged", "optimizer"):
+        ours_flat, theirs_flat = _flat(first[part]), _flat(second[part])
+        assert ours_flat.keys() == theirs_flat.keys()
+        assert [name for name, tensor in ours_flat.items() if not torch.equal(tensor, theirs_flat[name])] == []
+
+
+def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    flat: dict[str, torch.Tensor] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+# Ctrl-C
+
+
+def test_stopped_at_ten_random_moments_a_training_ends_with_the_very_same_weights(
+    commands: Commands, place: Path
+) -> None:
+    """By Ctrl-C, once and twice, and last by a signal that nothing can be done about."""
+    train = ("train", "--data", "photos", *TINY, "--epochs", "3", "--ema", "0.9", "--augmentation.mixup", "0.2")
+    whole = commands(*train, "--name", "whole")
+    assert whole.code == 0, whole.output
+    moments, steps = random.Random(0), []
+    for trial in range(11):
+        name, moment = f"trial{trial}", moments.uniform(0, whole.seconds)
+        signals = [(signal.SIGINT, moment), *([(signal.SIGINT, moment + 0.005)] if trial % 3 == 2 else [])]
+        if trial == 10:
+            signals = [(signal.SIGKILL, whole.seconds / 2)]
+        stopped = commands(*train, "--name", name, send=tuple(signals))
+        if stopped.code == 0:  # too late to stop it
+            continue
+        begun = (place / "runs" / name / "state.pt").exists()
+        again = [*train, "--name", name, *(["--resume"] if begun else [])]
+        if trial < 10:
+            assert stopped.code == 130, stopped.output
+            assert "Traceback" not in stopped.output
+            told = shlex.join(["bkn-zoo", *again]) if begun else "the first step: begin again with the same command"
+            assert stopped.output.rstrip().endswith(told), stopped.output
+        steps.append(state(place / "runs" / name)["step"] if begun else -1)
+        resumed = commands(*again)
+        assert resumed.code == 0, resumed.output
+        assert_same_training(place / "runs" / name, place / "runs" / "whole")
+    assert len([step for step in steps if 0 < step < 9]) >= 2, steps
+
+
+def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on_with_the_processes_that_decode(
+    place: Path, tmp_path: Path
+) -> None:
+    """The real command, and a signal to all of its processes, as a terminal sends it."""
+    command = [
+        sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())",
+        "train", "--data", str(place / "photos"), *TINY, "--epochs", "10000", "--workers", "1",
+    ]  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    log = tmp_path / "runs" / "inception_cifar_bkn.photos" / "log.jsonl"
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not (log.exists() and log.stat().st_size):  # until an epoch has ended
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, said
+    assert "stopping after this step" in said
+    *_, stopped, how = said.splitlines()
+    assert stopped == f"stopped at step {state(log.parent)['step']} of 30000; go on with:"
+    assert how == shlex.join(["bkn-zoo", *command[3:], "--resume"])
+    assert "Traceback" not in said
