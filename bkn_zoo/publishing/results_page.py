@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -129,11 +129,11 @@ def headline(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
     for label in ("BN", "BRN", "BKN, A held at zero", "BKN"):
         found = {
-            each.arm.group: spread(each.top1())
+            each.arm.group: spread(each.top1()) or NOT_RUN
             for experiment in plan.experiments
             if experiment.setting == "cifar100"
             for each in cells(experiment, records)
-            if each.arm.label == label and each.good
+            if each.arm.label == label
         }
         rows.append({HEADLINE: label, **{shown: found.get(group, "") for group, shown in groups.items()}})
     alone = spread(cell(plan.arms["cifar100.gn.128-128"], records).top1())
@@ -251,6 +251,11 @@ def _asked(plan: Plan, records: Mapping[str, Record], field: str) -> Iterator[tu
             yield arm, members
 
 
+def _sorted(arms: Iterable[tuple[Arm, list[Record]]]) -> list[tuple[Arm, list[Record]]]:
+    """By setting and norm, then from the smallest groups to the largest."""
+    return sorted(arms, key=lambda pair: (pair[0].name.partition(".")[0], pair[0].label, pair[0].group))
+
+
 def _table_of(rows: list[dict[str, Any]]) -> str:
     return table(rows, list(rows[0])) + "\n" if rows else f"{NOT_RUN.capitalize()}.\n"
 
@@ -266,7 +271,7 @@ def _head(arm: Arm, members: list[Record]) -> dict[str, Any]:
 
 def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
-    for arm, members in sorted(_asked(plan, records, "rules"), key=lambda pair: pair[0].name):
+    for arm, members in _sorted(_asked(plan, records, "rules")):
         if "," in arm.label:
             continue
 
@@ -290,8 +295,7 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
 
 def _calibration(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
-    for arm in sorted(plan.arms.values(), key=lambda arm: arm.name):
-        members = cell(arm, records).good
+    for arm, members in _sorted((arm, cell(arm, records).good) for arm in plan.arms.values()):
         if members and "," not in arm.label:
             errors = {mode: spread(each["test"][mode]["ece"] for each in members) for mode in MODES}
             chosen = "; ".join(sorted({each["chosen_statistics"] for each in members}))
@@ -301,7 +305,7 @@ def _calibration(plan: Plan, records: Mapping[str, Record]) -> str:
 
 def _eight(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
-    for arm, members in _asked(plan, records, "rules"):
+    for arm, members in _sorted(_asked(plan, records, "rules")):
         members = [each for each in members if "A in 8 bits" in each["rules"]]
         if members and "," not in arm.label:
             full = spread(each["test"][each["chosen_statistics"]]["top1"] for each in members)
@@ -312,7 +316,7 @@ def _eight(plan: Plan, records: Mapping[str, Record]) -> str:
 
 def _gaps(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
-    for arm, members in sorted(_asked(plan, records, "variance_gap"), key=lambda pair: pair[0].name):
+    for arm, members in _sorted(_asked(plan, records, "variance_gap")):
         if "," not in arm.label:
             gap = [mean(each["variance_gap"]) for each in members]
             error = f" ± {stdev(gap):.3f}" if len(gap) > 1 else ""
