@@ -31,6 +31,7 @@ from .errors import (
     DeadlineError,
     KeyRefusedError,
     ServiceError,
+    error_body,
     error_response,
     of_the_image,
     respond,
@@ -39,9 +40,21 @@ from .logs import set_up_logs
 from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
-from .schemas import Classified, ErrorBody, Health, Models, Options, Prediction, Statistics, Timing, upload
+from .schemas import (
+    Classified,
+    ErrorBody,
+    Health,
+    Models,
+    Options,
+    Prediction,
+    Several,
+    Statistics,
+    Timing,
+    upload,
+    uploads,
+)
 from .settings import Settings, read_settings
-from .uploads import Bodies, BodyLimit, read_upload
+from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "malformed request"},
@@ -89,12 +102,40 @@ class Service:
             field: the image's name in JSON and in forms.
             model: where the path names it.
         """
+        async with self._until(self._deadline()):
+            image, options = await read_upload(request, field)
+            loaded = await self.pool.get(options.model if model is None else model)
+            request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
+            return await _unless_gone(request, self._run(loaded, image, options))
+
+    async def classify_several(self, request: Request) -> list[Classified | ServiceError]:
+        """The same for several images: of each, in their order, the answer or the error."""
+        deadline = self._deadline()
+        async with self._until(deadline):
+            images, options = await read_uploads(request, "images", self.settings.max_images)
+            loaded = await self.pool.get(options.model)
+            request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
+        answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
+        failed = [answer for answer in answers if isinstance(answer, ServiceError)]
+        request.scope["facts"] |= {"images": len(answers), "failed": len(failed)}
+        for error in failed:
+            self.count(error)
+        return answers
+
+    def count(self, error: ServiceError) -> None:
+        """Note what was refused."""
+        if error.status in (413, 415, 429, 503, 504):
+            self.metrics.rejected.labels(error.code).inc()
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.settings.deadline
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """What takes longer, and what the library refuses, is an error of the service."""
         try:
-            async with asyncio.timeout(self.settings.deadline):
-                image, options = await read_upload(request, field)
-                loaded = await self.pool.get(options.model if model is None else model)
-                request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
-                return await _unless_gone(request, self._run(loaded, image, options))
+            async with asyncio.timeout_at(deadline):
+                yield
         except TimeoutError:
             seconds = self.settings.deadline
             raise DeadlineError(f"no answer within {seconds:g} s: try again later, with a smaller image.") from None
@@ -102,11 +143,36 @@ class Service:
             raise of_the_image(error) from None
 
     async def _run(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
+        with loaded.line.place():
+            return await self._answer(loaded, image, options)
+
+    async def _run_several(
+        self, loaded: Loaded, images: list[bytes | ServiceError], options: Options, deadline: float
+    ) -> list[Classified | ServiceError]:
+        """Few at a time, in one place of the queue, so that others' images come in between."""
+        turns = asyncio.Semaphore(loaded.line.share)
+
+        async def one(image: bytes | ServiceError) -> Classified | ServiceError:
+            try:
+                if isinstance(image, ServiceError):
+                    return image
+                async with self._until(deadline), turns:
+                    return await self._answer(loaded, image, options)
+            except ServiceError as error:
+                return error
+
+        with loaded.line.place():
+            async with self._until(deadline):
+                images = await self.decoders.within(images)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(image)) for image in images]
+        return [task.result() for task in tasks]
+
+    async def _answer(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
         classifier, line = loaded.classifier, loaded.line
         statistics = cast(Statistics, classifier.choose(options.statistics))
-        with line.place():
-            tensor = await self.decoders.prepare(classifier, image)
-            answer = await asyncio.wrap_future(line.submit(tensor, statistics))
+        tensor = await self.decoders.prepare(classifier, image)
+        answer = await asyncio.wrap_future(line.submit(tensor, statistics))
         best = classifier.best(answer.scores, options.top_k)
         return Classified(
             predictions=[Prediction(label=prediction.label, score=prediction.score) for prediction in best],
@@ -160,8 +226,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @app.exception_handler(ServiceError)
     async def refuse(request: Request, error: ServiceError) -> Response:
-        if error.status in (413, 415, 429, 503, 504):
-            service.metrics.rejected.labels(error.code).inc()
+        service.count(error)
         return respond(error)
 
     @app.exception_handler(HTTPException)
@@ -189,6 +254,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def classify(request: Request) -> Response:
         """Classify an image: its bytes as the body, a form (`-F image=@photo.jpg`), or JSON with base64."""
         return JSONResponse((await service.classify(request, "image")).model_dump())
+
+    most = service.settings.max_images
+
+    @app.post("/v1/classify/batch", openapi_extra=uploads("images", most), response_model=Several, **keyed)
+    async def classify_several(request: Request) -> Response:
+        """Classify several images: a form (`-F images=@a.jpg -F images=@b.jpg`), or JSON with a list of base64."""
+        answers = await service.classify_several(request)
+        return JSONResponse(
+            {"results": [error_body(a) if isinstance(a, ServiceError) else a.model_dump() for a in answers]}
+        )
 
     @app.post(
         "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[Prediction], **keyed

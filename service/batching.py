@@ -79,9 +79,17 @@ class Line:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def share(self) -> int:
+        """How many images of one request may be on their way at once: one is decoded while another runs.
+
+        Where a batch of many runs at once they are more, but so few that others' images join them.
+        """
+        return max(2, self.max_batch // 4)
+
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue, held from before an image is decoded until its answer is there."""
+        """A place in the queue for a request, held from before it is decoded until its answer is there."""
         if self.admitted >= self.length + self.max_batch:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
             raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)

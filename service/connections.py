@@ -47,8 +47,7 @@ class Edge:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        # Each may need a second descriptor, for the file that a large form is kept in.
-        self.most = max(1, min(settings.max_connections, (_files_allowed() - SPARE_FILES) // 2))
+        self.most = max(1, min(settings.max_connections, _files_allowed() - SPARE_FILES - RESERVE))
         self.awaited: dict[Connection, None] = {}
         self.draining = False
 

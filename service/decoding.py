@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from bkn_zoo.errors import ImageError, ImageTooLargeError
 from bkn_zoo.images import count_pixels
 from bkn_zoo.inference.classifier import Classifier
 
-from .errors import OverloadedError
+from .errors import OverloadedError, ServiceError, of_the_image
 from .settings import Settings
 
 SMALL = 4_000_000  # pixels, which take a tenth of a second or so
@@ -38,6 +39,27 @@ class Decoders:
     @property
     def busy(self) -> bool:
         return self._small.busy or self._large.busy
+
+    async def within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
+        """The same, with an error for those that are more pixels than allowed together with those before them."""
+        return await self._small.run(1, self._within, images)
+
+    def _within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
+        found: list[bytes | ServiceError] = []
+        left = self.max_pixels
+        for image in images:
+            try:
+                pixels = 0 if isinstance(image, ServiceError) else count_pixels(image, self.max_pixels)
+                if pixels > left:
+                    raise ImageTooLargeError(
+                        f"the images of a request may have {self.max_pixels:,} pixels together, and this one has "
+                        f"{pixels:,} where {left:,} are left: send it by itself."
+                    )
+                left -= pixels
+                found.append(image)
+            except ImageError as error:
+                found.append(of_the_image(error))
+        return found
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
         pixels, tensor = await self._small.run(1, self._prepare_if_small, classifier, image)

@@ -77,6 +77,10 @@ def of_the_image(error: BknZooError) -> ServiceError:
     return next(answer for kind, answer in OURS if isinstance(error, kind))(str(error))
 
 
+def error_body(error: ServiceError) -> dict[str, dict[str, str]]:
+    return {"error": {"code": error.code, "message": error.message}}
+
+
 def respond(error: ServiceError) -> JSONResponse:
     return error_response(error.status, error.code, error.message, error.retry_after)
 

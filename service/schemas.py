@@ -39,6 +39,23 @@ class Classified(BaseModel):
     timing_ms: Timing
 
 
+class Problem(BaseModel):
+    code: str
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """Every answer but 200."""
+
+    error: Problem
+
+
+class Several(BaseModel):
+    """The answer of POST /v1/classify/batch: of each image, in their order, what it would have got by itself."""
+
+    results: list[Classified | ErrorBody]
+
+
 class Model(BaseModel):
     """One model; the fields after `loaded` are null for one of the Hub that is not loaded."""
 
@@ -55,17 +72,6 @@ class Model(BaseModel):
 
 class Models(BaseModel):
     models: list[Model]
-
-
-class Problem(BaseModel):
-    code: str
-    message: str
-
-
-class ErrorBody(BaseModel):
-    """Every answer but 200."""
-
-    error: Problem
 
 
 class Health(BaseModel):
@@ -98,3 +104,15 @@ def upload(field: str, form: bool) -> dict[str, Any]:
         schema = {"type": "object", "required": [field], "properties": {field: file, **options}}
         content["multipart/form-data"] = {"schema": schema}
     return {"parameters": query, "requestBody": {"required": True, "content": content}}
+
+
+def uploads(field: str, most: int) -> dict[str, Any]:
+    """What `read_uploads` reads: the same for several images, in a form or in JSON."""
+    body = upload(field, form=True)
+    content = body["requestBody"]["content"]
+    del content["application/octet-stream"], content["image/*"]
+    for part in content.values():
+        properties = part["schema"]["properties"]
+        properties[field] = {"type": "array", "items": properties[field], "minItems": 1, "maxItems": most}
+    content["application/json"]["example"][field] = ["iVBORw0KGgo...", "/9j/4AAQ..."]
+    return body

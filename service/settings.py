@@ -58,6 +58,9 @@ class Settings(BaseSettings):
     )
     max_bytes: int = Field(10_000_000, ge=1, description="largest body of a request")
     max_pixels: int = Field(50_000_000, ge=1, description="most pixels of an image")
+    max_images: int = Field(
+        32, ge=1, description="most images of one request; --max-bytes and --max-pixels are for all of them together"
+    )
     max_held_bytes: int = Field(
         256_000_000,
         ge=1,

@@ -1,16 +1,17 @@
-"""From a request to the bytes of an image and the options that came with them."""
+"""From a request to the bytes of its images and the options that came with them."""
 
 import asyncio
 import base64
 import binascii
 import json
 import re
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from .errors import (
     BadParameterError,
@@ -24,6 +25,7 @@ from .errors import (
 from .schemas import Options
 from .settings import Settings
 
+FORM, JSON = "multipart/form-data", "application/json"
 OPTIONS = tuple(Options.model_fields)
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
@@ -35,17 +37,42 @@ async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     Args:
         field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`.
     """
-    query = _options({name: request.query_params[name] for name in OPTIONS if name in request.query_params})
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        image, given = await _from_form(request, field)
-    elif kind == "application/json":
-        image, given = _from_json(await _read(request), field)
+    query, kind = _query(request), _kind(request)
+    if kind == FORM:
+        (image, *_), given = await _from_form(request, field, 1)
+    elif kind == JSON:
+        found, given = _from_json(await _read(request))
+        if not isinstance(found.get(field), str):
+            raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
+        image = _from_base64(found[field])
     else:  # whatever else it is called; what it is, its first bytes say
         image, given = await _read(request), {}
-    if not image:
-        raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
-    return image, _options(query.model_dump(exclude_unset=True) | given)
+    return _image(image), _options(query | given)
+
+
+async def read_uploads(request: Request, field: str, most: int) -> tuple[list[bytes | ServiceError], Options]:
+    """The same for several images, in a form or in JSON; for one that is none, its error."""
+    query, kind = _query(request), _kind(request)
+    sources: Any
+    if kind == FORM:
+        sources, given = await _from_form(request, field, most)
+    elif kind == JSON:
+        found, given = _from_json(await _read(request))
+        sources = found.get(field)
+    else:
+        raise MalformedRequestError(f"several images come in a form, as files {field!r}, or in JSON: see /docs.")
+    if not isinstance(sources, list) or not 1 <= len(sources) <= most:
+        raise MalformedRequestError(f"the request has no list {field!r} of 1 to {most} images: send that many.")
+    return [_or_error(source) for source in sources], _options(query | given)
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _query(request: Request) -> dict[str, Any]:
+    query = _options({name: request.query_params[name] for name in OPTIONS if name in request.query_params})
+    return query.model_dump(exclude_unset=True)
 
 
 async def _read(request: Request) -> bytes:
@@ -64,36 +91,61 @@ def _options(given: dict[str, Any]) -> Options:
         raise BadParameterError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
 
 
-async def _from_form(request: Request, field: str) -> tuple[bytes, dict[str, Any]]:
+def _image(image: bytes) -> bytes:
+    if not image:
+        raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
+    return image
+
+
+def _or_error(source: Any) -> bytes | ServiceError:
     try:
-        async with request.form(max_files=1, max_fields=len(OPTIONS) + 5, max_part_size=10_000) as form:
-            upload = form.get(field)
-            if not isinstance(upload, UploadFile):
-                raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")
-            given = {name: form[name] for name in OPTIONS if isinstance(form.get(name), str) and form[name] != ""}
-            return await upload.read(), given
-    except (HTTPException, KeyError, ValueError) as error:  # of which the first is what starlette makes of its own
-        reason = error.detail.rstrip(".") if isinstance(error, HTTPException) else "its parts cannot be told apart"
+        return _image(source if isinstance(source, bytes) else _from_base64(source))
+    except ServiceError as error:
+        return error
+
+
+class _InMemory(MultiPartParser):
+    """Keeps files where their bytes are counted, in memory: on disk each would take a descriptor."""
+
+    spool_max_size = 0  # without end; the body has one
+
+
+async def _from_form(request: Request, field: str, most: int) -> tuple[list[bytes], dict[str, Any]]:
+    parts: dict[str, int] = {"max_files": most, "max_fields": len(OPTIONS) + 5, "max_part_size": 10_000}
+    try:
+        async with aclosing(request.stream()) as stream:
+            form = await _InMemory(request.headers, stream, **parts).parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        reason = (
+            error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be told apart"
+        )
         raise MalformedRequestError(f"the form cannot be read ({reason}): send multipart/form-data.") from None
+    images = [await file.read() if isinstance(file, UploadFile) else b"" for file in form.getlist(field)]
+    if not images:
+        raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")
+    return images, {name: form[name] for name in OPTIONS if isinstance(form.get(name), str) and form[name] != ""}
 
 
-def _from_json(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
+def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a body of JSON holds, and the options in it."""
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
         raise MalformedRequestError("the JSON has too many parts: send the image in base64, and the options.")
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
         raise MalformedRequestError("the body is called JSON and is none: send valid JSON, or the image.") from None
-    if not isinstance(data, dict) or not isinstance(data.get(field), str):
-        raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
+    found = data if isinstance(data, dict) else {}
+    inner = found.get("parameters")
+    given = inner if isinstance(inner, dict) else found
+    return found, {name: given[name] for name in OPTIONS if given.get(name) is not None}
+
+
+def _from_base64(text: Any) -> bytes:
     try:
-        text = re.sub(r"^data:[^,]*,", "", data[field]).encode("ascii").translate(LETTERS, b" \t\r\n")
-        image = base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise MalformedRequestError(f"{field} is not base64: encode the image file's bytes.") from None
-    inner = data.get("parameters")
-    given = inner if isinstance(inner, dict) else data
-    return image, {name: given[name] for name in OPTIONS if given.get(name) is not None}
+        letters = re.sub(r"^data:[^,]*,", "", text).encode("ascii").translate(LETTERS, b" \t\r\n")
+        return base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise MalformedRequestError("the image is not base64: encode the file's bytes.") from None
 
 
 class Upload:

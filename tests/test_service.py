@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
 import shlex
@@ -70,10 +71,10 @@ def ask(url: str, body: bytes | None = None, method: str | None = None, **header
     return status, json.loads(data) if is_json else data.decode(), given
 
 
-def form(**fields: bytes | str) -> tuple[bytes, str]:
+def form(*files: tuple[str, bytes | str], **fields: bytes | str) -> tuple[bytes, str]:
     """A multipart body and its content type."""
     parts = []
-    for name, value in fields.items():
+    for name, value in (*files, *fields.items()):
         filename = '; filename="photo.png"' if isinstance(value, bytes) else ""
         data = value if isinstance(value, bytes) else value.encode()
         parts.append(f'--xyz\r\nContent-Disposition: form-data; name="{name}"{filename}\r\n\r\n'.encode() + data)
@@ -112,6 +113,56 @@ def test_every_way_of_asking_gives_the_classifiers_answer(
         assert (answer["model"], answer["revision"]) == ("first", None)
         assert 0 <= answer["timing_ms"]["queue"] < 30_000
         assert 0 < answer["timing_ms"]["inference"] < 30_000
+
+
+@pytest.mark.parametrize("shape", ["form", "json"])
+def test_several_images_are_answered_in_order_each_as_if_it_were_alone(
+    running: ServiceProcess, photo: Path, shape: str
+) -> None:
+    good, turned = photo.read_bytes(), io.BytesIO()
+    Image.open(photo).rotate(180).save(turned, "png")
+    images = [good, b"hello", turned.getvalue(), good[:100], b"", good]
+    alone = [ask(f"{running.url}/v1/classify?top_k=2&statistics=sample", image)[1] for image in images]
+    if shape == "form":
+        body, kind = form(*(("images", image) for image in images), top_k="2", statistics="sample")
+    else:
+        texts: list[Any] = [base64.b64encode(image).decode() for image in images]
+        kind, body = "application/json", json.dumps({"images": texts, "top_k": 2, "statistics": "sample"}).encode()
+    status, answer, _ = ask(f"{running.url}/v1/classify/batch?top_k=1", body, Content_Type=kind)
+    assert status == 200, answer
+    for one in (*alone, *answer["results"]):
+        assert (one.pop("timing_ms", None) is None) == ("error" in one)
+    assert answer == {"results": alone}
+    codes = [result.get("error", {}).get("code") for result in alone]
+    assert codes == [None, "unsupported_format", None, "broken_image", "malformed_request", None]
+    lines = [json.loads(line) for line in running.log().splitlines() if '"/v1/classify/batch"' in line]
+    assert (lines[-1]["images"], lines[-1]["failed"], lines[-1]["model"]) == (6, 3, "first")
+
+
+def test_a_request_of_several_images_is_bounded_as_one_of_a_single_is(running: ServiceProcess, photo: Path) -> None:
+    def asked(data: Any) -> tuple[int, Any]:
+        body, kind = data if isinstance(data, tuple) else (json.dumps(data).encode(), "application/json")
+        return ask(f"{running.url}/v1/classify/batch", body, Content_Type=kind)[:2]
+
+    text = base64.b64encode(photo.read_bytes()).decode()
+    assert asked({"images": [text] * 32})[0] == 200
+    for bad in (
+        {"images": [text] * 33}, {"images": []}, {"images": text}, {"image": text}, [text], {},
+        (photo.read_bytes(), "image/png"), form(*[("images", photo.read_bytes())] * 33), form(image=photo.read_bytes()),
+    ):  # fmt: skip
+        status, answer = asked(bad)
+        assert (status, answer["error"]["code"]) == (400, "malformed_request")
+    for option, status in (({"top_k": 0}, 422), ({"model": "third"}, 404)):
+        assert asked({"images": [text], **option})[0] == status
+    assert asked(form(*[("images", bytes(2_000_000))] * 6))[0] == 413
+    # Each would be small enough by itself; a bad one between them counts for nothing.
+    large = io.BytesIO()
+    Image.new("L", (5000, 4000)).save(large, "png")
+    texts = [base64.b64encode(large.getvalue()).decode()] * 3
+    status, answer = asked({"images": [texts[0], "no base64!", 7, texts[1], texts[2], text]})
+    codes = [result.get("error", {}).get("code") for result in answer["results"]]
+    assert codes == [None, "malformed_request", "malformed_request", None, "too_large", None]
+    assert "50,000,000 pixels together" in answer["results"][4]["error"]["message"]
 
 
 def test_the_hubs_own_client_works_unmodified(running: ServiceProcess, classifier: Classifier, photo: Path) -> None:
@@ -256,7 +307,10 @@ def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> Non
     operation = schema["paths"]["/v1/classify"]["post"]
     assert {"multipart/form-data", "application/json", "image/*"} <= operation["requestBody"]["content"].keys()
     assert {"200", "400", "401", "404", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
+    several = schema["paths"]["/v1/classify/batch"]["post"]
+    assert several["requestBody"]["content"].keys() == {"multipart/form-data", "application/json"}
     for path, parameters in {
+        "/v1/classify/batch": {("model", "query"), ("statistics", "query"), ("top_k", "query")},
         "/v1/classify": {("model", "query"), ("statistics", "query"), ("top_k", "query")},
         "/models/{name}": {("name", "path"), ("model", "query"), ("statistics", "query"), ("top_k", "query")},
     }.items():

@@ -1,6 +1,7 @@
 """Many clients at once, clients that leave, engines that die, and a service that is told to stop."""
 
 import asyncio
+import base64
 import contextlib
 import ctypes
 import gc
@@ -368,6 +369,83 @@ def test_a_request_that_takes_too_long_is_given_up_at_the_deadline(
         assert 0.4 < reply.seconds < 5
     assert stalled == 400
     assert ask_now(local.url, CLASSIFY, picture()).status == 200
+
+
+def several(*images: bytes) -> bytes:
+    """A request of many images at once."""
+    body = json.dumps({"images": [base64.b64encode(image).decode() for image in images]}).encode()
+    kind = b"Content-Type: application/json\r\nContent-Length"
+    return request("/v1/classify/batch", body).replace(b"Content-Length", kind)
+
+
+def test_a_request_of_many_images_keeps_a_single_one_waiting_for_no_more_than_its_share(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, ran, places, waiting = local.line(), [], [], []
+    run = line.run
+
+    def slow(images: Tensor, mode: str) -> Tensor:
+        ran.append(mode)
+        places.append(line.admitted)
+        time.sleep(0.05)
+        waiting.append(len(line._calls))
+        return run(images, mode)
+
+    monkeypatch.setattr(line, "run", slow)
+
+    async def ask_both() -> tuple[list[Reply], Reply, int, int]:
+        many = [asyncio.create_task(ask(local.url, several(*[picture()] * 20))) for _ in range(2)]
+        while len(ran) < 3:
+            await asyncio.sleep(0.005)
+        before = len(ran)
+        single = await ask(local.url, request(f"{CLASSIFY}&statistics=sample", picture()))
+        return await asyncio.gather(*many), single, before, ran.index("sample")
+
+    replies, single, before, turn = asyncio.run(asyncio.wait_for(ask_both(), LONG))
+    assert single.status == 200
+    for reply in replies:
+        assert [set(result) for result in json.loads(reply.body)["results"]] == [{*json.loads(single.body)}] * 20
+    # What has its place is before it: two of each of the others, and what ran while it was decoded.
+    assert turn - before <= 2 * line.share + 4
+    assert max(waiting) <= 2 * line.share + 1
+    assert max(places) == 3
+    until(lambda: line.admitted == 0, "the places are free", 20)
+
+
+def test_of_many_images_those_that_the_deadline_finds_are_named_and_those_that_leave_run_no_more(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, ran = local.line(), []
+    run = line.run
+
+    def slow(images: Tensor, mode: str) -> Tensor:
+        ran.append(mode)
+        time.sleep(0.2)
+        return run(images, mode)
+
+    monkeypatch.setattr(line, "run", slow)
+    monkeypatch.setattr(local.service.settings, "deadline", 1.0)
+    reply = asyncio.run(ask(local.url, several(*[picture()] * 20)))
+    monkeypatch.setattr(local.service.settings, "deadline", LONG)
+    results = json.loads(reply.body)["results"]
+    done = sum("predictions" in result for result in results)
+    assert (reply.status, len(results)) == (200, 20)
+    assert 1 <= done <= 6
+    assert all("predictions" in result for result in results[:done])
+    assert {result["error"]["code"] for result in results[done:]} == {"deadline"}
+    ran.clear()
+
+    async def leave() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port_of(local.url))
+        writer.write(several(*[picture()] * 20))
+        while not ran:
+            await asyncio.sleep(0.005)
+        writer.transport.abort()
+
+    asyncio.run(asyncio.wait_for(leave(), LONG))
+    until(lambda: line.admitted == 0, "the place is free", 20)
+    time.sleep(0.5)
+    assert len(ran) <= 2
 
 
 @dies

@@ -217,7 +217,7 @@ def test_what_follows_an_upgrade_is_a_body_and_no_request(service: ServiceProces
 def test_connections_that_stall_in_their_head_are_closed_and_keep_nobody_out(service: ServiceProcess) -> None:
     starts = (b"", b"G", b"GET /health/live HTTP/1.1\r\nHost", b"POST /v1/classify HTTP/1.1\r\nHost: a\r\n")
     form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + encoded(picture())
-    body = form.ljust(2_000_000, b"\0") + b"\r\n--x--\r\n"  # more than starlette keeps in memory
+    body = form.ljust(2_000_000, b"\0") + b"\r\n--x--\r\n"  # more than starlette would keep in memory
     with undisturbed(service, "stalled heads"), contextlib.ExitStack() as stack:
         begun = time.monotonic()
         connections = []
@@ -287,6 +287,27 @@ def trickle(connection: socket.socket, most: float) -> None:
         while time.monotonic() < end:
             connection.sendall(b"a")
             time.sleep(0.1)
+
+
+def test_forms_of_many_files_take_no_descriptors_for_them(service: ServiceProcess) -> None:
+    descriptors = Path(f"/proc/{service.process.pid}/fd")
+    file = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + bytes(1_200_000) + b"\r\n"
+    start = head(
+        "POST", "/v1/classify/batch", "X-API-Key: secret", "Content-Type: multipart/form-data; boundary=x",
+        f"Content-Length: {6 * len(file) + 7}",
+    )  # fmt: skip
+    before = len(list(descriptors.iterdir()))
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(service)) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(start + 6 * file)  # all but the end
+        time.sleep(0.5)
+        assert len(list(descriptors.iterdir())) <= before + 3 + 4
+        for connection in connections:
+            connection.sendall(b"--x--\r\n")
+            ((status, body),) = answers(connection)
+            codes = [result["error"]["code"] for result in json.loads(body)["results"]]
+            assert (status, codes) == (200, ["unsupported_format"] * 6)
 
 
 def test_pipelined_requests_wait_in_the_network_and_are_bounded(service: ServiceProcess) -> None:
