@@ -38,9 +38,11 @@ EXECUTED = [path for path in DOCUMENTS if path not in CARDS[1:]]
 
 @pytest.mark.parametrize("document", EXECUTED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block in one namespace, as a reader would paste them, beside a photograph; then those for a shell."""
+    """Block after block in one namespace, as a reader would paste them, beside photographs; then those for a shell."""
     monkeypatch.chdir(tmp_path)
-    Image.radial_gradient("L").save("photo.jpg")
+    Path("photos").mkdir()
+    for name in ("photo.jpg", "photos/one.jpg"):
+        Image.radial_gradient("L").save(name)
     text = document.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in PYTHON_BLOCK.finditer(text):
