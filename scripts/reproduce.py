@@ -169,19 +169,21 @@ def rounded(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
 
 
 def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
-    """Accuracy and calibration by mode; then the other rules, A in eight bits, and how steady the variances are.
+    """Accuracy and calibration by mode; then the other rules, A made smaller, and how steady the variances are.
 
     The mode is chosen on the validation images, and so is the share of the one rule that has one to choose.
     """
     import torch
 
     from bkn_zoo.training.comparisons import (
+        coarse,
         evalnorm,
         example_weighing,
+        low_rank,
         observing_by,
         recalibrated,
         variance_gaps,
-        with_coarse_transitions,
+        with_smaller_transitions,
     )  # fmt: skip
     from bkn_zoo.training.data import evaluation_batches, training_batches
     from bkn_zoo.training.evaluation import evaluate
@@ -225,7 +227,11 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
             shown = gaps[-1][:MAP, :MAP]
             result["variance_gap_map"] = [[round(value, 2) for value in row] for row in shown.tolist()]
     if recipe.model.endswith("_bkn"):
-        rules["A in 8 bits"] = top(with_coarse_transitions(model), best)[best]
+        for name, smaller in {
+            "A in 8 bits": lambda a: coarse(a, 8), "A of rank 16": lambda a: low_rank(a, 16),
+            "A of rank 4": lambda a: low_rank(a, 4),
+        }.items():  # fmt: skip
+            rules[name] = top(with_smaller_transitions(model, smaller), best)[best]
         gains = {name: value for name, value in model.named_parameters() if name.endswith("raw_gain")}
         result["gain"] = {name: round(torch.sigmoid(raw).mean().item(), 3) for name, raw in gains.items()}
     return {**result, "rules": rules}

@@ -29,13 +29,15 @@ from bkn_zoo.publishing.replication import Difference, Plan, missing, read_plan,
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw
 from bkn_zoo.training.comparisons import (
+    coarse,
     evalnorm,
     example_weighing,
     layers,
+    low_rank,
     observing_by,
     recalibrated,
     variance_gaps,
-    with_coarse_transitions,
+    with_smaller_transitions,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -178,17 +180,24 @@ def test_recalibrating_takes_the_plain_mean_of_the_batches_and_leaves_the_networ
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_transitions_in_eight_bits_have_at_most_255_values_a_row_and_are_close() -> None:
+def test_transitions_are_made_smaller_in_a_copy() -> None:
     model = small()
-    for layer in layers(model):
-        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
-            nn.init.normal_(layer.transition)
-    for layer, coarse in zip(layers(model), layers(with_coarse_transitions(model)), strict=True):
-        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
-            a, b = layer.transition.detach(), coarse.transition.detach()
-            step = a.abs().amax(1, keepdim=True) / 127
-            assert ((a - b).abs() <= 0.51 * step).all()
-            assert not torch.equal(a, b)
+    smaller = with_smaller_transitions(model, torch.ones_like)
+    linked = [each for each in layers(smaller) if isinstance(each, BatchKalmanNorm2d) and each.prior_features]
+    assert linked
+    assert all((layer.transition == 1).all() for layer in linked)
+    assert not any((p == 1).all() for name, p in model.named_parameters() if name.endswith("transition"))
+
+
+def test_a_transition_in_eight_bits_is_close_and_one_of_low_rank_is_the_nearest() -> None:
+    a = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    b = coarse(a, 8)
+    assert ((a - b).abs() <= 0.51 * a.abs().amax(1, keepdim=True) / 127).all()
+    assert not torch.equal(a, b)
+    c = low_rank(a, 4)
+    assert torch.linalg.matrix_rank(c) == 4
+    left_out = torch.linalg.svdvals(a)[4:]
+    torch.testing.assert_close((a - c).norm(), left_out.norm())
 
 
 def test_variance_gaps_are_zero_where_every_group_has_the_running_variance() -> None:
@@ -355,7 +364,8 @@ def test_runs_leave_records_that_are_not_trained_again(
     record = json.loads((tmp_path / "results" / "cifar100.bkn.128-2.seed=0.json").read_text())
     assert set(record["test"]) == {"population", "sample", "expected"}
     assert set(record["rules"]) == {
-        "recalibrated population", "recalibrated expected", "EvalNorm", "example weighing", "A in 8 bits"
+        "recalibrated population", "recalibrated expected", "EvalNorm", "example weighing", "A in 8 bits",
+        "A of rank 16", "A of rank 4",
     }  # fmt: skip
     assert record["recipe"]["epochs"] == 1
     assert record["command"].startswith("python reproduce.py --run cifar100.bkn.128-2.seed=0")

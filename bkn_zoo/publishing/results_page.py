@@ -70,11 +70,11 @@ CALIBRATION = """\
 The expected calibration error in percent (15 bins), by mode.
 """
 
-EIGHT_BITS = """\
-## A in eight bits
+SMALLER = """\
+## A made smaller
 
 A is most of what BKN adds to a network's parameters. Here it is rounded to eight bits after training, with a scale for
-each row; top-1 in percent, in the mode chosen.
+each row, or replaced by the nearest matrix of a rank; top-1 in percent, in the mode chosen.
 """
 
 GAPS = """\
@@ -119,7 +119,7 @@ def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
             parts += [_section(experiment, plan, records, "###")]
             parts += picture(experiment.name, experiment.title)
     parts += picture("curves", "Validation accuracy over the training")
-    parts += [RULES, _rules(plan, records), CALIBRATION, _calibration(plan, records), EIGHT_BITS, _eight(plan, records)]
+    parts += [RULES, _rules(plan, records), CALIBRATION, _calibration(plan, records), SMALLER, _smaller(plan, records)]
     return "\n".join(parts)
 
 
@@ -303,14 +303,18 @@ def _calibration(plan: Plan, records: Mapping[str, Record]) -> str:
     return _table_of(rows)
 
 
-def _eight(plan: Plan, records: Mapping[str, Record]) -> str:
+def _smaller(plan: Plan, records: Mapping[str, Record]) -> str:
     rows = []
     for arm, members in _sorted(_asked(plan, records, "rules")):
         members = [each for each in members if "A in 8 bits" in each["rules"]]
         if members and "," not in arm.label:
-            full = spread(each["test"][each["chosen_statistics"]]["top1"] for each in members)
-            rounded = spread(each["rules"]["A in 8 bits"]["top1"] for each in members)
-            rows.append({**_head(arm, members), "A in 32 bits": full, "A in 8 bits": rounded})
+            row = {
+                **_head(arm, members),
+                "A as trained": spread(each["test"][each["chosen_statistics"]]["top1"] for each in members),
+            }
+            for way in ("A in 8 bits", "A of rank 16", "A of rank 4"):
+                row[way] = spread(each["rules"][way]["top1"] for each in members if way in each["rules"])
+            rows.append(row)
     return _table_of(rows)
 
 

@@ -106,14 +106,25 @@ def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
 
 
 @torch.no_grad()
-def with_coarse_transitions(model: Network, bits: int = 8) -> Network:
-    """A copy whose A are rounded to `bits` bits, a scale for each row."""
+def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]) -> Network:
+    """A copy whose A are each `smaller` of what they were."""
     model = copy.deepcopy(model)
     for layer in layers(model):
         if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
-            step = layer.transition.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-            layer.transition.copy_(torch.round(layer.transition / step.clamp_min(1e-30)) * step)
+            layer.transition.copy_(smaller(layer.transition))
     return model
+
+
+def coarse(transition: Tensor, bits: int) -> Tensor:
+    """Rounded to `bits` bits, a scale for each row."""
+    step = transition.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return torch.round(transition / step.clamp_min(1e-30)) * step
+
+
+def low_rank(transition: Tensor, rank: int) -> Tensor:
+    """The nearest matrix of that rank."""
+    u, s, v = torch.linalg.svd(transition.float(), full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
 
 
 @torch.no_grad()
