@@ -1,0 +1,164 @@
+"""Pretrained networks with tiny batches: which runs there are, what they left, and what was chosen by them.
+
+A planned run and a record belong together if all that decides a run is the same in both; names are for people.
+"""
+
+import itertools
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.training.recipes import Recipe, read_recipe
+
+Record = Mapping[str, Any]
+ARMS = {"bn": "BN", "frozen": "frozen BN", "gn": "GroupNorm", "bkn": "BKN"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of an arm, with one setting of what is tried.
+
+    Attributes:
+        batch: images in the whole batch, which are one statistics group.
+        images: seen in all.
+        size: of the network's input; None where images are taken as they are.
+        shared: fields of the recipe that all runs of the experiment have in common.
+    """
+
+    experiment: str
+    arm: str
+    batch: int
+    seed: int
+    settings: Mapping[str, Any]
+    images: int
+    size: int | None
+    shared: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        own = ",".join(f"{name}={value}".replace(" ", "_") for name, value in self.settings.items())
+        return f"{self.experiment}.{self.arm}.batch={self.batch}.{own}.seed={self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return self.images // self.batch
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """For the optimizer: the learning rate grows with the batch."""
+        own = {"lr": self.settings["lr"] * self.batch, "gradient_batch": self.batch, "seed": self.seed}
+        return read_recipe(None, {"model": "", "dataset": self.experiment, "epochs": 1, **self.shared, **own})
+
+    def record(self) -> dict[str, Any]:
+        """All that decides it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def key(self) -> str:
+        return json.dumps(self.record(), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One task: its arms, each with the settings that are tried of it.
+
+    Attributes:
+        data: the folder of its data set.
+        metric: what is measured, one of METRICS.
+        arms: the settings of each.
+    """
+
+    name: str
+    title: str
+    data: str
+    metric: str
+    images: int
+    batches: Sequence[int]
+    seeds: int
+    recipe: Mapping[str, Any]
+    arms: Mapping[str, Sequence[Mapping[str, Any]]]
+    size: int | None = None
+
+    def run(self, arm: str, batch: int, settings: Mapping[str, Any], seed: int) -> Run:
+        return Run(self.name, arm, batch, seed, settings, self.images, self.size, self.recipe)
+
+    def tried(self, arm: str, batch: int) -> list[Run]:
+        """The runs by which the arm's setting is chosen."""
+        return [self.run(arm, batch, settings, 0) for settings in self.arms[arm]]
+
+    def chosen(self, arm: str, batch: int, records: Mapping[str, Record]) -> Run | None:
+        """That of them which was best on the validation images; None before all are done."""
+        tried = self.tried(arm, batch)
+        if any(run.key not in records for run in tried):
+            return None
+        return max(tried, key=lambda run: max(records[run.key].get("validation", {"none": -1.0}).values()))
+
+    def shown(self, arm: str, batch: int, records: Mapping[str, Record]) -> list[Run]:
+        """The runs of all seeds, with the chosen setting."""
+        best = self.chosen(arm, batch, records)
+        return [] if best is None else [self.run(arm, batch, best.settings, seed) for seed in range(self.seeds)]
+
+    def wanted(self, records: Mapping[str, Record]) -> list[Run]:
+        """What is not done yet, as far as it is known: for each batch first what chooses, then what is shown."""
+        runs = [
+            run
+            for batch in self.batches
+            for stage in (self.tried, lambda arm, batch: self.shown(arm, batch, records))
+            for arm in self.arms
+            for run in stage(arm, batch)
+        ]
+        return [run for run in runs if run.key not in records]
+
+    def state(self, records: Mapping[str, Record]) -> str:
+        """A line for each arm and batch."""
+        lines = [f"{self.name}: {self.title}"]
+        for batch, arm in itertools.product(self.batches, self.arms):
+            tried = sum(run.key in records for run in self.tried(arm, batch))
+            seeds = sum(run.key in records for run in self.shown(arm, batch, records))
+            lines.append(
+                f"  batch {batch}, {ARMS[arm]:<10} {tried} of {len(self.arms[arm])} settings tried, "
+                f"{seeds} of {self.seeds} seeds done"
+            )
+        return "\n".join(lines)
+
+
+def read_experiments(path: Path) -> list[Experiment]:
+    """Those of a file such as scripts/demonstrations.toml."""
+    try:
+        content = tomllib.loads(path.read_text())
+        return [Experiment(name, **{**each, "arms": _arms(each["arms"])}) for name, each in content.items()]
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): name a file of experiments.") from None
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a file of experiments ({error}): write it as its head says.") from None
+
+
+def _arms(arms: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Each value of an option with each of the others."""
+    return {
+        arm: [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+        for arm, options in arms.items()
+    }
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """What runs left, by their keys."""
+    records = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    return {json.dumps(record["run"], sort_keys=True): record for record in records}
+
+
+def measured(
+    experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record], mode: str = ""
+) -> list[float]:
+    """The metric on the test images, of each seed that is done; without a mode, in that which the run chose."""
+    done = [records[run.key] for run in experiment.shown(arm, batch, records) if run.key in records]
+    return [
+        each["test"][mode or each["chosen_statistics"]]
+        for each in done
+        if "failed" not in each and (mode or each["chosen_statistics"]) in each["test"]
+    ]

