@@ -54,6 +54,7 @@ MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)  # what the weights were trained wit
 NATIVE = 144  # side to which photographs of dogs are brought before parts of them are taken
 VOID = 11  # what is no class in CamVid
 VARIED, EVALUATED = 60, {"classification": 256, "segmentation": 16}  # images at a time
+LAYOUT = torch.channels_last
 POPULATION_GAIN = 0.1
 SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
 
@@ -304,7 +305,7 @@ def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     splits = load(args.output / f"{run.experiment}.pt", device)
     torch.manual_seed(run.seed)
     classes = VOID if run.experiment == "segmentation" else int(splits["train"][1].max()) + 1
-    model = build(run, classes, args.weights or weights_file()).to(device).to(memory_format=torch.channels_last)
+    model = build(run, classes, args.weights or weights_file()).to(device).to(memory_format=LAYOUT)
     begun = time.monotonic()
     model.train()
     for norm in frozen_norms(model, run):
@@ -353,7 +354,7 @@ def fit(model: nn.Module, run: Run, splits: Splits, device: torch.device) -> lis
         rate = learning_rate(run.recipe, number, run.steps)
         for group in optimizer.param_groups:
             group["lr"].fill_(rate * group["scale"])
-        tenth += replayed(images.contiguous(memory_format=torch.channels_last), labels)
+        tenth += replayed(images.contiguous(memory_format=LAYOUT), labels)
         if (number + 1) * 10 // run.steps > number * 10 // run.steps:
             losses.append(tenth.item() / math.ceil(run.steps / 10))
             tenth.zero_()
@@ -375,7 +376,7 @@ def evaluate(model: Any, run: Run, images_and_labels: tuple[Tensor, Tensor]) -> 
             pixels = pixels.float() / 255
             if run.experiment == "classification":
                 pixels = enlarge(pixels, run.size)
-            pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=torch.channels_last)
+            pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=LAYOUT)
             output = model(pixels, statistics=mode) if run.arm in ("bn", "bkn") else model(pixels)
             outputs.append(output if run.experiment == "classification" else output.argmax(1).byte())
         predicted = torch.cat(outputs)

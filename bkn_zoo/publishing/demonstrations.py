@@ -104,10 +104,13 @@ class Experiment:
         return [] if best is None else [self.run(arm, batch, best.settings, seed) for seed in range(self.seeds)]
 
     def wanted(self, records: Mapping[str, Record]) -> list[Run]:
-        """What is not done yet, as far as it is known: for each batch first what chooses, then what is shown."""
+        """What is not done yet, as far as it is known: for each batch first what chooses, then what is shown.
+
+        Large batches come first: they take the fewest steps.
+        """
         runs = [
             run
-            for batch in self.batches
+            for batch in sorted(self.batches, reverse=True)
             for stage in (self.tried, lambda arm, batch: self.shown(arm, batch, records))
             for arm in self.arms
             for run in stage(arm, batch)
