@@ -55,7 +55,6 @@ NATIVE = 144  # side to which photographs of dogs are brought before parts of th
 VOID = 11  # what is no class in CamVid
 VARIED, EVALUATED = 60, {"classification": 256, "segmentation": 16}  # images at a time
 LAYOUT = torch.channels_last
-POPULATION_GAIN = 0.1
 SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
 
 Splits = Mapping[str, tuple[Tensor, Tensor]]
@@ -265,14 +264,14 @@ def converted_near_batchnorm(model: nn.Module, run: Run) -> nn.Module:
 def kalman_normalized(model: nn.Module, run: Run) -> nn.Module:
     """By `bkn_zoo.convert`, and from where the run says."""
     converted = converted_near_batchnorm(model, run)
-    if run.settings["start"] == "population":
-        start_near_population(converted)
+    if run.settings["start"] != "batch":
+        start_near_population(converted, run.settings["start"])
     return converted
 
 
 @torch.no_grad()
-def start_near_population(model: Any) -> None:
-    """Put BKN nearly where frozen norms are: the gain is low, and what is predicted are the pretrained statistics.
+def start_near_population(model: Any, gain: float) -> None:
+    """With a low gain, put BKN nearly where frozen norms are: what is predicted are the pretrained statistics.
 
     With A = 0 the prediction is N(0, R). R is the pretrained variance already; that the mean is zero, too, is left to
     the convolution below, which gets what is missing as its bias. (Batch normalization would take it out again.)
@@ -285,7 +284,7 @@ def start_near_population(model: Any) -> None:
             norm.running_mean.zero_()
             norm.image_mean.zero_()
             norm.raw_process_noise.copy_(inverse_softplus(norm.running_var.clamp_min(norm.eps)))
-            norm.set_gain(POPULATION_GAIN)
+            norm.set_gain(gain)
 
 
 ARMS: dict[str, Callable[[nn.Module, Run], nn.Module]] = {

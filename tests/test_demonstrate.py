@@ -36,7 +36,7 @@ recipe = { clip = 5.0 }
 bn = { lr = [1e-3], momentum = [0.1] }
 frozen = { lr = [1e-3], affine = [false] }
 gn = { lr = [1e-3] }
-bkn = { lr = [1e-3], start = ["population"] }
+bkn = { lr = [1e-3], start = [0.1] }
 
 [segmentation]
 title = "Roads"
@@ -115,10 +115,9 @@ def test_the_bn_arm_is_batch_normalization(
 
 
 def test_from_the_population_bkn_starts_near_frozen_bn(
-    demonstrate: ModuleType, experiments: list[Experiment], weights: Path, monkeypatch: pytest.MonkeyPatch
+    demonstrate: ModuleType, experiments: list[Experiment], weights: Path
 ) -> None:
-    monkeypatch.setattr(demonstrate, "POPULATION_GAIN", 1e-9)  # where near becomes at
-    run = experiments[0].run("bkn", 2, {"lr": 0.1, "start": "population"}, 0)
+    run = experiments[0].run("bkn", 2, {"lr": 0.1, "start": 1e-9}, 0)  # where near becomes at
     torch.manual_seed(0)
     ours = demonstrate.build(run, 10, weights).double()
     torch.manual_seed(0)

@@ -62,9 +62,9 @@ all three [modes](paper.md); the mode, too, is chosen on the validation images, 
 images: the mean over seeds, and the standard deviation between them.
 
 BKN's own option is where it starts. `batch` is where `convert` puts it, nearly at batch normalization: the gain is
-0.99, and A = 0 predicts a mean of zero. `population` is nearly at frozen BN: the gain is 0.1, and what is
-predicted are the pretrained statistics (R is their variance, and the convolution below takes their mean away by a bias,
-so that zero is the right prediction).
+0.99, and A = 0 predicts a mean of zero. A number is the gain of a start nearly at frozen BN, at which the pretrained
+statistics are predicted: R is their variance, and the convolution below takes their mean away by a bias, so that zero
+is the right prediction.
 """
 
 ABOUT = {
