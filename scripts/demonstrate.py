@@ -74,14 +74,18 @@ def imagewoof(root: Path) -> Splits:
             for path in sorted((root / split / name).iterdir())
             if path.suffix.lower() in SUFFIXES
         ]
-        with ThreadPoolExecutor() as pool:
-            squares = pool.map(lambda file: (central_square(open_image(file[0]), NATIVE) * 255).byte(), files)
-            return torch.stack(list(squares)), torch.tensor([label for _, label in files])
+        with ProcessPoolExecutor() as pool:  # threads would wait for each other
+            squares = pool.map(read_square, [path for path, _ in files], chunksize=64)
+            return torch.from_numpy(np.stack(list(squares))), torch.tensor([label for _, label in files])
 
     images, labels = read("train")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2018))
     held, kept = order[: len(order) // 10], order[len(order) // 10 :]
     return {"train": (images[kept], labels[kept]), "validation": (images[held], labels[held]), "test": read("val")}
+
+
+def read_square(path: Path) -> np.ndarray:
+    return (central_square(open_image(path), NATIVE) * 255).round().byte().numpy()
 
 
 def read_pixels(path: Path) -> Tensor:
