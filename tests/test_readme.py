@@ -2,8 +2,12 @@
 
 import dataclasses
 import importlib.util
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -62,6 +66,27 @@ def test_there_are_examples(name: str, blocks: int, commands: int) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(PYTHON_BLOCK.findall(text)) >= blocks
     assert len(COMMAND.findall(text)) >= commands
+
+
+def test_the_notebook_runs_from_top_to_bottom_in_an_empty_folder_and_is_stored_without_outputs(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert all((cell["outputs"], cell["execution_count"]) == ([], None) for cell in code)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n\n".join("".join(cell["source"]) for cell in code)],
+        cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, table, first, second, last = done.stdout.splitlines()
+    assert table.startswith("| expected | 36 |")
+    assert (first, second) == ("pictures/confusion.png", "pictures/mistakes.png")
+    assert "120 right, by" in last
+    for name in (first, second):
+        with Image.open(tmp_path / name) as picture:
+            assert min(picture.size) > 300
+    assert {path.name for path in tmp_path.iterdir()} == {"shapes", "run", "pictures", "shapes.csv"}
 
 
 @documents

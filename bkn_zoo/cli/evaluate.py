@@ -2,9 +2,11 @@
 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER
     bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER --engine openvino      # faster on a CPU
-    bkn-zoo evaluate ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json
+    bkn-zoo evaluate ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json --report pictures
 
-Where --output names a file, the figures go there too, with the command and the machine.
+Where --output names a file, the figures go there too, with the command and the machine. Where --report names a folder,
+two pictures go there: confusion.png (what is taken for what) and mistakes.png (the images of which it was surest, and
+wrong), in the checkpoint's own statistics mode unless --statistics leaves that out.
 """
 
 import argparse
@@ -17,10 +19,11 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.engines import ENGINES, create_engine
 from bkn_zoo.norms import MODES
+from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
-from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.evaluation import measure, predict
 
 
 def main(arguments: list[str], prog: str | None = None) -> None:
@@ -38,7 +41,10 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="for pictures of what went wrong")
     args = parser.parse_args(arguments)
+    if args.report:
+        check_matplotlib()  # rather than after the evaluation
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.training.get("recipe", {})
     dataset = args.dataset or recipe.get("dataset", "folder")
@@ -54,9 +60,17 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     device = torch.device(args.device)
     batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
-    measured = evaluate(run, batches, args.statistics)
-    rows = [{"statistics": mode, "images": len(getattr(data, args.split)), **m} for mode, m in measured.items()]
+    logits, labels = predict(run, batches, args.statistics)
+    rows = [
+        {"statistics": mode, "images": len(getattr(data, args.split)), **measure(outputs, labels)}
+        for mode, outputs in logits.items()
+    ]
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "split": args.split, "engine": args.engine}
         write_results(args.output, rows, **about)
     print(table(rows, list(rows[0])))
+    if args.report:
+        mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
+        title = f"{Path(args.checkpoint).name}, {args.split} images, {mode} statistics"
+        for path in draw(args.report, getattr(data, args.split), logits[mode], labels, data.label_names, title):
+            print(path)

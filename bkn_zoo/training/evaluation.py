@@ -23,11 +23,19 @@ class Engine(Protocol):
     def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor: ...
 
 
-@torch.inference_mode()
 def evaluate(
     model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES
 ) -> dict[str, dict[str, float]]:
-    """Percentages of top-1 and top-5 and the expected calibration error, and the mean loss, for each mode.
+    """What `measure` says for each mode."""
+    logits, labels = predict(model, batches, modes)
+    return {mode: measure(outputs, labels) for mode, outputs in logits.items()}
+
+
+@torch.inference_mode()
+def predict(
+    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The logits of all images for each mode, and their labels.
 
     A network is put into evaluation mode, and left in the mode that it was in.
     """
@@ -46,7 +54,7 @@ def evaluate(
         network.train(was_training)
     if not labels:
         raise InputError("there are no images to evaluate on: check the data folder.")
-    return {mode: measure(torch.cat(outputs), torch.cat(labels)) for mode, outputs in logits.items()}
+    return {mode: torch.cat(outputs) for mode, outputs in logits.items()}, torch.cat(labels)
 
 
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:

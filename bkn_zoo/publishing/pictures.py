@@ -1,0 +1,142 @@
+"""Pictures of an evaluation: what is taken for what, and the mistakes of which the network was surest."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.images import open_image
+from bkn_zoo.training.datasets import FileImages, Images
+
+MOST_CLASSES = 30  # whose names can be read in one picture
+MOST_NUMBERS = 15  # and whose percentages can
+SHEET = (4, 6)  # rows and columns of mistakes
+LETTERS = 20  # of a label
+
+
+def check_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError("pictures need matplotlib: install it with pip install 'bkn-zoo[train]'.") from None
+
+
+def draw(
+    folder: Path, images: Images, logits: Tensor, labels: Tensor, names: Sequence[str], title: str
+) -> tuple[Path, Path]:
+    """Write confusion.png and mistakes.png.
+
+    Args:
+        images: those that were evaluated; files that could not be read have no row in `logits` and `labels`.
+        title: of both pictures; how many were right is added.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    scores, found = logits.softmax(1).cpu().max(1)
+    labels = labels.cpu()
+    right = int((found == labels).sum())
+    title = f"{title}: {right:,} of {len(labels):,} right ({100 * right / len(labels):.1f} %)"
+    paths = folder / "confusion.png", folder / "mistakes.png"
+    counts = torch.zeros(len(names), len(names), dtype=torch.long)
+    counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)
+    confusion(counts.numpy(), names, title).savefig(paths[0], dpi=130)
+    sure = scores.masked_fill(found == labels, -1.0).argsort(descending=True, stable=True)
+    wrong = sure[: min(SHEET[0] * SHEET[1], len(labels) - right)].tolist()
+    shown = [(*_picture(images, k), names[int(labels[k])], names[int(found[k])], float(scores[k])) for k in wrong]
+    mistakes(shown, title).savefig(paths[1], dpi=130)
+    return paths
+
+
+def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
+    """How many percent of the images of each class (rows) are taken for each class (columns).
+
+    Where there are too many classes to read, those that are confused most, and how often they are taken for any other.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    chosen = np.sort(_most_confused(counts))
+    percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    shown = percent[np.ix_(chosen, chosen)]
+    columns = [_short(names[k]) for k in chosen]
+    if len(chosen) < len(names):
+        shown = np.concatenate([shown, 100 - shown.sum(1, keepdims=True)], axis=1)
+        columns.append("any other")
+        title += f"\nthe {len(chosen)} of {len(names)} classes that are confused most"
+    side = 2.5 + 0.3 * max(len(chosen), 8)
+    figure = Figure(figsize=(side + 1.2, side), layout="constrained")
+    axes = figure.subplots()
+    # The square root, so that a confusion of a few percent shows beside a diagonal of a hundred.
+    drawn = axes.imshow(shown, cmap="Blues", norm=PowerNorm(0.5, 0, 100), aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=90)
+    axes.set_yticks(range(len(chosen)), columns[: len(chosen)])
+    axes.set(xlabel="taken for", ylabel="is")
+    axes.set_title(title, fontsize=10, wrap=True)
+    figure.colorbar(drawn, label="percent of the class", ticks=[0, 1, 5, 10, 25, 50, 75, 100], shrink=0.8)
+    if len(chosen) <= MOST_NUMBERS:
+        for row, column in zip(*shown.nonzero(), strict=True):
+            value = shown[row, column]
+            colour = "white" if value > 35 else "black"
+            axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    return figure
+
+
+def _most_confused(counts: np.ndarray) -> np.ndarray:
+    """The classes of the pairs that are most often taken for each other, as many as can be read."""
+    pairs = counts + counts.T
+    np.fill_diagonal(pairs, 0)
+    ordered = np.argsort(-pairs, axis=None, kind="stable")
+    classes = np.stack(np.unravel_index(ordered, pairs.shape), axis=1).flatten()
+    _, first = np.unique(classes, return_index=True)
+    return classes[np.sort(first)][:MOST_CLASSES]
+
+
+def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: str) -> Any:
+    """A contact sheet: image and file name, what it is, and what it was taken for with which probability."""
+    from matplotlib.figure import Figure
+
+    rows = max(1, -(-len(shown) // SHEET[1]))
+    figure = Figure(figsize=(2.0 * SHEET[1], 0.6 + 2.5 * rows), layout="constrained")
+    told = "the surest mistakes: in green what it is, in red what it was taken for"
+    figure.suptitle(f"{title}\n{told if shown else 'no mistakes'}", fontsize=11)
+    for axes in figure.subplots(rows, SHEET[1], squeeze=False).flat:
+        axes.axis("off")
+    for axes, (image, file, name, taken_for, score) in zip(figure.axes, shown, strict=False):
+        axes.imshow(image, interpolation="nearest")
+        axes.set_title(f"{_short(name)}\n", fontsize=9, color="darkgreen")
+        axes.text(
+            0.5, 1.03, f"{_short(taken_for)}, {100 * score:.0f} %", transform=axes.transAxes, ha="center", fontsize=9,
+            color="firebrick",
+        )  # fmt: skip
+        axes.text(
+            0.5,
+            -0.04,
+            _short(file, keep_end=True),
+            transform=axes.transAxes,
+            ha="center",
+            va="top",
+            fontsize=7,
+            color="grey",
+        )
+    return figure
+
+
+def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
+    """The image of a row of the logits, small, and its file's name."""
+    if isinstance(images, FileImages):
+        path = [path for path in images.paths if path not in images.unreadable][row]
+        image = open_image(path)
+        image.thumbnail((256, 256))
+        return image, path.name
+    return Image.fromarray(images.images[row].permute(1, 2, 0).cpu().numpy()), f"number {row}"
+
+
+def _short(text: str, keep_end: bool = False) -> str:
+    """Text that fits, and that matplotlib does not take for mathematics."""
+    if len(text) > LETTERS:
+        text = "…" + text[1 - LETTERS :] if keep_end else text[: LETTERS - 1] + "…"
+    return text.replace("$", r"\$")
