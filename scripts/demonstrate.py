@@ -74,8 +74,8 @@ def imagewoof(root: Path) -> Splits:
             for path in sorted((root / split / name).iterdir())
             if path.suffix.lower() in SUFFIXES
         ]
-        with ProcessPoolExecutor() as pool:  # threads would wait for each other
-            squares = pool.map(read_square, [path for path, _ in files], chunksize=64)
+        with ThreadPoolExecutor() as pool:
+            squares = pool.map(read_square, [path for path, _ in files])
             return torch.from_numpy(np.stack(list(squares))), torch.tensor([label for _, label in files])
 
     images, labels = read("train")
