@@ -874,7 +874,7 @@ def test_torchrun_trains_by_the_recipe_for_imagenet(tmp_path: Path) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # all that it started, too
     # One of them leaves the checkpoint.
-    assert bkn_zoo.from_pretrained(tmp_path / "run" / "checkpoint").config.label_names == ("dark", "light")
+    assert bkn_zoo.from_pretrained(tmp_path / "run" / "pair").config.label_names == ("dark", "light")
     record = json.loads((tmp_path / "results" / "pair.json").read_text())
     assert record["curve"][-1]["step"] == 2
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 1

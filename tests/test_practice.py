@@ -1,12 +1,15 @@
 """A practitioner's hour: commands as a user gives them, in processes of their own and outside the repository."""
 
+import json
 import os
 import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,21 @@ def write_photos(folder: Path, **classes: int) -> None:
         for k in range(count):
             image = rng.integers(60 * label, 60 * label + 120, (16, 20, 3), dtype=np.uint8)
             Image.fromarray(image).save(folder / name / f"{k}.png")
+
+
+def changed_files() -> str | None:
+    """Of the source tree; None where it is no checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def source_tree() -> Iterator[None]:
+    """What users do leaves nothing in it."""
+    before = changed_files()
+    yield
+    assert changed_files() == before
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +142,73 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on_with_the_processes_tha
     assert stopped == f"stopped at step {state(log.parent)['step']} of 30000; go on with:"
     assert how == shlex.join(["bkn-zoo", *command[3:], "--resume"])
     assert "Traceback" not in said
+
+
+# Names
+
+
+def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_publication(
+    commands: Commands, place: Path
+) -> None:
+    for name in ("first", "second"):
+        done = commands("train", "--data", "photos", *TINY, "--epochs", "1", "--name", name)
+        assert done.code == 0, done.output
+        assert f"saved to runs/{name}/{name}" in done.output
+        folder = place / "runs" / name / name
+        assert json.loads((folder / "config.json").read_text())["training"]["name"] == name
+        assert f"\n# {name}\n" in (folder / "README.md").read_text()
+        record = json.loads((place / "runs" / name / "results" / "runs" / f"{name}.json").read_text())
+        assert record["name"] == name
+    measured = commands("evaluate", "runs/second/second", "--data", "photos", "--output", "measured.json")
+    assert measured.code == 0, measured.output
+    assert json.loads((place / "measured.json").read_text())["checkpoint"] == "second"
+    for name in ("first", "second"):
+        published = commands("publish", f"runs/{name}/{name}", "--namespace", "me", "--dry-run")
+        assert f"me/{name}: runs/{name}/{name} loads, repeats its outputs and is what its card and its record say" in (
+            published.output
+        )
+        assert published.code == 1  # the tests have no Hub
+        assert "HF_HUB_OFFLINE forbids to ask the Hub" in published.output
+    os.rename(place / "runs" / "first" / "first", place / "renamed")
+    apart = commands("publish", "./renamed", "--name", "first", "--namespace", "me", "--dry-run")
+    assert "name the folder of its results by --results" in apart.output
+    together = commands(
+        "publish", "./renamed", "--name", "first", "--namespace", "me", "--dry-run", "--results", "runs/first/results"
+    )
+    assert "repeats its outputs" in together.output
+
+
+# First contact
+
+
+def test_a_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, place: Path) -> None:
+    done = commands("train", "--data", "photos", "--size", "32", "--epochs", "1", "--device", "cpu")
+    assert done.code == 0, done.output
+    assert "starting from inception_v2_bkn.tiny_imagenet" in done.output
+    config = json.loads((place / "runs/inception_v2_bkn.photos/inception_v2_bkn.photos/config.json").read_text())
+    assert config["training"]["init"] == "inception_v2_bkn.tiny_imagenet"
+    assert config["label_names"] == ["dark", "light"]
+
+
+def test_a_publication_says_within_seconds_that_the_hub_does_not_answer(place: Path) -> None:
+    """It takes the connection, and is silent; what needs no Hub is checked before."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "HF_HUB_OFFLINE")}
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "publish.py"), "inception_cifar_bkn.cifar10", "--namespace", "me",
+             "--dry-run"],
+            cwd=place, capture_output=True, text=True, timeout=100, check=False,
+            env=kept | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"},
+        )  # fmt: skip
+        assert time.monotonic() - started < 60  # some for a busy machine; the client alone would wait for good
+    assert done.returncode == 1
+    assert "loads, repeats its outputs" in done.stdout
+    assert "the Hub cannot be reached for me/inception_cifar_bkn.cifar10" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_extra_that_users_need_is_in_all() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (everything,) = extras.pop("all")
+    assert set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(",")) == extras.keys() - {"dev", "demonstrate"}

@@ -66,7 +66,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "1", *more)
 
     output = tmp_path / "runs" / "inception_cifar_bkn.photos"
-    model = bkn_zoo.from_pretrained(output / "checkpoint")
+    model = bkn_zoo.from_pretrained(output / output.name)
     assert model.name == "inception_cifar_bkn"
     assert model.num_classes == 2
     assert model.statistics_batch_size == 1
@@ -101,7 +101,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
 
     for engine in ("eager", "torch"):
         options = ("--device", "cpu", "--engine", engine, "--output", "measured.json")
-        script("evaluate.py", output / "checkpoint", "--data", tree, *options)
+        script("evaluate.py", output / output.name, "--data", tree, *options)
         measured = json.loads((tmp_path / "measured.json").read_text())
         assert {"command", "hardware", "versions", "rows"} <= measured.keys()
         rows = {row["statistics"]: row for row in measured["rows"]}
@@ -119,13 +119,16 @@ def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script: Script, tree: Path, tmp_path: Path
 ) -> None:
     script("train.py", "--data", tree, "--init", "inception_cifar_bkn.cifar10", "--epochs", "1", "--device", "cpu")
-    folder = tmp_path / "runs" / "inception_cifar_bkn.photos" / "checkpoint"
+    folder = tmp_path / "runs" / "inception_cifar_bkn.photos" / "inception_cifar_bkn.photos"
     model = bkn_zoo.from_pretrained(folder)
     assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 1)
+    shutil.copytree(folder, tmp_path / "runs" / "other" / "other")  # as of a run of that name
     image = (tree / "light" / "0.jpg").read_bytes()
-    with ServiceProcess(tmp_path, "--models", str(folder)) as service:
-        answer = json.load(DIRECT.open(f"{service.url}/v1/classify", image))
-    assert {prediction["label"] for prediction in answer["predictions"]} == {"dark", "light"}
+    with ServiceProcess(tmp_path, "--models", f"{folder},{tmp_path / 'runs' / 'other' / 'other'}") as service:
+        for name in ("inception_cifar_bkn.photos", "other"):
+            answer = json.load(DIRECT.open(f"{service.url}/v1/classify?model={name}", image))
+            assert answer["model"] == name
+            assert {prediction["label"] for prediction in answer["predictions"]} == {"dark", "light"}
 
 
 def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked(
@@ -175,7 +178,7 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
     }
 
 
-def test_what_overrides_a_recipe_is_in_the_name_of_the_run() -> None:
+def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the twin of a run does not take its place."""
 
     def name(line: str) -> str:
@@ -188,6 +191,9 @@ def test_what_overrides_a_recipe_is_in_the_name_of_the_run() -> None:
     assert name(twin) == "resnet101_bkn.tiny_imagenet-model=resnet101_bn-statistics_batch=None"
     assert name(f"{twin} --name twin") == "twin"
     assert name("--data some/photos --epochs 1") == "resnet101_bn.photos"
+    (tmp_path / "My photos").mkdir()
+    monkeypatch.chdir(tmp_path / "My photos")
+    assert name("--data .") == "resnet101_bn.My_photos"  # which can be a folder, a model of the service, a repository
 
 
 def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_its_own(
@@ -202,7 +208,7 @@ def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_i
     record = json.loads((tmp_path / "shown" / "net.bn.json").read_text())
     assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
     assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
-    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "net.bn" / "checkpoint")
+    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "net.bn" / "net.bn")
     assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
 
 
@@ -243,10 +249,17 @@ def sentence(script: Script, *arguments: Any) -> str:
     return message
 
 
-def test_bad_input_ends_train_with_one_sentence(script: Script, tree: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_input_ends_train_with_one_sentence(
+    script: Script, tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = ("train.py", "--data", tree, "--init", checkpoint, "--device", "cpu")
     assert "there is no folder" in sentence(script, "train.py", "--data", "nowhere", "--init", checkpoint)
-    assert "the field model is missing" in sentence(script, "train.py", "--data", tree)
+    with monkeypatch.context() as patch:
+        patch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", tmp_path / "nowhere")
+        said = sentence(script, "train.py", "--data", tree)
+    assert "add --init CHECKPOINT" in said
+    assert "--model NAME" in said
+    assert "a run cannot be called '../up'" in sentence(script, *start, "--name", "../up")
     assert "nowhere.toml cannot be read" in sentence(script, "train.py", "nowhere.toml", "--data", tree)
     assert "unknown checkpoint" in sentence(script, "train.py", "--data", tree, "--init", "no_such_thing")
     assert "unknown model 'alexnet'" in sentence(script, *start, "--model", "alexnet")
@@ -280,7 +293,7 @@ def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_pat
         "train.py", "--data", tree, "--model", "inception_cifar_brn", "--size", "8", "--epochs", "1", "--device", "cpu",
         "--gradient_batch", "8", "--statistics_batch", "4", "--output", "out", "--ema", "0.5", *options,
     )  # fmt: skip
-    model = bkn_zoo.from_pretrained(tmp_path / "out" / "checkpoint")
+    model = bkn_zoo.from_pretrained(tmp_path / "out" / "inception_cifar_brn.photos")
     norm = model.conv.norm
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones

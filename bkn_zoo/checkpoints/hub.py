@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,6 +34,9 @@ from bkn_zoo.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
+
+REACHABLE_SECONDS = 5
+"""That the Hub has to answer a first question."""
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -162,6 +166,12 @@ def push_to_hub(
     if tag is not None and tag not in tags:
         ask(repository, lambda: api.create_tag(repository, tag=tag, revision=published.commit, exist_ok=True))
     return published
+
+
+def check_reachable(repository: str) -> None:
+    """Refuse within seconds where the Hub does not answer: most questions of its client are repeated for long."""
+    with suppress(HubNotFoundError):  # an answer, too
+        ask(repository, lambda: _api().repo_info(repository, timeout=REACHABLE_SECONDS), attempts=1)
 
 
 def check_repository(repository: str) -> None:

@@ -27,16 +27,17 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-def ask(what: str, question: Callable[[], Answer]) -> Answer:
+def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS) -> Answer:
     """The answer to a question about a repository, or a HubError.
 
     Args:
         what: the repository and revision, for the sentence.
         question: calls the client; it may be asked more than once.
+        attempts: how often.
     """
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library it uses
 
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, attempts + 1):
         try:
             return question()
         except BknZooError:
@@ -44,7 +45,7 @@ def ask(what: str, question: Callable[[], Answer]) -> Answer:
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
             chain = _chain(error)
             wait = _wait(chain, attempt)
-            if wait is None or wait > LONGEST_WAIT or attempt == ATTEMPTS:
+            if wait is None or wait > LONGEST_WAIT or attempt == attempts:
                 # Not "from error": messages of the client may hold what a log should not.
                 raise explain(what, chain) from None
         log.warning("The Hub did not answer about %s; trying again in %d s.", what, wait)

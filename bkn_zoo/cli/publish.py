@@ -3,9 +3,9 @@
     bkn-zoo publish inception_cifar_bkn.cifar10 --namespace me --dry-run     # show what would change
     bkn-zoo publish checkpoints/* --namespace me
 
-Each folder is validated first: it loads, repeats its golden outputs, and agrees with its card and with results/. What
-was published is downloaded again into an empty cache and compared. Publishing twice changes nothing. The token is that
-of `hf auth login` or of HF_TOKEN.
+Each folder is validated first: it loads, repeats its golden outputs, and agrees with its card and with results/. Then
+the Hub is asked, which has to answer within seconds. What was published is downloaded again into an empty cache and
+compared. Publishing twice changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
 """
 
 import argparse

@@ -2,16 +2,17 @@
 
     bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml --data CIFAR_FOLDER
     bkn-zoo train recipes/... --data ... --resume                            # go on after an interruption
-    bkn-zoo train --data FOLDER_OF_CLASSES --init CHECKPOINT                 # fine-tune on one's own images
+    bkn-zoo train --data FOLDER_OF_CLASSES                                   # fine-tune the default checkpoint
+    bkn-zoo train --data FOLDER_OF_CLASSES --init CHECKPOINT                 # the same with another
     bkn-zoo train --data FOLDER_OF_CLASSES --init torchvision:resnet50       # the same, from torchvision's weights
     torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs, from a checkout
 
 Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
 --statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
-output folder holds state.pt and log.jsonl while the training runs, and at the end curves.png and the folder
-`checkpoint` and the record of the run in results/runs/; a run that the zoo shows puts it into the repository's own with
---results results/runs. The statistics mode is chosen on the validation images; the test images are used once, at the
-end, on the weights as they are stored.
+output folder, runs/NAME, holds state.pt and log.jsonl while the training runs, and at the end curves.png, the record of
+the run in results/runs/, and the checkpoint, a folder with the run's name; a run that the zoo shows puts its record into
+the repository's own with --results results/runs. The statistics mode is chosen on the validation images; the test images
+are used once, at the end, on the weights as they are stored.
 
 Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved after every epoch and every
 few minutes, too. --resume takes the same command once more, and on the same hardware and versions ends with the very
@@ -23,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -36,7 +38,8 @@ from bkn_zoo.checkpoints.config import norm_of
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.models import Network
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
@@ -52,6 +55,9 @@ FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
     "augmentation.crop": 0.1,
 }  # fmt: skip
+NAME = re.compile(r"[^\W_][\w.=-]*")
+"""Of a run: its folder's, the service's for its checkpoint, and its repository's."""
+
 LIBRARY_SIZE = 224
 """Of images for a library's network, unless the command says otherwise."""
 
@@ -67,7 +73,7 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     )
     parser.add_argument("--output", type=Path, help="default: runs/NAME")
     parser.add_argument("--results", type=Path, help="for the record; default: results/runs of the output folder")
-    parser.add_argument("--name", help="of the run; default: the recipe's, and what is overridden")
+    parser.add_argument("--name", help="of the run and its checkpoint; default: the recipe's, and what is overridden")
     parser.add_argument(
         "--publish", metavar="NAMESPACE", help="at the end, publish the checkpoint on the Hub as NAMESPACE/NAME"
     )
@@ -100,6 +106,19 @@ def literal(text: str) -> Any:
         return json.loads(text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text)
     except json.JSONDecodeError:
         return text
+
+
+def start() -> str:
+    """The checkpoint to start from where none is named."""
+    try:
+        name = default_checkpoint()
+    except CheckpointError:
+        raise InputError(
+            "there is nothing to train: add --init CHECKPOINT (a folder, or owner/repo on the Hub) to start from one, "
+            "--model NAME for new weights, or a recipe."
+        ) from None
+    print(f"starting from {name}, since nothing else was named by --init, --model or a recipe")
+    return name
 
 
 def like(init: str, model: str | None) -> dict[str, Any]:
@@ -146,10 +165,17 @@ def _classifier(source: Network, model: Network) -> set[str]:
 def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe) -> str:
     """One that no other recipe's run has, so that a twin does not take the place of the run it is compared with."""
     if args.name:
+        if not NAME.fullmatch(args.name) or args.name == "results":
+            raise InputError(
+                f"a run cannot be called {args.name!r}: give it a name of letters, digits and -_.= that begins with a "
+                "letter or digit, and is not results."
+            )
         return args.name
     if args.recipe is None:
-        return f"{recipe.model.replace(':', '_')}.{args.data.name}"
-    return args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
+        name = f"{recipe.model}.{args.data.resolve().name}"
+    else:
+        name = args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
+    return re.sub(r"[^\w.=-]+", "_", name)
 
 
 def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
@@ -159,6 +185,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     validation = training.history[-1]["validation"]
     best = max(validation, key=lambda mode: validation[mode]["top1"])
     training_facts = {
+        "name": name,
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         "init": args.init,
         "test_images": "validation" if data.test is data.validation else "test",
@@ -169,7 +196,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "default_statistics": best,
         "training": {**training_facts, **environment(recipe.seed)},
     }
-    folder = args.output / "checkpoint"
+    folder = args.output / name
     args.results.mkdir(parents=True, exist_ok=True)
 
     def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
@@ -192,7 +219,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
 
     save_pretrained(model, folder, **about, measure=measure)
     plot(training.history, args.output / "curves.png", name)
-    print(f"saved to {folder}")
+    print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         publish(folder, name, args.publish, args.results.parent)
 
@@ -201,7 +228,7 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no curves.png: pip install bkn-zoo[train] for matplotlib", file=sys.stderr)
+        print("no curves.png, which needs matplotlib: pip install 'bkn-zoo[train]'", file=sys.stderr)
         return
     epochs = [line["epoch"] for line in history]
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -252,6 +279,7 @@ def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) 
 def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """From the options to the checkpoint."""
     if args.recipe is None:
+        args.init = args.init or (None if args.model else start())
         overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
     recipe = read_recipe(args.recipe, overrides)
     name = run_name(args, overrides, recipe)

@@ -121,7 +121,7 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
         try:
             import timm
         except ImportError:
-            raise UnknownNameError(f"{name} needs timm: install it with pip install timm.") from None
+            raise UnknownNameError(f"{name} needs timm: install it with pip install 'bkn-zoo[timm]'.") from None
         if network in timm.list_models():
             return (
                 lambda **given: timm.create_model(network, pretrained=False, **given),

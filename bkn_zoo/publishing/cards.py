@@ -93,7 +93,7 @@ def check_agreement(config: Config, name: str, runs: Sequence[Run]) -> None:
             return
     raise CheckpointError(
         f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
-        "take both from the same run."
+        "take both from the same run, or name the folder of its results by --results."
     )
 
 

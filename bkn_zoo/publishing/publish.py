@@ -5,7 +5,7 @@ from pathlib import Path
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
-from bkn_zoo.checkpoints.hub import changes, push_to_hub, verify_published
+from bkn_zoo.checkpoints.hub import changes, check_reachable, check_repository, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, read_runs, read_speed
 from bkn_zoo.version import __version__
@@ -54,8 +54,11 @@ def publish(
         private: of a repository that is created.
         dry_run: change nothing.
     """
+    repository = f"{namespace}/{name}"
+    check_repository(repository)
     validate(folder, name, results)
-    repository, tag = f"{namespace}/{name}", tag or f"v{__version__}"
+    print(f"{repository}: {folder} loads, repeats its outputs and is what its card and its record say", flush=True)
+    check_reachable(repository)
     planned = changes(folder, repository)
     for change in planned:
         print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")
@@ -63,6 +66,7 @@ def publish(
         print(f"{repository}: nothing to change")
     if dry_run:
         return
+    tag = tag or f"v{__version__}"
     published = push_to_hub(folder, repository, private=private, tag=tag)
     verify_published(folder, repository, published.commit)
     print(f"{repository}: {tag} is {published.commit}, verified by downloading it")
