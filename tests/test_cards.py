@@ -222,6 +222,7 @@ def test_what_disagrees_is_not_published(
 ) -> None:
     monkeypatch.setattr("bkn_zoo.publishing.publish.push_to_hub", lambda *_, **__: pytest.fail("published"))
     monkeypatch.setattr("bkn_zoo.publishing.publish.changes", lambda *_: [])
+    monkeypatch.setattr("bkn_zoo.publishing.publish.check_reachable", lambda *_: None)
     (folder / "README.md").write_text(card_from_results(folder, NAME, results))
     damage(folder, results)
     if words is None:

@@ -208,15 +208,18 @@ def test_tiny_imagenet_names_the_official_file_that_is_missing(tmp_path: Path, f
         load_data("tiny_imagenet", tmp_path)
 
 
-def test_a_tree_without_splits_is_tested_on_the_validation_images(tmp_path: Path) -> None:
+def test_a_tree_without_splits_has_no_test_images(tmp_path: Path) -> None:
     write_tree(tmp_path)
     (tmp_path / ".cache").mkdir()
     (tmp_path / "apple" / "notes.txt").write_text("not an image")
     data = load_data("folder", tmp_path, validation=0.25)
     assert data.label_names == ["apple", "bean"]
     assert data.preprocessing.size == 224
-    assert (len(data.train), len(data.validation)) == (9, 3)
-    assert data.test is data.validation
+    assert (len(data.train), len(data.validation)) == (8, 4)
+    assert data.test is None
+    assert len(data.split("all")) == 12
+    with pytest.raises(InputError, match="no test images of their own"):
+        data.split("test")
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
 
@@ -247,6 +250,15 @@ def test_the_validation_split_is_disjoint_and_the_same_every_time(tmp_path: Path
     assert not train & validation
     assert len(train | validation) == 40
     assert first.validation.paths != sorted(first.train.paths + first.validation.paths)[:4]  # drawn, not the first
+
+
+def test_every_class_of_a_folder_has_some_images_on_both_sides(tmp_path: Path) -> None:
+    for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
+        write_tree(tmp_path, per_class=count, classes=(name,))
+    data = load_data("folder", tmp_path, validation=0.1)
+    assert data.label_names == ["few", "many", "only", "some"]
+    assert torch.tensor(data.validation.labels).bincount(minlength=4).tolist() == [1, 3, 0, 1]
+    assert torch.tensor(data.train.labels).bincount(minlength=4).tolist() == [1, 27, 1, 3]
 
 
 def test_test_images_are_never_trained_on(tmp_path: Path) -> None:
@@ -383,8 +395,8 @@ def test_files_of_a_network_with_a_native_size_are_brought_to_it_first(tmp_path:
     write_noise(tmp_path, count=4, side=32)
     data = load_data("folder", tmp_path, size=16, validation=0.5)
     data = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, native_size=8))
-    found = next(evaluation_batches(data, data.test, 2, CPU)).images
-    small = [Image.open(path).resize((8, 8), Image.Resampling.BILINEAR) for path in data.test.paths]
+    found = next(evaluation_batches(data, data.validation, 2, CPU)).images
+    small = [Image.open(path).resize((8, 8), Image.Resampling.BILINEAR) for path in data.validation.paths]
     pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 for image in small])
     enlarged = F.interpolate(pixels, (16, 16), mode="bilinear", align_corners=False)
     assert_close(found, normalize(enlarged, data.preprocessing))
@@ -394,7 +406,7 @@ def test_files_of_a_network_with_a_native_size_are_brought_to_it_first(tmp_path:
 def test_without_augmentation_training_sees_what_evaluation_sees(size: int) -> None:
     data = array_data(count=8, preprocessing=dataclasses.replace(PLAIN, size=size))
     trained = batches(data, augmentation=STILL)[0].images
-    evaluated = next(evaluation_batches(data, data.test, 8, CPU)).images
+    evaluated = next(evaluation_batches(data, data.validation, 8, CPU)).images
     order = torch.randperm(8, generator=generator("cpu", 3, 0))
     assert_close(trained, evaluated[order], rtol=0, atol=1e-5)
 
@@ -669,11 +681,11 @@ def test_a_corrupt_image_is_named_counted_and_replaced_in_training(tmp_path: Pat
 def test_a_corrupt_image_is_left_out_of_an_evaluation(tmp_path: Path) -> None:
     write_tree(tmp_path, per_class=10)
     data = load_data("folder", tmp_path, size=16, validation=0.5)
-    data.test.paths[4].write_bytes(b"not an image")
+    data.validation.paths[4].write_bytes(b"not an image")
     with pytest.warns(RuntimeWarning, match="cannot be read"):
-        found = list(evaluation_batches(data, data.test, 4, CPU))
+        found = list(evaluation_batches(data, data.validation, 4, CPU))
     assert sum(len(batch.images) for batch in found) == 9
-    labels = [label for k, label in enumerate(data.test.labels) if k != 4]
+    labels = [label for k, label in enumerate(data.validation.labels) if k != 4]
     assert torch.cat([batch.targets.argmax(1) for batch in found]).tolist() == labels
 
 

@@ -206,7 +206,7 @@ def test_training_ends_on_the_hub_if_asked_and_refuses_an_impossible_name_before
     online: Result, server: HubServer
 ) -> None:
     training = online["training"]
-    assert "'owner/not=a name' cannot be a repository" in training["refused"]["exit"]
+    assert "'owner/not=a-repository' cannot be a repository" in training["refused"]["exit"]
     assert training["done"]["exit"] is None, training["done"]
     repository = server.repositories["owner/photos"]
     assert training["revision"] == {"is": repository.branches["main"]}

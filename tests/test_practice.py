@@ -211,4 +211,7 @@ def test_a_publication_says_within_seconds_that_the_hub_does_not_answer(place: P
 def test_every_extra_that_users_need_is_in_all() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (everything,) = extras.pop("all")
-    assert set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(",")) == extras.keys() - {"dev", "demonstrate"}
+    assert set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(",")) == extras.keys() - {
+        "dev",
+        "demonstrate",
+    }

@@ -63,35 +63,35 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
 ) -> None:
     before = bkn_zoo.from_pretrained(checkpoint)
     more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
-    script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "1", *more)
+    script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "2", *more)
 
     output = tmp_path / "runs" / "inception_cifar_bkn.photos"
     model = bkn_zoo.from_pretrained(output / output.name)
     assert model.name == "inception_cifar_bkn"
     assert model.num_classes == 2
-    assert model.statistics_batch_size == 1
+    assert model.statistics_batch_size == 2  # as the checkpoint's
     assert model.config.label_names == ("dark", "light")
     assert model.config.preprocessing.size == 8
     assert set(model.config.accuracy) == {"population", "sample", "expected"}
     assert model.config.training["init"] == str(checkpoint)
-    assert model.config.training["recipe"]["statistics_batch"] == 1
+    assert model.config.training["recipe"]["statistics_batch"] == 2
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     moved = (model.conv.conv.weight - before.conv.conv.weight).norm() / before.conv.conv.weight.norm()
     assert 0 < moved < 0.3
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len((output / "log.jsonl").read_text().splitlines()) == 1
+    assert len((output / "log.jsonl").read_text().splitlines()) == 2
 
     record = json.loads((output / "results" / "runs" / "inception_cifar_bkn.photos.json").read_text())
-    facts = {"model": "inception_cifar_bkn", "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 1}
-    facts |= {"statistics_batch": 1, "seed": 0, "test_images": "validation"}
+    facts = {"model": "inception_cifar_bkn", "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2}
+    facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
     assert record["seconds"] > 0
     assert "--init" in record["command"]
     assert record["hardware"]
     assert "torch" in record["versions"]
-    assert [line["epoch"] for line in record["curve"]] == [1]
+    assert [line["epoch"] for line in record["curve"]] == [1, 2]
     assert record["test"].keys() == {"population", "sample", "expected"}
-    validation = record["curve"][-1]["validation"]
+    validation = record["curve"][record["kept_epoch"] - 1]["validation"]
     chosen = record["chosen_statistics"]
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == model.config.default_statistics == chosen
@@ -107,7 +107,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
         rows = {row["statistics"]: row for row in measured["rows"]}
         assert rows.keys() == record["test"].keys()
         for mode, metrics in record["test"].items():
-            assert rows[mode]["images"] == 7  # the same share was held out
+            assert rows[mode]["images"] == 8  # the same share was held out
             for name in ("top1", "top5", "ece"):
                 assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
             assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
@@ -121,7 +121,7 @@ def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script("train.py", "--data", tree, "--init", "inception_cifar_bkn.cifar10", "--epochs", "1", "--device", "cpu")
     folder = tmp_path / "runs" / "inception_cifar_bkn.photos" / "inception_cifar_bkn.photos"
     model = bkn_zoo.from_pretrained(folder)
-    assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 1)
+    assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 2)
     shutil.copytree(folder, tmp_path / "runs" / "other" / "other")  # as of a run of that name
     image = (tree / "light" / "0.jpg").read_bytes()
     with ServiceProcess(tmp_path, "--models", f"{folder},{tmp_path / 'runs' / 'other' / 'other'}") as service:
@@ -137,6 +137,8 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
     model = bkn_zoo.create_model("inception_cifar_bkn", 2)
     odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
     bkn_zoo.save_pretrained(model.eval(), tmp_path / "odd", preprocessing=odd)
+    unknown = sentence(script, "evaluate.py", tmp_path / "odd", "--data", tree)
+    assert "does not say which images its training held out" in unknown
     seen = []
     plain = bkn_zoo.Network.forward
 
@@ -145,7 +147,7 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
         return plain(self, images, statistics)
 
     monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
-    options = ("--statistics", "sample", "--device", "cpu", "--output", "measured/odd.json")
+    options = ("--statistics", "sample", "--device", "cpu", "--output", "measured/odd.json", "--split", "all")
     script("evaluate.py", tmp_path / "odd", "--data", tree, *options)
     (images, statistics), *rest = seen
     assert (statistics, rest) == ("sample", [])

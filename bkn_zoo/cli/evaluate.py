@@ -1,8 +1,9 @@
-"""Measures a checkpoint on a data set, in each statistics mode: top-1, top-5 and expected calibration error.
+"""Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 % interval, top-5, calibration error.
 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER
     bkn-zoo evaluate inception_cifar_bkn.cifar10 --data CIFAR_FOLDER --engine openvino      # faster on a CPU
-    bkn-zoo evaluate ./folder --dataset folder --data FOLDER_OF_CLASSES --output accuracy.json --report pictures
+    bkn-zoo evaluate runs/NAME/NAME --data FOLDER_OF_CLASSES --output accuracy.json --report pictures
+    bkn-zoo evaluate runs/NAME/NAME --data OTHER_FOLDER_OF_CLASSES --split all               # none of it seen before
 
 Where --output names a file, the figures go there too, with the command and the machine. Where --report names a folder,
 two pictures go there: confusion.png (what is taken for what) and mistakes.png (the images of which it was surest, and
@@ -31,7 +32,11 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     parser.add_argument("checkpoint", help="a name or a folder")
     parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
     parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
-    parser.add_argument("--split", choices=["validation", "test"], default="test")
+    parser.add_argument(
+        "--split", choices=["validation", "test", "all"],
+        help="default: the test images or, of a folder without any, the validation images that the training held out; "
+        "all is for a folder that the training did not see",
+    )  # fmt: skip
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
     named = [name for name in ENGINES if name != "auto"]  # so that a result says which it was
     parser.add_argument(
@@ -58,19 +63,33 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         if theirs != ours:
             raise InputError(f"{args.data} has {theirs!r} for {ours!r} of {args.checkpoint}: name the classes alike.")
     device = torch.device(args.device)
-    batches = evaluation_batches(data, getattr(data, args.split), args.batch, device, args.workers)
+    split = args.split or ("validation" if data.test is None else "test")
+    if (
+        split == "validation"
+        and dataset == "folder"
+        and model.config.training.get("validation_split") != "of each class"
+    ):
+        raise InputError(
+            f"{args.checkpoint} does not say which images its training held out: measure it on a folder that it has "
+            "not seen, with --split all."
+        )
+    images = data.split(split)
+    batches = evaluation_batches(data, images, args.batch, device, args.workers)
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
     logits, labels = predict(run, batches, args.statistics)
-    rows = [
-        {"statistics": mode, "images": len(getattr(data, args.split)), **measure(outputs, labels)}
-        for mode, outputs in logits.items()
-    ]
+    rows = [{"statistics": mode, "images": len(images), **measure(outputs, labels)} for mode, outputs in logits.items()]
     if args.output:
-        about = {"checkpoint": Path(args.checkpoint).name, "split": args.split, "engine": args.engine}
+        about = {"checkpoint": Path(args.checkpoint).name, "split": split, "engine": args.engine}
         write_results(args.output, rows, **about)
+    said = {
+        "test": "the test images",
+        "validation": "images that the training held out to choose by",
+        "all": "all images",
+    }
+    print(f"{said[split]} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
     if args.report:
         mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
-        title = f"{Path(args.checkpoint).name}, {args.split} images, {mode} statistics"
-        for path in draw(args.report, getattr(data, args.split), logits[mode], labels, data.label_names, title):
+        title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
+        for path in draw(args.report, images, logits[mode], labels, data.label_names, title):
             print(path)

@@ -10,9 +10,9 @@
 Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
 --statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
 output folder, runs/NAME, holds state.pt and log.jsonl while the training runs, and at the end curves.png, the record of
-the run in results/runs/, and the checkpoint, a folder with the run's name; a run that the zoo shows puts its record into
-the repository's own with --results results/runs. The statistics mode is chosen on the validation images; the test images
-are used once, at the end, on the weights as they are stored.
+the run in results/runs/, and the checkpoint, a folder with the run's name; a run that the zoo shows puts its record
+into the repository's own with --results results/runs. The statistics mode is chosen on the validation images; the test
+images are used once, at the end, on the weights as they are stored.
 
 Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved after every epoch and every
 few minutes, too. --resume takes the same command once more, and on the same hardware and versions ends with the very
@@ -23,11 +23,13 @@ them by rule rather than by a race, which another process might decide otherwise
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +47,26 @@ from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.evaluation import evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import STATE, Training, TrainingError, begin, load_state, refuse_to_replace
+from bkn_zoo.training.state import STATE, Training, TrainingError, begin, kept_line, load_state, refuse_to_replace
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
-    "augmentation.crop": 0.1,
+    "keep": "best", "augmentation.crop": 0.1,
 }  # fmt: skip
+"""Where there is no recipe; a checkpoint to start from and the number of images change some of it."""
+
+LEAST_STEPS = 400
+"""Of a fine-tuning: a few images are passed more often."""
+
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Of a run: its folder's, the service's for its checkpoint, and its repository's."""
+
+ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
+"""What config.json says of it."""
 
 LIBRARY_SIZE = 224
 """Of images for a library's network, unless the command says otherwise."""
@@ -124,12 +134,24 @@ def start() -> str:
 def like(init: str, model: str | None) -> dict[str, Any]:
     """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
     if of_library(init):
-        return {"model": init, "size": LIBRARY_SIZE}
+        return {"model": init, "size": LIBRARY_SIZE, "statistics_batch": None}
     config = from_pretrained(init).config
     size = {"size": config.preprocessing.size} if config.preprocessing else {}
     options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
     same = model in (None, config.architecture)
-    return {"model": config.architecture, **size, **(options if same else {})}
+    groups = {"statistics_batch": config.statistics_batch_size}
+    return {"model": config.architecture, **groups, **size, **(options if same else {})}
+
+
+def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
+    """With batches that so many images fill, in groups that divide them, and enough steps; but for what is given."""
+    batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
+    batch = recipe.gradient_batch if "gradient_batch" in given else batch
+    fields: dict[str, Any] = {"gradient_batch": batch}
+    fields["epochs"] = max(recipe.epochs, math.ceil(LEAST_STEPS / max(images // batch, 1)))
+    if recipe.statistics_batch is not None:
+        fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
+    return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
 
 
 def build(recipe: Recipe, init: str | None, classes: int) -> Network:
@@ -138,6 +160,10 @@ def build(recipe: Recipe, init: str | None, classes: int) -> Network:
         source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
         weights = source.state_dict()
         fresh = _classifier(source, model) if source.num_classes != classes else set()
+        with torch.no_grad():
+            for name in fresh:  # no class before another, and no noise for what is below to follow
+                model.get_parameter(name).zero_()
+        model.default_statistics = source.default_statistics
         try:
             kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
             missing, extra = model.load_state_dict(kept, strict=False)
@@ -181,14 +207,21 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
 def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
     """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
     device = torch.device(args.device)
-    model = training.result.cpu()
-    validation = training.history[-1]["validation"]
+    model = training.result
+    if training.best is not None:
+        model.load_state_dict(training.best)
+    model = model.cpu()
+    kept = kept_line(training.history, recipe)
+    validation = kept["validation"]
     best = max(validation, key=lambda mode: validation[mode]["top1"])
+    split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
     training_facts = {
         "name": name,
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         "init": args.init,
-        "test_images": "validation" if data.test is data.validation else "test",
+        "test_images": split,
+        "kept_epoch": kept["epoch"],
+        "validation_split": "of each class" if recipe.dataset == "folder" else "of all",
     }
     about: dict[str, Any] = {
         "label_names": data.label_names,
@@ -202,43 +235,62 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
         """The accuracy of what is stored, and the card that says so, from the record of the run."""
         stored = stored.to(device).to(memory_format=torch.channels_last)
-        test = evaluate(stored, evaluation_batches(data, data.test, 500, device, args.workers))
+        test = evaluate(stored, evaluation_batches(data, images, 500, device, args.workers))
         record = {
             "name": name, "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
             "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
-            "test_images": training_facts["test_images"],
+            "test_images": split, "kept_epoch": kept["epoch"],
             "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
         }  # fmt: skip
         (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         for mode, metrics in test.items():
-            chosen = " (chosen on the validation images)" if mode == best else ""
-            print(f"test, {mode}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{chosen}")
-        accuracy = {mode: {k: round(metrics[k], 3) for k in ("top1", "top5", "ece")} for mode, metrics in test.items()}
+            chosen = ", chosen on the validation images" if mode == best else ""
+            print(f"{split}, {mode}: top-1 {shown(metrics)}{chosen}")
+        if split == "validation":
+            print(f"there are no test images, by which to know how much the choices flatter it: {args.data} has no val")
+        accuracy = {mode: {k: round(metrics[k], 3) for k in ACCURACY} for mode, metrics in test.items()}
         return accuracy, card_of(dataclasses.replace(stored.config, accuracy=accuracy), name, args.results.parent)
 
     save_pretrained(model, folder, **about, measure=measure)
-    plot(training.history, args.output / "curves.png", name)
+    plot(training.history, kept["epoch"], args.output / "curves.png", name)
     print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         publish(folder, name, args.publish, args.results.parent)
 
 
-def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         print("no curves.png, which needs matplotlib: pip install 'bkn-zoo[train]'", file=sys.stderr)
         return
     epochs = [line["epoch"] for line in history]
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    left.plot(epochs, [line["loss"] for line in history])
-    left.set(xlabel="epoch", ylabel="training loss", title=title)
-    for mode in history[-1]["validation"]:
-        right.plot(epochs, [line["validation"][mode]["top1"] for line in history], label=mode)
-    right.set(xlabel="epoch", ylabel="validation top-1 (%)")
-    right.legend()
+    left.plot(epochs, [line["loss"] for line in history], "o-", color="black", markersize=4)
+    left.set(ylabel="training loss", ylim=(0, None))
+    # Modes often agree: the lower a line lies, the wider it is drawn.
+    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
+    for mode, colour, width, marker in looks:
+        lines = [line["validation"][mode] for line in history]
+        right.plot(
+            epochs, [m["top1"] for m in lines], "o-", color=colour, linewidth=width, markersize=marker, label=mode,
+            solid_capstyle="round",
+        )  # fmt: skip
+        if all("top1_low" in m for m in lines):
+            right.fill_between(
+                epochs, [m["top1_low"] for m in lines], [m["top1_high"] for m in lines], color=colour, alpha=0.1
+            )
+    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 102))
+    right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.axvline(kept, color="grey", linestyle=":")
+        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(0.5, epochs[-1] + 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
@@ -280,7 +332,7 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """From the options to the checkpoint."""
     if args.recipe is None:
         args.init = args.init or (None if args.model else start())
-        overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
+        given, overrides = overrides, FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
     recipe = read_recipe(args.recipe, overrides)
     name = run_name(args, overrides, recipe)
     args.output = args.output or Path("runs") / name
@@ -295,6 +347,13 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if args.publish:
         check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
+    if args.recipe is None:
+        recipe = fitted(recipe, len(data.train), given)
+        images = (
+            f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
+        )
+        groups = recipe.statistics_batch or recipe.gradient_batch
+        print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
     training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
     if args.resume:
         load_state(training, recipe, args.output, device)

@@ -63,6 +63,8 @@ SEEN = """\
 In percent, with the weights as they are stored, on the validation images, since there were no others: those that the
 default was chosen on, so that they flatter it a little; `ece` is the expected calibration error."""
 
+INTERVAL = "From `top1_low` to `top1_high` is the 95 % interval of `top1` (Wilson), for the number of images only."
+
 TWINS = """\
 ### Against its twins
 
@@ -242,6 +244,7 @@ def _accuracy(config: Config) -> str:
         for mode, measured in config.accuracy.items()
     ]
     about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
+    about += [INTERVAL] if "top1_low" in metrics else []
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
 
 

@@ -44,6 +44,9 @@ class ArrayImages:
     def __getitem__(self, rows: Tensor) -> "ArrayImages":
         return ArrayImages(self.images[rows], self.labels[rows])
 
+    def __add__(self, others: "ArrayImages") -> "ArrayImages":
+        return ArrayImages(torch.cat([self.images, others.images]), torch.cat([self.labels, others.labels]))
+
     def to(self, device: torch.device) -> "ArrayImages":
         return ArrayImages(self.images.to(device), self.labels.to(device))
 
@@ -63,6 +66,9 @@ class FileImages:
         chosen = rows.tolist()
         return FileImages([self.paths[i] for i in chosen], [self.labels[i] for i in chosen])
 
+    def __add__(self, others: "FileImages") -> "FileImages":
+        return FileImages(self.paths + others.paths, self.labels + others.labels)
+
     def to(self, device: torch.device) -> "FileImages":
         return self
 
@@ -80,18 +86,28 @@ Images = ArrayImages | FileImages
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, split: choices are made on `validation`, and `test` is for the number that is published."""
+    """A data set, split: choices are made on `validation`, and `test`, if any, is for the number that is published."""
 
     name: str
     train: Images
     validation: Images
-    test: Images
+    test: Images | None
     label_names: list[str]
     preprocessing: Preprocessing
 
+    def split(self, name: str) -> Images:
+        """By name: "train", "validation", "test" or "all" of them."""
+        if name == "all":
+            parts: list[Any] = [images for images in (self.train, self.validation, self.test) if images is not None]
+            return sum(parts[1:], parts[0])
+        images = getattr(self, name)
+        if images is None:
+            raise InputError("the data have no test images of their own: measure the validation images, or all.")
+        return images
+
     def to(self, device: torch.device) -> "Data":
-        splits = {name: getattr(self, name).to(device) for name in ("train", "validation", "test")}
-        return replace(self, **splits)
+        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
+        return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
 
 
 Loader = Callable[[str, Path, int | None], tuple[Images, Images | None, list[str], Preprocessing]]
@@ -103,9 +119,9 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     Args:
         name: which.
         root: the folder that holds the official files. For "folder", one with a folder per class in it, or in its
-            `train` and `val` (which is then the test set).
+            `train` and `val` (which is then the test set; without it there is none).
         size: side of the network's input; by default the images' own, or 224 for files.
-        validation: share of the training images that is set apart for choices.
+        validation: share of the training images that is set apart for choices; of a "folder", of each class.
     """
     root = Path(root)
     loaders: dict[str, Loader] = {
@@ -122,12 +138,21 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
     everything, test, label_names, preprocessing = loaders[name](name, root, size)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
-    held_out = max(round(validation * len(everything)), 1)
-    if held_out >= len(everything):
+    if name == "folder":  # may be small; the splits of the others were published with their figures
+        held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
+    else:
+        held = order[: max(round(validation * len(everything)), 1)]
+    if not 0 < len(held) < len(everything):
         raise InputError(f"{root} holds too few images to set any apart for validation: add some.")
-    held, kept = order[:held_out].sort().values, order[held_out:].sort().values
-    train, chosen = everything[kept], everything[held]
-    return Data(name, train, chosen, chosen if test is None else test, label_names, preprocessing)
+    is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
+    train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
+    return Data(name, train, chosen, test, label_names, preprocessing)
+
+
+def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
+    """The first of each class in this order, as many as its share but at least one; an only one is not taken."""
+    by_class = order[labels[order].argsort(stable=True)].split(labels.bincount().tolist())
+    return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
 
 
 def _cifar(name: str, root: Path, size: int | None) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:

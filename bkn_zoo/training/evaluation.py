@@ -1,6 +1,8 @@
 """How good a network is, per statistics mode: accuracy and calibration."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Protocol
 
 import torch
@@ -58,16 +60,33 @@ def predict(
 
 
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Top-1, top-5 and expected calibration error in percent, and the mean cross entropy."""
+    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy."""
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == labels[:, None]
     confidence = logits.softmax(1).amax(1)
+    top1 = hits[:, 0].float().mean().item()
+    low, high = wilson_interval(top1, len(labels))
     return {
-        "top1": 100 * hits[:, 0].float().mean().item(),
+        "top1": 100 * top1,
+        "top1_low": 100 * low,
+        "top1_high": 100 * high,
         "top5": 100 * hits.any(1).float().mean().item(),
         "ece": 100 * calibration_error(confidence, hits[:, 0]),
         "loss": F.cross_entropy(logits, labels).item(),
     }
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Of 95 %, for the share that is right of all images when it was measured on `count` of them (Wilson 1927)."""
+    z = NormalDist().inv_cdf(0.975) ** 2 / count
+    centre = (share + z / 2) / (1 + z)
+    half = math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """Top-1 for people to read, never without how sure it is."""
+    return f"{metrics['top1']:.2f} % (95 %: {metrics['top1_low']:.1f} to {metrics['top1_high']:.1f})"
 
 
 def calibration_error(confidence: Tensor, right: Tensor) -> float:

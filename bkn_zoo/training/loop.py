@@ -13,11 +13,11 @@ from tqdm import tqdm
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.evaluation import evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, TrainingError, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 
@@ -37,6 +37,7 @@ def fit(
     if not per_epoch:
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
+    often = min(50, max(per_epoch // 4, 1))  # that the loss is shown, for which the host waits for the device
     size = recipe.train_size or data.preprocessing.size
     varied = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
     step = make_step(training, recipe, device)
@@ -60,13 +61,14 @@ def fit(
 
     with (
         interruption.awaited(),
-        tqdm(total=steps, initial=training.step, unit="step", disable=quiet or rank > 0) as bar,
+        # None is off where there is no terminal.
+        tqdm(total=steps, initial=training.step, unit="step", disable=True if quiet or rank > 0 else None) as bar,
     ):
         if rank == 0:
             write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
             save_state(training, recipe, folder)
-        shown: dict[str, str] = {}
-        while training.step < steps:
+        postfix: dict[str, str] = {}
+        while training.step < steps and not training.finished:
             epoch, skip = divmod(training.step, per_epoch)
             started, first = time.monotonic(), training.step
             losses: list[Tensor] = []
@@ -79,9 +81,9 @@ def fit(
                 losses.append(step(batch))
                 training.step += 1
                 bar.update()
-                if len(losses) % 50 == 0:
-                    shown |= {"loss": f"{_finite(losses, first):.3f}"}
-                    bar.set_postfix(shown | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
+                if len(losses) % often == 0:
+                    postfix |= {"loss": f"{_finite(losses, first):.3f}"}
+                    bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
                 if training.step % per_epoch:  # after an epoch's last step only with its line in the history
                     save_if_needed()
             loss = _finite(losses, first)
@@ -95,13 +97,17 @@ def fit(
             training.seconds = time.monotonic() - begun
             line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
-            best = max(metrics["top1"] for metrics in line["validation"].values())
-            shown |= {"top1": f"{best:.2f}"}
-            if not bar.disable:
-                bar.write(f"epoch {epoch + 1}: loss {loss:.3f}, validation top-1 {best:.2f} %")
+            best = best_line(training.history)
+            if recipe.keep == "best" and best is line:
+                training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
+            mode = max(line["validation"].values(), key=lambda metrics: metrics["top1"])
+            postfix |= {"top1": f"{mode['top1']:.2f}"}
+            if not quiet and rank == 0:
+                bar.write(f"epoch {epoch + 1} of {recipe.epochs}: loss {loss:.3f}, validation top-1 {shown(mode)}")
             if rank == 0:
                 write_log(training.history, folder)
-            training.finished = training.step == steps
+            tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
+            training.finished = training.step == steps or bool(_largest(int(tired)))
             save_if_needed(epoch_ended=True)
 
 

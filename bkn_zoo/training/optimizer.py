@@ -15,6 +15,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     groups: dict[str, list[Tensor]] = {"decayed": [], "plain": [], "kalman": []}
     kalman = no_weight_decay(model)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if name in kalman:
             groups["kalman"].append(parameter)
         else:

@@ -31,6 +31,10 @@ class Recipe:
         ema: decay per step of the averaged weights that are evaluated and saved; 0 for none.
         kalman_lr: learning rate of A, R and q relative to the others'.
         precision: "bfloat16" (autocast) or "float32".
+        keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
+            falls to nothing over many epochs the last are as good, and nothing is chosen by chance.
+        patience: epochs without a better one after which a training ends; None is never.
+        freeze: train the classifier only, on features normalized as the checkpoint that it starts from would.
         graph: replay steps from a CUDA graph.
         compile: run the network through torch.compile.
     """
@@ -55,6 +59,9 @@ class Recipe:
     kalman_lr: Amount = 1.0
     clip: Amount = 0.0
     precision: Annotated[str, one_of("bfloat16", "float32")] = "bfloat16"
+    keep: Annotated[str, one_of("last", "best")] = "last"
+    patience: Count | None = None
+    freeze: bool = False
     graph: bool = False
     compile: bool = False
     seed: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")] = 0

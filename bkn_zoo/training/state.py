@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.models import Network
@@ -25,14 +26,22 @@ class TrainingError(BknZooError):
 
 @dataclass
 class Training:
-    """What changes while a network is trained, and all that has to be saved of it."""
+    """What changes while a network is trained, and all that has to be saved of it.
+
+    Attributes:
+        averaged: the exponential average of the weights, where the recipe asks for one.
+        best: the tensors of the best epoch's result, where the recipe keeps those.
+        seconds: that the steps took, and the validation after each epoch.
+        history: a line for each epoch.
+    """
 
     model: Network
     averaged: Network | None
     optimizer: torch.optim.Optimizer
     step: int = 0
     finished: bool = False
-    seconds: float = 0.0  # that the steps took, and the validation after each epoch
+    seconds: float = 0.0
+    best: dict[str, Tensor] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -43,8 +52,33 @@ class Training:
 def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
     model = model.to(device).to(memory_format=torch.channels_last)
     model.statistics_batch_size = recipe.statistics_batch
+    if recipe.freeze:
+        model.eval().requires_grad_(False)  # norms, too: they take no statistics of batches, and remember none
+        classifier(model).requires_grad_(True)
     averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
     return Training(model, averaged, make_optimizer(model, recipe, device))
+
+
+def classifier(model: Network) -> nn.Module:
+    """The last layer that has an output for each class."""
+    for layer in reversed(list(model.modules())):
+        if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == model.num_classes:
+            return layer
+    raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
+
+
+def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """That of the epoch whose best mode had the highest top-1 on the validation images; of several, the lowest loss."""
+
+    def goodness(line: dict[str, Any]) -> tuple[float, float]:
+        return max((metrics["top1"], -metrics["loss"]) for metrics in line["validation"].values())
+
+    return max(history, key=goodness)
+
+
+def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+    """That of the epoch whose weights are kept."""
+    return best_line(history) if recipe.keep == "best" else history[-1]
 
 
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
@@ -55,6 +89,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     state = {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
+        "best": training.best,
         "optimizer": training.optimizer.state_dict(),
         "step": training.step,
         "finished": training.finished,
@@ -98,7 +133,8 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training anew.") from None
-    changed = [name for name in ours if ours[name] != theirs.get(name) and name not in ("graph", "compile")]
+    free = ("graph", "compile", *(ours.keys() - theirs.keys()))  # those that it lacks are younger than it
+    changed = [name for name in ours if name not in free and ours[name] != theirs[name]]
     if changed:
         name = changed[0]
         raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
@@ -113,7 +149,7 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
             f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
         ) from None
     training.step, training.seconds = state["step"], state["seconds"]
-    training.finished = state.get("finished", False)
+    training.finished, training.best = state.get("finished", False), state.get("best")
     training.history = json.loads(state["history"])
 
 
