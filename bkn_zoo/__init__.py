@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.locate import list_checkpoints
     from bkn_zoo.conversion import convert, create_model
     from bkn_zoo.inference.classifier import Classifier
+    from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
     from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
 
@@ -33,6 +34,7 @@ __all__ = [
     "save_pretrained",
     "push_to_hub",
     "Classifier",
+    "export",
     "Network",
     "BknZooError",
     "UnknownNameError",
@@ -50,6 +52,7 @@ ROOMS = {
     "Network": "bkn_zoo.models",
     "convert": "bkn_zoo.conversion",
     "create_model": "bkn_zoo.conversion",
+    "export": "bkn_zoo.inference.export",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",

@@ -26,7 +26,7 @@ DOCUMENTS = [
     *sorted((ROOT / "checkpoints").glob("*/README.md")),
 ]
 PYTHON_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^bkn-zoo ((?:classify|compare|list|info) ?.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^bkn-zoo ((?:classify|compare|list|info|export) ?.*)$", re.MULTILINE)
 # The first line of a block that cannot run here; the reader sees it, and the reason, too.
 NOT_RUN = re.compile(r"# not run by the tests: \S")
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")

@@ -245,6 +245,13 @@ def _evaluate(arguments: list[str]) -> int:
     return 0
 
 
+def _export(arguments: list[str]) -> int:
+    from bkn_zoo.cli.export import main
+
+    main(arguments, "bkn-zoo export")
+    return 0
+
+
 def _publish(arguments: list[str]) -> int:
     from bkn_zoo.cli.publish import main
 
@@ -252,12 +259,13 @@ def _publish(arguments: list[str]) -> int:
     return 0
 
 
-OTHERS = {"train": _train, "evaluate": _evaluate, "publish": _publish, "serve": _serve}
+OTHERS = {"train": _train, "evaluate": _evaluate, "export": _export, "publish": _publish, "serve": _serve}
 """Commands that read their options themselves."""
 
 OTHERS_HELP = {
     "train": "train a network by a recipe, or on images of one's own",
     "evaluate": "measure a checkpoint on a data set",
+    "export": "write a checkpoint for ONNX Runtime or OpenVINO",
     "publish": "publish checkpoints on the Hugging Face Hub",
     "serve": "start the HTTP service",
 }

@@ -107,6 +107,21 @@ def _gather(plan: Plan, call: NormCall, norm: _BatchNorm) -> nn.Module:
     return Gather(channels, total, norm.running_mean.device)
 
 
+def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
+    """The norms that one convolution could take in, since nothing else gets what it gives; with its name."""
+    called = [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
+    found = {}
+    for call in plan.calls:
+        before = call.node.all_input_nodes[0]
+        if before.op != "call_module" or len(before.users) > 1 or call.rows:
+            continue
+        conv = model.get_submodule(str(before.target))
+        plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and not (conv._forward_pre_hooks or conv._forward_hooks)
+        if plain and all(called.count(module) == 1 for module in (conv, model.get_submodule(call.name))):
+            found[call.name] = str(before.target)
+    return found
+
+
 def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Callable[..., Any]:
     """The forward function of a model whose norms were replaced: of it, the statistics of the call, and the inputs."""
     first = next(iter(graph.nodes))

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bkn_zoo.conversion.libraries import LibraryNetwork
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import FoldedNorm, frozen, prepare
-from bkn_zoo.inference.openvino_graph import Graph, compile_graph, ov
+from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.openvino_graph import Graph, compile_graph, core, ov
+from bkn_zoo.inference.tracing import translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
@@ -28,7 +29,8 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     """What runs `model` at inference: `engine(images, statistics)` gives its logits.
 
     Args:
-        engine: "torch", "openvino", or "auto" for the fastest that is installed.
+        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: a converted network runs
+            in OpenVINO only where it is asked for.
         device: "cpu", or "cuda" for PyTorch.
         precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
             statistics and beliefs in float32 all the same; OpenVINO does not.
@@ -36,8 +38,9 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
     if engine == "auto":
-        written = not isinstance(model, LibraryNetwork)  # OpenVINO's graph and folding know the zoo's own networks
-        engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and written else "torch"
+        # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
+        soon = not isinstance(model, LibraryNetwork)
+        engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and soon else "torch"
     return (OpenVINOEngine if engine == "openvino" else TorchEngine)(model, device, precision)
 
 
@@ -109,23 +112,22 @@ class TorchEngine(Engine):
     def _prepare(self, statistics: Statistics) -> Network:
         # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
         fused = statistics.mode != "population" and self.device.type == "cuda"
-        as_it_is = fused or isinstance(self.model, LibraryNetwork)
-        network = frozen(self.model) if as_it_is else prepare(self.model, statistics)
-        for module in network.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm | FoldedNorm):
-                module.to(self.dtype)  # the other norms stay in float32, as all statistics do
-        return network.to(self.device).to(memory_format=torch.channels_last)
+        network = frozen(self.model) if fused else prepare(self.model, statistics)
+        return in_precision(network, self.dtype).to(self.device).to(memory_format=torch.channels_last)
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO, on a CPU; the images of a batch one after another, since batches gain next to nothing there."""
+    """OpenVINO, on a CPU; the images of a batch one after another, since batches gain next to nothing there.
+
+    A converted network goes through torch.export and OpenVINO's own frontend, which takes any network, and seconds to
+    tens of seconds for each mode and image size. The zoo's own have a way to an equally fast graph that takes a small
+    part of that (docs/performance.md).
+    """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
         super().__init__(model, device, precision)
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
-        if isinstance(model, LibraryNetwork):
-            raise InputError(f"OpenVINO does not take {model.name}, a converted network: choose engine='torch'.")
         if self.device.type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
         self.options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
@@ -139,7 +141,11 @@ class OpenVINOEngine(Engine):
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         self._check_range(statistics)
-        return compile_graph(prepare(self.model, statistics), shape[1:], statistics.mode, self.options)
+        network, mode = prepare(self.model, statistics).cpu(), statistics.mode
+        if isinstance(network, LibraryNetwork):
+            translated = translate(network, mode, torch.zeros(1, *shape[1:]))
+            return Graph(core().compile_model(translated, "CPU", self.options))
+        return compile_graph(network, shape[1:], mode, self.options)
 
     def _check_range(self, statistics: Statistics) -> None:
         if self.dtype != torch.float16 or statistics.mode == "population":

@@ -7,17 +7,18 @@ begin as one.
 
 import copy
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo.conversion.libraries import LibraryNetwork
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
-from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.kalman import Belief, carry
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
@@ -31,7 +32,7 @@ def prepare(model: Network, statistics: Statistics) -> Network:
     network = frozen(model)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            network.set_submodule(name, ImageNorm(module, statistics))
+            _replace(network, name, ImageNorm(module, statistics))
     return join(network)
 
 
@@ -44,13 +45,23 @@ def fold(model: Network) -> Network:
     network = frozen(model)
     for name, (conv, pooled) in _convolutions(network).items():
         norm: Any = network.get_submodule(name)
-        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        shift = norm.bias - norm.running_mean * scale
+        scale = torch.rsqrt(norm.running_var + norm.eps)
+        scale = norm.weight * scale if norm.affine else scale
+        shift = (norm.bias if norm.affine else 0) - norm.running_mean * scale
         bias = torch.zeros_like(shift) if conv.bias is None else conv.bias * scale
-        conv.weight.mul_(scale[:, None, None, None])
+        weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
+        conv.weight = nn.Parameter(weight, requires_grad=False)  # a new one: others may share what it had
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
-        network.set_submodule(name, FoldedNorm(shift if pooled else None))
+        _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
+
+
+def _replace(network: Network, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of a norm, with what a converted one holds beside: its priors, and timm's activation."""
+    for child, module in network.get_submodule(name).named_children():
+        if child != "transition":
+            layer.add_module(child, module)
+    network.set_submodule(name, layer)
 
 
 def frozen(model: Network) -> Network:
@@ -58,11 +69,25 @@ def frozen(model: Network) -> Network:
     return copy.deepcopy(model).eval().float().requires_grad_(False)
 
 
+def in_precision(network: Network, dtype: torch.dtype) -> Network:
+    """`network` itself, with weights of a precision; norms stay in float32, as all statistics do."""
+    norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
+    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, nn.ParameterList)]
+    for module in set(network.modules()).difference(parts):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    return network
+
+
 def _convolutions(network: Network) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
-    A small image passes to find out: neither the names nor the order of the modules have to say it.
+    A converted network knows it. Through the others a small image passes to find out: neither the names nor the order
+    of the modules have to say it.
     """
+    if isinstance(network, LibraryNetwork):
+        return {name: (cast(nn.Conv2d, network.get_submodule(conv)), False) for name, conv in network.foldable.items()}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
     alive = []  # an id is a tensor's own only while the tensor lives
@@ -123,7 +148,9 @@ class ImageNorm(nn.Module):
         self.expects = statistics.mode == "expected"
         self.believes = isinstance(norm, BatchKalmanNorm2d)
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
-        self.weight, self.bias, self.eps = norm.weight, norm.bias, nn.Buffer(torch.tensor(norm.eps))
+        self.eps = nn.Buffer(torch.tensor(norm.eps))
+        self.weight = norm.weight if norm.affine else nn.Buffer(torch.ones(norm.num_features))
+        self.bias = norm.bias if norm.affine else nn.Buffer(torch.zeros(norm.num_features))
         if self.expects:
             own = torch.tensor(1 / (statistics.group or 1))
             others = 1 - own
@@ -134,7 +161,8 @@ class ImageNorm(nn.Module):
         if isinstance(norm, BatchKalmanNorm2d) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
-            self.transition_squared = nn.Buffer((1 - norm.gain) * norm.transition.square())
+            squares = [nn.Parameter((1 - norm.gain) * block.square(), False) for block in norm.transition_blocks]
+            self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
 
     def forward(
@@ -146,19 +174,29 @@ class ImageNorm(nn.Module):
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
             mean = self.own * mean + self.partners_mean
         if self.follows:  # as predict and update
-            innovation = mean - F.linear(prior.mean, self.transition)
+            innovation = mean - _carry(prior.mean, self.transition)
             correction = self.distrust * innovation
-            predicted = F.linear(prior.var, self.transition_squared, self.process_noise)
+            predicted = _carry(prior.var, self.transition_squared, self.process_noise)
             mean, var = mean - correction, predicted + self.gain * (var + correction * innovation)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
-        broadcast = (*mean.shape, 1, 1)
+        broadcast = mean.shape + (1,) * (x.ndim - 2)
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
         return finish(y, residual, relu).to(x.dtype), Belief(mean, var) if self.believes else None
 
 
+def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor:
+    """`carry`, and a sum, in one operation where A is a full matrix."""
+    if isinstance(transition, Tensor) and transition.ndim == 2:
+        return F.linear(rows, transition, added)
+    carried = carry(rows, [transition] if isinstance(transition, Tensor) else list(transition))
+    return carried if added is None else carried + added
+
+
 def _observe(x: Tensor) -> Belief:
     """`observe`, by what is fastest for `x`."""
+    if torch.compiler.is_compiling():
+        return _observe_plainly(in_full_precision(x))
     if not x.is_cpu:
         return observe(x)
     if len(x) > 1:
@@ -167,6 +205,19 @@ def _observe(x: Tensor) -> Belief:
     # It takes one image, and in channels_last is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)
     return Belief(mean.unsqueeze(0), var.unsqueeze(0))
+
+
+def _observe_plainly(x: Tensor) -> Belief:
+    """The same in operations that every runtime has, and that OpenVINO is fastest with: for an exported graph."""
+    positions = x.shape[2:]
+    if len(positions) == 2:
+        mean = F.avg_pool2d(x, positions)
+        deviation = x - mean
+        return Belief(mean.flatten(1), F.avg_pool2d(deviation * deviation, positions).flatten(1))
+    x = x.flatten(2) if positions else x.unsqueeze(2)
+    mean = x.mean(2, keepdim=True)
+    deviation = x - mean
+    return Belief(mean.squeeze(2), (deviation * deviation).mean(2))
 
 
 def join(network: Network) -> Network:

@@ -1,0 +1,190 @@
+"""A checkpoint as one file for other runtimes, ONNX or OpenVINO's own, that was tried before it got its name."""
+
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.files import GOLDEN, sync
+from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load
+from bkn_zoo.checkpoints.locate import Location, locate
+from bkn_zoo.checkpoints.weights import read_tensors
+from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
+from bkn_zoo.inference import FORMATS
+from bkn_zoo.inference.folding import in_precision, prepare
+from bkn_zoo.inference.openvino_graph import core
+from bkn_zoo.inference.tracing import trace, translate
+from bkn_zoo.models.network import Network
+from bkn_zoo.modes import choose_statistics
+from bkn_zoo.version import __version__
+
+PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
+TOLERANCES = {"f32": GOLDEN_TOLERANCE, "f16": 0.05}
+"""Of a file's outputs, relative to the largest. In 16 bits a network of a hundred layers keeps two digits."""
+
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+
+
+def export(
+    name: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    format: str = "onnx",
+    statistics: str | None = None,
+    precision: str = "f32",
+) -> Path:
+    """Write a checkpoint as a file that ONNX Runtime or OpenVINO runs without this package, and return its path.
+
+    The network takes `images`, (any number, 3, size, size) in float32, preprocessed, and gives `logits`; an image's do
+    not depend on those beside it. Labels, preprocessing, statistics and name are in the file's metadata. Before the
+    file gets its name, its outputs are compared with the checkpoint's golden ones and with those of the PyTorch network,
+    for one image and for three.
+
+    Args:
+        name: a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it.
+        output: where to; by default a name of the checkpoint's and the mode's, in this folder. Another file there is
+            replaced. Beside an OpenVINO file, which ends in .xml, its weights lie in one that ends in .bin.
+        format: "onnx" or "openvino".
+        statistics: "population", "sample" or "expected", for good; by default the checkpoint's own choice.
+        precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay in float32.
+    """
+    if format not in FORMATS:
+        raise UnknownNameError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
+    if precision not in PRECISIONS:
+        raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
+    location = locate(name)
+    model = load(location)
+    mode = model.default_statistics if statistics is None else statistics
+    chosen = choose_statistics(False, mode, model.statistics_batch_size)
+    path = Path(f"{_short(location)}.{mode}{SUFFIXES[format]}" if output is None else output)
+    if path.suffix != SUFFIXES[format]:
+        raise InputError(f"{path} does not end in {SUFFIXES[format]}, as files for {format} do: rename it.")
+    images, wanted = _examples(model, location.folder / GOLDEN, mode)
+    network = in_precision(prepare(model, chosen), PRECISIONS[precision])
+    about = _metadata(model, location, mode, precision)
+    write, read = (_write_onnx, _read_onnx) if format == "onnx" else (_write_openvino, _read_openvino)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        scratch.mkdir()
+        write(scratch / path.name, network, chosen.mode, images, about)
+        _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
+        _put_in_place(scratch, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written ({error}): make room, or choose another place.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def _short(location: Location) -> str:
+    if location.revision is None:
+        return location.folder.resolve().name
+    return location.name.rpartition("/")[2].partition("@")[0]
+
+
+def _examples(model: Network, golden: Path, mode: str) -> tuple[Tensor, Tensor]:
+    """Three images with their logits; the first are golden where the folder has such, which one of the Hub has not."""
+    known = read_tensors(golden) if golden.exists() else {}
+    preprocessing = model.config.preprocessing
+    size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
+    images = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(1))
+    if "input" in known:
+        images = torch.cat([known["input"], images[1:]])
+    with torch.inference_mode():
+        logits = model(images, mode)
+    return images, torch.cat([known.get(mode, logits[:1]), logits[1:]])
+
+
+def _metadata(model: Network, location: Location, mode: str, precision: str) -> dict[str, str]:
+    """What it takes to use the file alone; values that are not text are JSON."""
+    config: Config = model.config
+    about = {
+        "name": _short(location),
+        "revision": location.revision,
+        "sha256": config.sha256,
+        "architecture": config.architecture,
+        "statistics": mode,
+        "statistics_batch_size": config.statistics_batch_size,
+        "precision": precision,
+        "labels": config.label_names,
+        "preprocessing": None if config.preprocessing is None else asdict(config.preprocessing),
+        "accuracy": config.accuracy.get(mode),
+        "bkn_zoo": __version__,
+    }
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+
+
+def _compare(path: Path, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor, tolerance: float) -> None:
+    scale = wanted.abs().max().clamp_min(1e-6)
+    for count in (1, len(images)):
+        difference = float((run(images[:count]) - wanted[:count]).abs().max() / scale)
+        if not difference <= tolerance:
+            raise CheckpointError(
+                f"{path} was not written, since its logits for a batch of {count} differ from the checkpoint's by "
+                f"{difference:.1e} of the largest, and {tolerance:.0e} is allowed: choose another precision or format."
+            )
+
+
+def _put_in_place(scratch: Path, path: Path) -> None:
+    """Of several files, the one that names the others goes first where it is replaced, and comes last."""
+    files = sorted(scratch.iterdir(), key=lambda file: file.name == path.name)
+    if len(files) > 1:
+        path.unlink(missing_ok=True)
+    for file in files:
+        os.replace(file, path.with_name(file.name))
+    sync(path.absolute().parent)
+
+
+def _write_onnx(path: Path, network: Network, mode: str, images: Tensor, about: dict[str, str]) -> None:
+    for needed in ("onnx", "onnxscript", "onnxruntime"):
+        _need(needed, "export")
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    program = trace(network, mode, images, any_number=True)
+    with warnings.catch_warnings(action="ignore"):  # of the exporter's, about itself
+        made: Any = torch.onnx.export(
+            program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,
+            verbose=False,
+        )  # fmt: skip
+    ClearMetadataAndDocStringPass()(made.model)  # lines and paths of this machine's Python, for every node
+    made.model.metadata_props.update(about)
+    made.save(path)
+
+
+def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _write_openvino(path: Path, network: Network, mode: str, images: Tensor, about: dict[str, str]) -> None:
+    _need("openvino", "openvino")
+    import openvino
+
+    model = translate(network, mode, images, any_number=True)
+    model.input(0).set_names({"images"})
+    model.output(0).set_names({"logits"})
+    for key, value in about.items():
+        model.set_rt_info(value, ["bkn_zoo", key])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _read_openvino(path: Path) -> Callable[[Tensor], Tensor]:
+    compiled = core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda images: torch.from_numpy(compiled([images.numpy()])[0])
+
+
+def _need(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise InputError(f"this format needs {package}: install it with pip install 'bkn-zoo[{extra}]'.")

@@ -1,0 +1,62 @@
+"""A prepared network as a graph of PyTorch's own operations, from which other runtimes make theirs."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.models.network import Network
+
+
+def trace(network: Network, mode: str, images: Tensor, any_number: bool = False) -> torch.export.ExportedProgram:
+    """`network`, prepared for a mode of statistics, for images of one size: float32 images in, float32 logits out.
+
+    Args:
+        images: such as it will get, of which only the kind matters.
+        any_number: whether the graph takes batches of any number of images, or of as many as these.
+    """
+    shapes = None
+    if any_number:
+        images = images[:1].repeat(2, 1, 1, 1)  # of a single image, torch.export would take it that there is ever one
+        shapes = ({0: torch.export.Dim("batch")},)
+    try:
+        with torch.no_grad():
+            return torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
+    except Exception as error:  # it runs the network's own code on stand-ins, which can fail in any way
+        raise _refused("torch.export", network, error) from error
+
+
+def translate(network: Network, mode: str, images: Tensor, any_number: bool = False) -> Any:
+    """The same as an OpenVINO model, by OpenVINO's own frontend."""
+    import openvino
+
+    program = trace(network, mode, images, any_number)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of PyTorch's, about what OpenVINO does with it
+            model = openvino.convert_model(program)
+            model.reshape([-1 if any_number else len(images), *images.shape[1:]])  # it comes with open sizes
+            return model
+    except Exception as error:  # one of many kinds, as it comes out of another language
+        raise _refused("OpenVINO", network, error) from error
+
+
+def _refused(by: str, network: Network, error: Exception) -> InputError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return InputError(
+        f"{by} cannot translate {network.name} ({lines[-1] if lines else error!r}): choose engine='torch'."
+    )
+
+
+class _AtOneMode(nn.Module):
+    """A network whose only input is the images."""
+
+    def __init__(self, network: Network, mode: str) -> None:
+        super().__init__()
+        self.network, self.mode = network, mode
+        weighted = (module for module in network.modules() if isinstance(module, nn.Conv2d | nn.Linear))
+        self.dtype = next(module.weight.dtype for module in weighted)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images.to(self.dtype), self.mode).float()

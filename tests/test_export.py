@@ -1,0 +1,151 @@
+"""Checkpoints as files for ONNX Runtime and OpenVINO, used without this package."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+import bkn_zoo
+from bkn_zoo import cli
+from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
+from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference import export as exporting
+from bkn_zoo.modes import MODES
+from bkn_zoo.norms import BatchKalmanNorm2d
+
+onnxruntime = pytest.importorskip("onnxruntime")
+openvino = pytest.importorskip("openvino")
+for package in ("timm", "onnxscript"):
+    pytest.importorskip(package)
+
+OWN, CONVERTED = "inception_cifar_bkn", "timm:test_efficientnet"  # which has depthwise convolutions and gates
+SIZE = 32
+ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(SIZE, (0.4,) * 3, (0.2,) * 3)}
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    found = {}
+    for name in (OWN, CONVERTED):
+        model = bkn_zoo.create_model(name, 4)
+        model.statistics_batch_size = 2
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
+                    for block in layer.transition_blocks:
+                        block.normal_(0, 0.05)
+            for _ in range(3):
+                model.train()(torch.randn(4, 3, SIZE, SIZE) * (0.5 + torch.rand(4, 3, 1, 1)))
+        found[name] = tmp_path_factory.mktemp("checkpoints") / "mine"
+        bkn_zoo.save_pretrained(model.eval(), found[name], default_statistics="sample", **ABOUT)
+    return found
+
+
+def runtime(path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+    """A file by what is outside this package alone: what runs it, and its metadata."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path)
+        about = dict(session.get_modelmeta().custom_metadata_map)
+        return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]), about
+    model = openvino.Core().read_model(path)
+    compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    about = {key: value.astype(str) for key, value in model.get_rt_info(["bkn_zoo"]).astype(dict).items()}
+    return lambda images: torch.from_numpy(compiled({"images": images.numpy()})["logits"]), about
+
+
+CASES = [(format, CONVERTED, mode) for format in SUFFIXES for mode in MODES]
+CASES += [("onnx", OWN, "expected")]
+
+
+@pytest.mark.parametrize(("format", "name", "mode"), CASES)
+def test_a_file_gives_the_network_s_logits_for_any_number_of_images(
+    format: str, name: str, mode: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    path = bkn_zoo.export(folders[name], tmp_path / f"mine{SUFFIXES[format]}", format=format, statistics=mode)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == ([".onnx"] if format == "onnx" else [".bin", ".xml"])
+    run, about = runtime(path)
+    images = torch.randn(3, 3, SIZE, SIZE) * torch.tensor([0.5, 1.0, 2.0]).reshape(3, 1, 1, 1)
+    with torch.no_grad():
+        wanted = bkn_zoo.from_pretrained(folders[name])(images, mode)
+    scale = wanted.abs().max().item()
+    assert_close(run(images), wanted, atol=1e-3 * scale, rtol=0)
+    for image, logits in zip(images.split(1), run(images).split(1), strict=True):
+        assert_close(run(image), logits, atol=1e-4 * scale, rtol=0)  # whatever its partners are
+    assert (about["name"], about["statistics"], about["architecture"]) == ("mine", mode, name)
+    assert json.loads(about["labels"]) == ABOUT["label_names"]
+    assert json.loads(about["preprocessing"])["mean"] == [0.4] * 3
+
+
+@pytest.mark.parametrize("format", SUFFIXES)
+def test_in_f16_a_file_is_half_as_large(format: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / f"half{SUFFIXES[format]}"
+    bkn_zoo.export(folders[OWN], path, format=format, statistics="population", precision="f16")
+    network = bkn_zoo.from_pretrained(folders[OWN])
+    folded = sum(p.numel() for n, p in network.named_parameters() if "norm" not in n)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1.1 * 2 * folded + 2**17
+    run, about = runtime(path)
+    assert about["precision"] == "f16"
+    assert run(torch.randn(2, 3, SIZE, SIZE)).dtype == torch.float32
+    if format == "onnx":
+        assert str(Path(bkn_zoo.__file__).parent).encode() not in path.read_bytes()  # nothing of the machine's own
+
+
+@pytest.fixture
+def checkpoint(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(folders[OWN], tmp_path / "mine")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "mine"
+
+
+def test_the_command_writes_a_file_of_a_checkpoint_without_golden_tensors_as_downloaded_ones_are(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "golden.safetensors").unlink()
+    Path("mine.population.xml").write_text("an earlier one")
+    assert cli.main(["export", str(checkpoint), "--format", "openvino", "--statistics", "population"]) == 0
+    assert capsys.readouterr().out == "mine.population.xml\n"
+    assert sorted(os.listdir()) == ["mine.population.bin", "mine.population.xml"]
+    assert runtime(Path("mine.population.xml"))[0](torch.zeros(2, 3, SIZE, SIZE)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("format", SUFFIXES)
+def test_a_file_that_does_not_give_the_golden_logits_is_not_written(
+    format: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exporting, f"_write_{format}", lambda *_: None)  # which takes seconds
+    golden = load_file(checkpoint / "golden.safetensors")
+    scale = golden["sample"].abs().max()
+    monkeypatch.setattr(exporting, f"_read_{format}", lambda path: lambda images: golden["sample"] + 0.25 * scale)
+    Path(f"mine.sample{SUFFIXES[format]}").write_text("an earlier one")
+    assert cli.main(["export", str(checkpoint), "--format", format]) == 1
+    assert f"mine.sample{SUFFIXES[format]} was not written" in (said := capsys.readouterr().err)
+    assert "its logits for a batch of 1 differ from the checkpoint's by 2.5e-01 of the largest" in said
+    assert [Path(file).read_text() for file in os.listdir()] == ["an earlier one"]
+
+
+def test_what_cannot_be_exported_is_said(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownNameError, match="unknown format 'tflite': choose one of onnx, openvino"):
+        bkn_zoo.export(checkpoint, format="tflite")
+    with pytest.raises(UnknownNameError, match="unknown precision 'int8': choose one of f32, f16"):
+        bkn_zoo.export(checkpoint, precision="int8")
+    with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
+        bkn_zoo.export(checkpoint, statistics="batch")
+    with pytest.raises(InputError, match=r"mine\.bin does not end in \.onnx"):
+        bkn_zoo.export(checkpoint, "mine.bin")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        bkn_zoo.export(checkpoint, "no/such/folder/mine.onnx")
+    monkeypatch.setattr(exporting, "find_spec", lambda package: None)
+    with pytest.raises(InputError, match=r"needs onnx: install it with pip install 'bkn-zoo\[export\]'"):
+        bkn_zoo.export(checkpoint)
+    assert os.listdir() == []
