@@ -47,8 +47,8 @@ def export(
 
     The network takes `images`, (any number, 3, size, size) in float32, preprocessed, and gives `logits`; an image's do
     not depend on those beside it. Labels, preprocessing, statistics and name are in the file's metadata. Before the
-    file gets its name, its outputs are compared with the checkpoint's golden ones and with those of the PyTorch network,
-    for one image and for three.
+    file gets its name, its outputs are compared with the checkpoint's golden ones and with the PyTorch network's, for
+    one image and for three.
 
     Args:
         name: a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it.
