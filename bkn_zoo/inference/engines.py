@@ -29,8 +29,8 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     """What runs `model` at inference: `engine(images, statistics)` gives its logits.
 
     Args:
-        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: converted networks run in
-            OpenVINO only where it is asked for.
+        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: converted networks run
+            in OpenVINO only where it is asked for.
         device: "cpu", or "cuda" for PyTorch.
         precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
             statistics and beliefs in float32 all the same; OpenVINO does not.
