@@ -8,6 +8,7 @@ import copy
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from bkn_zoo.norms.batch_kalman import new_process_noise
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 
 if kernels.HAS_TRITON:
+    import triton
+
     from bkn_zoo.kernels import launch, norm_launch
 
 GPU = torch.cuda.is_available()
@@ -316,7 +319,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
 
     class Device:
         def __init__(self, device):
-            self.index = device.index
+            self.index = device
 
         def __enter__(self):
             self.before, current[0] = current[0], self.index
@@ -325,9 +328,10 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
             current[0] = self.before
 
     class Elsewhere:
-        device = torch.device("cuda:1")
+        def get_device(self):
+            return 1
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", Device)
     launches = launch.Launches([], (), {}, 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -335,6 +339,31 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     launches(Elsewhere(), alone=True)
     assert seen == [(1, 1)]
     assert current == [0]
+
+
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_kernels_are_launched_as_tritons_own_launcher_would(scratch, monkeypatch):
+    """Or by it, where a kernel wants memory of it; of a version that is not known too."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    calls = []
+    run = object.__new__(driver.CudaLauncher)
+    vars(run).update(
+        launch=lambda *arguments: calls.append(arguments), num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
+        global_scratch_size=scratch, global_scratch_align=16, profile_scratch_size=0, profile_scratch_align=1,
+        arg_annotations="annotations", kernel_signature="signature", gsan_enabled=False,
+    )  # fmt: skip
+    monkeypatch.setattr(triton.runtime.driver, "_active", object())
+    code = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
+    own = 4096, 8192, 3, 0.5, True
+    if scratch == 0:
+        run(5, 1, 1, 99, code.function, code.packed_metadata, None, None, None, *own)
+        direct, before = launch.launcher(code)
+        assert direct is not run  # unless Triton is new: see what its launcher does, and add it to those known
+        direct(5, 1, 1, 99, *before, *own)
+        assert calls[0] == calls[1]
+        assert launch.launcher(code, "99.0.0")[0] is run
+    else:
+        assert launch.launcher(code)[0] is run
 
 
 def test_kernels_that_cannot_be_imported_are_not_taken_for_a_missing_triton(tmp_path):

@@ -5,12 +5,13 @@ times what the launch itself takes. A network of a hundred norms has six hundred
 """
 
 import threading
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are less aligned
@@ -19,13 +20,53 @@ WORK = "work"  # the parameter by which kernels take the memory for what they ha
 _dtype = attrgetter("dtype")
 
 
+def observed_by_pytorch(x: Tensor) -> bool:
+    """Whether a compiler, a mode or a stand-in for a tensor has to see the operators."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
+
+
 class Kernel(NamedTuple):
-    """A function by `triton.jit`, whose parameters are first tensors, then numbers and constants; and its launch."""
+    """A function by `triton.jit`, whose parameters are first tensors, then numbers and constants; and its launch.
+
+    `across` are the programs in the second and third dimension of its grid.
+    """
 
     function: Any
     programs: int
     warps: int = 4
     stages: int = 3
+    across: tuple[int, int] = (1, 1)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.programs, *self.across
+
+
+def launcher(code: Any, version: str = triton.__version__) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches compiled code, and what that takes between the stream and the kernel's own arguments.
+
+    Triton's launcher is a class around a function in C, and more than half of what it takes goes into the class, which
+    looks for memory that a kernel may want of its host. Ours want none. The function's arguments are those of the
+    versions that are known here; others are launched by the class.
+    """
+    run, known = code.run, tuple(version.split(".")[:2])
+    metadata, hooks = code.packed_metadata, (None, None, None)
+    wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
+    if any(wants) or getattr(run, "gsan_enabled", False) or known not in KNOWN:
+        return run, (code.function, metadata, *hooks)
+    first = code.function, run.launch_cooperative_grid, run.launch_pdl
+    if known == KNOWN[0]:
+        return run.launch, (*first, None, None, metadata, *hooks)
+    before = *first, metadata, *hooks, None, None, run.arg_annotations, run.kernel_signature
+    return partial(_launch_packed, run.launch, 4 + len(before)), before
+
+
+KNOWN = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")
+
+
+def _launch_packed(launch: Callable[..., None], own: int, *arguments: Any) -> None:
+    """With the kernel's arguments, those behind the first `own`, in one tuple."""
+    launch(*arguments[:own], arguments[own:])
 
 
 class _Scratch(threading.local):
@@ -71,14 +112,14 @@ class Launches:
             alone: whether nobody looks at what memory is taken, so that what is kept for work can be used. A graph
                 that is being captured, for one, will run at times and on streams that nobody knows.
         """
-        device = tensors[0].device
-        if device.type != "cuda":
+        device = tensors[0].get_device()
+        if device < 0:
             self._launch((torch.empty(self.work), *tensors))  # on Triton's interpreter
-        elif device.index != torch.cuda.current_device():
+        elif device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(*tensors, alone=alone)
         else:
-            self._launch_again(device.index, tensors, alone and not torch.cuda.is_current_stream_capturing())
+            self._launch_again(device, tensors, alone and not torch.cuda.is_current_stream_capturing())
 
     def _launch_again(self, device: int, tensors: tuple[Tensor, ...], alone: bool) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -94,18 +135,18 @@ class Launches:
         ready = self.ready.get(key)
         if ready is None:
             self.ready[key] = [
-                (code.run, (kernel.programs, 1, 1), (code.function, code.packed_metadata, None, None, None), take, rest)
-                for kernel, code, take, rest in zip(
-                    self.kernels, self._launch((work, *tensors)), self.takes, self.rests, strict=True
+                (run, kernel.grid, before, take, rest)
+                for kernel, (run, before), take, rest in zip(
+                    self.kernels, map(launcher, self._launch((work, *tensors))), self.takes, self.rests, strict=True
                 )
             ]
             return
-        for run, grid, code, take, rest in ready:
-            run(*grid, stream, *code, *take(pointers), *rest)
+        for run, grid, before, take, rest in ready:
+            run(*grid, stream, *before, *take(pointers), *rest)
 
     def _launch(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """In Triton's own way, which gives the compiled code."""
         return [
-            kernel.function[(kernel.programs,)](*take(tensors), *rest, num_warps=kernel.warps, num_stages=kernel.stages)
+            kernel.function[kernel.grid](*take(tensors), *rest, num_warps=kernel.warps, num_stages=kernel.stages)
             for kernel, take, rest in zip(self.kernels, self.takes, self.rests, strict=True)
         ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo.kernels import norm_launch
+from bkn_zoo.kernels.launch import observed_by_pytorch
 from bkn_zoo.kernels.norm_launch import dense, parameter_sizes
 
 _library = torch.library.Library("bkn_zoo", "DEF")
@@ -35,9 +36,9 @@ def _norm(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_library, "norm_backward", "CompositeExplicitAutograd")
-def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
-    dx, *others = norm_launch.backward(*args, alone=False)
-    return dx, *(tensor if tensor.numel() else tensor.new_empty(0) for tensor in others)  # none the same as another
+def _norm_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    found = norm_launch.backward(dy, *args, alone=False)
+    return tuple(dy.new_empty(0, dtype=torch.float32) if each is None else each for each in found)
 
 
 @torch.library.register_fake("bkn_zoo::norm", lib=_library)
@@ -61,11 +62,6 @@ def _norm_backward_fake(
     return torch.empty_like(x), dresidual, *below, parameters
 
 
-def observed_by_pytorch(x: Tensor) -> bool:
-    """Whether a compiler, a mode or a stand-in for a tensor has to see the operators."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
-
-
 class Norm(torch.autograd.Function):
     """Autograd for `bkn_zoo::norm`. (`torch.library.register_autograd` takes only operators that change nothing.)"""
 
@@ -87,36 +83,41 @@ class Norm(torch.autograd.Function):
         )
         ctx.settings, ctx.has_residual = (group, eps, relu), residual is not None
         ctx.set_materialize_grads(False)
-        belief_mean, belief_var, _, _ = beliefs.unbind(0)
-        return y, belief_mean, belief_var
+        return y, beliefs[0], beliefs[1]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
-        x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else dy
-        if dmean is not None or dvar is not None:
-            dmean = torch.zeros_like(beliefs[0]) if dmean is None else dmean.contiguous()
-            dvar = torch.zeros_like(beliefs[0]) if dvar is None else dvar.contiguous()
-        launch = torch.ops.bkn_zoo.norm_backward if observed_by_pytorch(x) else norm_launch.backward
-        dx, dresidual, dpriors, dtransition, dparameters = launch(
-            dy, dmean, dvar, x, kept, weight, bias, beliefs, *below, *ctx.settings
-        )
-        _, _, transition, raw_process_noise, raw_gain = below
-        if not ctx.has_residual:
-            dresidual = None
-        elif kept is None:
-            dresidual = dy.to(x.dtype)
-        parts = dparameters.split(parameter_sizes(weight, raw_process_noise))
-        if weight.dtype != torch.float32:
-            parts = [part.to(weight.dtype) for part in parts]
-        if transition is None:
-            return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
-        dweight, dbias, dnoise, dgain = parts
-        return (
-            dx, dweight, dbias, *dpriors.unbind(0), dtransition, dnoise, dgain.view_as(raw_gain), dresidual,
-            None, None, None, None, None,
-        )  # fmt: skip
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a second derivative, if asked for, fails
+            return once_differentiable(gradients_of)(ctx, *gradients)
+        return gradients_of(ctx, *gradients)
+
+
+def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
+    """Of all arguments of `Norm`."""
+    x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
+    if dmean is not None or dvar is not None:
+        dmean = torch.zeros_like(beliefs[0]) if dmean is None else dmean.contiguous()
+        dvar = torch.zeros_like(beliefs[0]) if dvar is None else dvar.contiguous()
+    dy = torch.zeros_like(x) if dy is None else dy
+    launch: Any = torch.ops.bkn_zoo.norm_backward if observed_by_pytorch(x) else norm_launch.backward
+    dx, dresidual, dpriors, dtransition, dparameters = launch(
+        dy, dmean, dvar, x, kept, weight, bias, beliefs, *below, *ctx.settings
+    )
+    if not ctx.has_residual:
+        dresidual = None
+    elif kept is None:
+        dresidual = dy.to(x.dtype)
+    _, _, transition, raw_process_noise, raw_gain = below
+    if weight.dtype != torch.float32:
+        dparameters = dparameters.to(weight.dtype)
+    parts = torch.split_with_sizes(dparameters, parameter_sizes(weight, raw_process_noise))
+    if transition is None:
+        return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
+    dweight, dbias, dnoise, dgain = parts
+    return (
+        dx, dweight, dbias, dpriors[0], dpriors[1], dtransition, dnoise, dgain.view_as(raw_gain), dresidual,
+        None, None, None, None, None,
+    )  # fmt: skip
 
 
 def fused_norm(
@@ -148,5 +149,4 @@ def fused_norm(
         return Norm.apply(*arguments)
     launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
     y, beliefs = launch(*arguments, partners or [], own)
-    mean, var, _, _ = beliefs.unbind(0)
-    return y, mean, var
+    return y, beliefs[0], beliefs[1]

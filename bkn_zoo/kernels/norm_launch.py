@@ -1,7 +1,7 @@
 """Chooses tile sizes and launches the Triton kernels of one norm layer."""
 
 import math
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -241,10 +241,6 @@ def describe(
     )  # fmt: skip
 
 
-def floats(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -274,7 +270,8 @@ def forward(
     x, residual = dense(x), residual if residual is None else like(x, residual)
     shape = describe(x, transition, raw_process_noise, group, residual is not None, relu, eps)
     launches = plan_forward(shape, bool(running), momentum, own if partners else None)
-    y, beliefs = torch.empty_like(x), floats(x, 4, shape.images // group, shape.channels)
+    y = torch.empty_like(x)
+    beliefs = torch.empty((4, shape.images // group, shape.channels), dtype=torch.float32, device=x.device)
     unused = beliefs  # stands for what the kernels, compiled without it, do not read
     below = (unused,) * 5
     if transition is not None:
@@ -304,33 +301,30 @@ def backward(
     relu: bool,
     *,
     alone: bool = True,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Gradients of x, residual, both priors, A, and one after another weight, bias, raw R and raw q.
 
-    Absent ones are empty. Few allocations: from Python, each takes as long as a launch.
+    The residual's is None without a `y`, those of priors and A without an A. Few allocations: from Python, each takes
+    as long as a launch.
     """
     x = dense(x)
     dy, y = slice_like(x, dy), y if y is None else like(x, y)
     shape = describe(x, transition, raw_process_noise, group, y is not None, relu, eps)
     step = position_stride(dy) if shape.channels_last else 1
     launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
-    unused = beliefs  # stands for what the kernels, compiled without it, do not touch
-    below, dpriors, dtransition = (unused,) * 5, unused, unused
+    floats = partial(torch.empty, dtype=torch.float32, device=x.device)
+    dx, dparameters = torch.empty_like(x), floats(sum(parameter_sizes(weight, raw_process_noise)))
+    dresidual = None if y is None else torch.empty_like(x)
+    below, dpriors, dtransition = (beliefs,) * 5, None, None  # what the kernels, compiled without it, do not touch
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
-        dpriors, dtransition = floats(x, 2, beliefs.shape[1], shape.inputs), torch.empty_like(transition)
-    dx, dresidual = torch.empty_like(x), x if y is None else torch.empty_like(x)
-    dparameters = floats(x, sum(parameter_sizes(weight, raw_process_noise)))
-    upper = (unused, unused) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
+        dpriors, dtransition = floats((2, beliefs.shape[1], shape.inputs)), torch.empty_like(transition)
+    upper = (beliefs, beliefs) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
     launches(
-        dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below,
-        dx, dresidual, dpriors, dtransition, dparameters, alone=alone,
+        dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below, dx, x if dresidual is None else dresidual,
+        beliefs if dpriors is None else dpriors, beliefs if dtransition is None else dtransition, dparameters,
+        alone=alone,
     )  # fmt: skip
-    nothing = floats(x, 0) if y is None or transition is None else unused
-    if y is None:
-        dresidual = nothing
-    if transition is None:
-        dpriors = dtransition = nothing
     return dx, dresidual, dpriors, dtransition, dparameters
 
 

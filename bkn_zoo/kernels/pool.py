@@ -16,9 +16,11 @@ from bkn_zoo import kernels
 
 if kernels.HAS_TRITON:  # otherwise `kernels.chosen` says no
     from bkn_zoo.kernels import pool_jit as jit
+    from bkn_zoo.kernels.launch import Kernel, Launches, observed_by_pytorch
     from bkn_zoo.kernels.norm_launch import position_stride
 
 LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled
+PLANS = 1024  # of launches that are kept for each direction
 MOST_IMAGES = 2**16 - 1  # in a CUDA grid
 
 
@@ -85,12 +87,43 @@ def choose_tile(rows: int, columns: int, channels: int) -> Tile:
     return Tile(*min(shapes, key=computed), block_c, 4)
 
 
-def tiled(x: Tensor, rows: int, columns: int) -> tuple[tuple[int, int, int], Tile]:
-    """The launch grid for positions of the images of `x`, and the tile of each of its programs."""
-    images, channels = x.shape[:2]
-    tile = choose_tile(rows, columns, channels)
+def plan(
+    function: Any, tensors: tuple[str, ...], images: int, rows: int, columns: int, window: tuple[int, ...],
+    values: dict[str, Any],
+) -> "Launches":  # fmt: skip
+    """The launch of `function` for rows and columns of positions in each image."""
+    tile = choose_tile(rows, columns, values["channels"])
     tiles = -(-rows // tile.height) * -(-columns // tile.width)
-    return (tiles, -(-channels // tile.channels), images), tile
+    values |= dict(zip("KSP", window, strict=True))
+    values |= {"BLOCK_H": tile.height, "BLOCK_W": tile.width, "BLOCK_C": tile.channels}
+    across = -(-values["channels"] // tile.channels), images
+    return Launches([Kernel(function, tiles, tile.warps, across=across)], tensors, values, 0)
+
+
+@lru_cache(PLANS)
+def plan_forward(
+    shape: tuple[int, ...], out: tuple[int, int], maximum: bool, indexed: bool, window: tuple[int, ...]
+) -> "Launches":
+    images, channels, height, width = shape
+    values = {
+        "height": height, "width": width, "out_height": out[0], "out_width": out[1], "channels": channels,
+        "MAX": maximum, "INDEXED": indexed,
+    }  # fmt: skip
+    return plan(jit.pool, ("x", "y", "index"), images, *out, window, values)
+
+
+@lru_cache(PLANS)
+def plan_backward(
+    shape: tuple[int, ...], size: tuple[int, int], dy_size: int, dy_stride: int, maximum: bool, window: tuple[int, ...]
+) -> "Launches":
+    images, channels, out_height, out_width = shape
+    _, stride, padding = window
+    rows, columns = ((each - 1 + padding) // stride - padding // stride + 1 for each in size)
+    values = {
+        "height": size[0], "width": size[1], "out_height": out_height, "out_width": out_width, "channels": channels,
+        "dy_size": dy_size, "dy_stride": dy_stride, "MAX": maximum,
+    }  # fmt: skip
+    return plan(jit.pool_backward, ("dy", "index", "dx"), images, rows, columns, window, values)
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
@@ -117,24 +150,15 @@ def pooled_like(
 
 
 def forward(x: Tensor, y: Tensor, index: Tensor, maximum: bool, *window: int) -> None:
-    grid, tile = tiled(x, *y.shape[2:])
-    with torch.cuda.device_of(x):
-        jit.pool[grid](
-            x, y, index, *x.shape[2:], *y.shape[2:], x.shape[1],
-            maximum, index.numel() > 0, *window, tile.height, tile.width, tile.channels, num_warps=tile.warps,
-        )  # fmt: skip
+    launches = plan_forward(tuple(x.shape), tuple(y.shape[2:]), maximum, index.numel() > 0, window)
+    launches(x, y, index, alone=True)
 
 
 def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, *window: int) -> Tensor:
-    _, stride, padding = window
     dy = channel_slice(dy)
     dx = channels_last(dy, height, width)
-    grid, tile = tiled(dy, *((size - 1 + padding) // stride - padding // stride + 1 for size in (height, width)))
-    with torch.cuda.device_of(dy):
-        jit.pool_backward[grid](
-            dy, index, dx, height, width, *dy.shape[2:], dy.shape[1], dy.stride(0), position_stride(dy),
-            maximum, *window, tile.height, tile.width, tile.channels, num_warps=tile.warps,
-        )  # fmt: skip
+    launches = plan_backward(tuple(dy.shape), (height, width), dy.stride(0), position_stride(dy), maximum, window)
+    launches(dy, index, dx, alone=True)
     return dx
 
 
@@ -206,7 +230,8 @@ def _average_pool_backward_fake(dy: Tensor, height: int, width: int, *window: in
 class MaxPooling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
-        y, index = torch.ops.bkn_zoo.max_pool(x, kernel, stride, padding, ceil_mode, True)
+        launch = torch.ops.bkn_zoo.max_pool if observed_by_pytorch(x) else _max_pool
+        y, index = launch(x, kernel, stride, padding, ceil_mode, True)
         ctx.save_for_backward(index)
         ctx.arguments = *x.shape[2:], kernel, stride, padding
         return y
@@ -214,16 +239,19 @@ class MaxPooling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.bkn_zoo.max_pool_backward(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None
+        launch = torch.ops.bkn_zoo.max_pool_backward if observed_by_pytorch(dy) else _max_pool_backward
+        return launch(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None
 
 
 class AveragePooling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        launch = torch.ops.bkn_zoo.average_pool if observed_by_pytorch(x) else _average_pool
         ctx.arguments = *x.shape[2:], kernel, stride, padding
-        return torch.ops.bkn_zoo.average_pool(x, kernel, stride, padding)
+        return launch(x, kernel, stride, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.bkn_zoo.average_pool_backward(dy, *ctx.arguments), None, None, None
+        launch = torch.ops.bkn_zoo.average_pool_backward if observed_by_pytorch(dy) else _average_pool_backward
+        return launch(dy, *ctx.arguments), None, None, None

@@ -230,8 +230,9 @@ class RunningNorm(nn.Module):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(f"this layer normalizes {self.num_features} channels, but its input is {tuple(x.shape)}.")
-        if self.affine and x.device != self.weight.device:
-            raise InputError(f"the input is on {x.device} but the layer on {self.weight.device}: move one of them.")
+        weight = self.weight if self.affine else None
+        if weight is not None and x.device != weight.device:
+            raise InputError(f"the input is on {x.device} but the layer on {weight.device}: move one of them.")
         if residual is not None and (residual.device != x.device or residual.shape != x.shape):
             there, here = (f"{tuple(t.shape)} on {t.device}" for t in (residual, x))
             raise InputError(f"the residual is {there}, but the input to which it is added is {here}.")
