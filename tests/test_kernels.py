@@ -208,6 +208,23 @@ def test_images_that_are_too_few_to_keep_a_gpu_busy_are_taken_in_pieces(residual
     assert difference < 1e-5, name
 
 
+@pytest.mark.parametrize("shape", [(17, 5, (2, 1), 1, 260), (4, 5, (2, 2), 2, None)], ids=str)
+def test_the_last_program_of_a_short_pass_forms_the_beliefs(shape, monkeypatch):
+    """Of more groups than a tile has and more inputs than a stretch; twice in one memory."""
+    monkeypatch.setattr(norm_launch, "processors", lambda device: 132)
+    monkeypatch.setattr(norm_launch, "GROUPS", 16)
+    assert norm_launch.SPLIT < 260
+    assert norm_launch.choose_tiling(17, 5, 2, True, False, 132).merged
+    kept = launch.memory(2**20, 2**10, DEVICE)
+    monkeypatch.setattr(launch, "memory", lambda *_: kept)
+    case = (shape, torch.float32, torch.channels_last, False, True)
+    reference = run("pytorch", *case)
+    for _ in range(2):
+        difference, name = largest_difference(run("triton", *case), reference)
+        assert difference < 1e-5, name
+        assert not kept[1].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("below", "group"), [(None, 4), (3, 4), (3, None)])
 def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below, group):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are less aligned
 WORK = "work"  # the parameter by which kernels take the memory for what they hand to one another
+ARRIVED = "arrived"  # and that for counters, which they find at 0 and leave so
 
 _dtype = attrgetter("dtype")
 
@@ -76,13 +77,22 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], Tensor] = {}
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def take(self, size: int, device: int, stream: int) -> Tensor:
+    def take(self, size: int, counters: int, device: int, stream: int) -> tuple[Tensor, Tensor]:
         kept = self.kept.get((device, stream))
-        if kept is None or kept.numel() < size:
-            kept = self.kept[device, stream] = torch.empty(size, dtype=torch.float32, device=f"cuda:{device}")
+        if kept is None:
+            kept = self.kept[device, stream] = memory(size, counters, f"cuda:{device}")
+        elif kept[0].numel() < size or kept[1].numel() < counters:
+            sizes = max(size, kept[0].numel()), max(counters, kept[1].numel())
+            kept = self.kept[device, stream] = memory(*sizes, f"cuda:{device}")
         return kept
+
+
+def memory(size: int, counters: int, device: str) -> tuple[Tensor, Tensor]:
+    """For work, and for counters, which are 0."""
+    work = torch.empty(size, dtype=torch.float32, device=device)
+    return work, torch.zeros(counters, dtype=torch.int32, device=device)
 
 
 _scratch = _Scratch()
@@ -96,11 +106,14 @@ class Launches:
         tensors: the names of the tensors that every call will bring, in their order.
         values: all other arguments, by name.
         work: float32 numbers that the kernels hand to one another.
+        counters: of how many programs have arrived.
     """
 
-    def __init__(self, kernels: Sequence[Kernel], tensors: Sequence[str], values: dict[str, Any], work: int) -> None:
-        self.kernels, self.work = kernels, work
-        known, names = (WORK, *tensors), [kernel.function.arg_names for kernel in kernels]
+    def __init__(
+        self, kernels: Sequence[Kernel], tensors: Sequence[str], values: dict[str, Any], work: int, counters: int = 0
+    ) -> None:
+        self.kernels, self.memory = kernels, (work, counters)
+        known, names = (WORK, ARRIVED, *tensors), [kernel.function.arg_names for kernel in kernels]
         self.takes = [itemgetter(*(known.index(name) for name in wanted if name in known)) for wanted in names]
         self.rests = [tuple(values[name] for name in wanted if name not in known) for wanted in names]
         self.ready: dict[Any, list[tuple[Any, ...]]] = {}
@@ -114,7 +127,7 @@ class Launches:
         """
         device = tensors[0].get_device()
         if device < 0:
-            self._launch((torch.empty(self.work), *tensors))  # on Triton's interpreter
+            self._launch((*memory(*self.memory, "cpu"), *tensors))  # on Triton's interpreter
         elif device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(*tensors, alone=alone)
@@ -123,13 +136,11 @@ class Launches:
 
     def _launch_again(self, device: int, tensors: tuple[Tensor, ...], alone: bool) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if alone:
-            work = _scratch.take(self.work, device, stream)
-        else:
-            work = torch.empty(self.work, dtype=torch.float32, device=f"cuda:{device}")
-        pointers = [work.data_ptr(), *[tensor.data_ptr() for tensor in tensors]]
+        own = _scratch.take(*self.memory, device, stream) if alone else memory(*self.memory, f"cuda:{device}")
+        tensors = *own, *tensors
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if reduce(or_, pointers) % ALIGNMENT:
-            self._launch((work, *tensors))
+            self._launch(tensors)
             return
         key = device, *map(_dtype, tensors)
         ready = self.ready.get(key)
@@ -137,7 +148,7 @@ class Launches:
             self.ready[key] = [
                 (run, kernel.grid, before, take, rest)
                 for kernel, (run, before), take, rest in zip(
-                    self.kernels, map(launcher, self._launch((work, *tensors))), self.takes, self.rests, strict=True
+                    self.kernels, map(launcher, self._launch(tensors)), self.takes, self.rests, strict=True
                 )
             ]
             return

@@ -12,6 +12,9 @@ further programs of the same launch, where they cost next to nothing:
     forward     moments (+ predict)      believe        normalize (+ remember)
     backward    sums                     disbelieve     gradient (+ finish_backward)
 
+Where a pass is short, the small step is no launch of its own (MERGED): of the programs that it needs, the one that
+arrives last takes it.
+
 The ReLU is a floor of 0 under the output, and no ReLU one of -inf. Everything is summed in a fixed order: the same
 input gives the same bits.
 """
@@ -40,6 +43,16 @@ def share_out(pid, riders, others):
     rider = tl.where(in_pairs, pid // 2, pid - others)
     other = tl.where(in_pairs, pid // 2, pid - riders)
     return tl.where(rides, rider, -1), tl.where(rides, -1, other)
+
+
+@triton.jit
+def last_of(arrived, programs):
+    """Whether this one is the last of so many programs to come here; it may then read what they all have written."""
+    tl.debug_barrier()  # every thread of this one has written
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrived, 0)  # as the next launch wants it
+    return last
 
 
 @triton.jit
@@ -77,10 +90,10 @@ def column_sum(source, rows, c, c_mask, channels, BLOCK_R: tl.constexpr, BLOCK_C
 
 
 @triton.jit
-def all_finite(mean, var, c_mask):
-    """1 where every belief of the block is a finite number, else 0."""
+def all_finite(mean, var, mask):
+    """For each group, 1 where every belief of the block is a finite number, else 0."""
     good = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
-    return tl.min(tl.where(c_mask & (good == 0), 0.0, 1.0), axis=0)
+    return tl.min(tl.where(mask & (good == 0), 0.0, 1.0), axis=1)
 
 
 @triton.jit
@@ -130,36 +143,6 @@ def predict(
     tl.store(partial_var + at, var, mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "groups", "pieces", "stretches", "predict_tiles"])
-def moments(
-    x, work, prior_mean, prior_var, transition,
-    channels, positions, stride_c, stride_p, pieces, groups, inputs, stretches, predict_tiles,
-    HAS_PRIOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid: channel blocks x pieces, and predict's tiles among them."""
-    blocks = tl.cdiv(channels, BLOCK_C)
-    ride, at = share_out(tl.program_id(0), predict_tiles, blocks * pieces)
-    if HAS_PRIOR:
-        if ride >= 0:
-            wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
-            partial_mean = work + 2 * pieces * channels
-            predict(
-                ride // (wide * high), ride // wide % high, ride % wide, prior_mean, prior_var, transition,
-                partial_mean, partial_mean + stretches * groups * channels, groups, inputs, channels,
-                BLOCK_G, BLOCK_O, BLOCK_I, SPLIT, PRECISION,
-            )  # fmt: skip
-    if at >= 0:
-        c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
-        piece = at // blocks
-        mean, m2 = image_moments(
-            x + piece.to(tl.int64) * channels * positions, c * stride_c, offsets, p, c_mask, positions, stride_p,
-            BLOCK_P, BLOCK_C,
-        )  # fmt: skip
-        tl.store(work + piece * channels + c, mean, mask=c_mask)
-        tl.store(work + (pieces + piece) * channels + c, m2 / positions, mask=c_mask)
-
-
 @triton.jit
 def softplus(raw):
     """log(1 + exp(raw)), which is exp(raw) and not 0 far below 0."""
@@ -167,17 +150,12 @@ def softplus(raw):
     return tl.maximum(raw, 0.0) + tl.where(small < 1e-3, small * (1 - small * (0.5 - small / 3)), tl.log(1 + small))
 
 
-@triton.jit(do_not_specialize=["pieces", "groups", "group", "stretches"])
-def believe(
-    work, beliefs, raw_noise, raw_gain, image_mean, image_var, image_spread,
-    channels, pieces, groups, group, stretches, noise_stride, own,
-    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+@triton.jit
+def observe_group(
+    g, c, c_mask, work, beliefs, image_mean, image_var, image_spread, channels, pieces, groups, group, own,
+    EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From the pieces' statistics and the prediction to the group's belief. Grid: channel blocks x groups."""
-    blocks = tl.cdiv(channels, BLOCK_C)
-    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_mask = c < channels
+    """From the pieces' statistics to the observation of their group."""
     i = tl.arange(0, BLOCK_R)
     one_mean = work + g * group * channels
     one_var = one_mean + pieces * channels
@@ -199,21 +177,117 @@ def believe(
     row, size = g * channels + c, groups * channels
     tl.store(beliefs + 2 * size + row, mean, mask=c_mask)
     tl.store(beliefs + 3 * size + row, var, mask=c_mask)
+    return mean, var
+
+
+@triton.jit
+def update_groups(
+    mean, var, g, block, c, c_mask, work, beliefs, raw_noise, raw_gain,
+    channels, pieces, groups, stretches, noise_stride, blocks,
+    HAS_PRIOR: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """From observations, (groups `g`, channels `c`), and the stretches of their prediction to beliefs."""
+    mask = (g < groups)[:, None] & c_mask[None, :]
+    row, size = g[:, None] * channels + c[None, :], groups * channels
     partial_mean = work + 2 * pieces * channels
     partial_var = partial_mean + stretches * size
     if HAS_PRIOR:  # bkn_zoo.norms.kalman.update
-        pm = tl.zeros((BLOCK_C,), tl.float32)
-        pv = softplus(tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32))
+        pm = tl.zeros_like(mean)
+        noise = softplus(tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32))
+        pv = pm + noise[None, :]
         for k in range(stretches):
-            pm += tl.load(partial_mean + k * size + row, mask=c_mask, other=0.0)
-            pv += tl.load(partial_var + k * size + row, mask=c_mask, other=0.0)
+            pm += tl.load(partial_mean + k * size + row, mask=mask, other=0.0)
+            pv += tl.load(partial_var + k * size + row, mask=mask, other=0.0)
         q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
         innovation = mean - pm
         mean = mean - (1 - q) * innovation
         var = (1 - q) * pv + q * var + (1 - q) * q * innovation * innovation
-    tl.store(beliefs + row, mean, mask=c_mask)
-    tl.store(beliefs + size + row, var, mask=c_mask)
-    tl.store(partial_var + stretches * size + g * blocks + block, all_finite(mean, var, c_mask))
+    tl.store(beliefs + row, mean, mask=mask)
+    tl.store(beliefs + size + row, var, mask=mask)
+    tl.store(partial_var + stretches * size + g * blocks + block, all_finite(mean, var, mask), mask=g < groups)
+
+
+@triton.jit(do_not_specialize=["positions", "groups", "pieces", "group", "stretches", "predict_tiles"])
+def moments(
+    x, work, arrived, prior_mean, prior_var, transition, beliefs, raw_noise, raw_gain,
+    image_mean, image_var, image_spread,
+    channels, positions, stride_c, stride_p, pieces, groups, group, inputs, stretches, predict_tiles, noise_stride, own,
+    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, MERGED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x pieces, and predict's tiles among them.
+
+    If merged, the last program of a group observes it; and of these and predict's for BLOCK_G groups, which have blocks
+    of as many channels then, the last one updates their beliefs.
+    """
+    blocks = tl.cdiv(channels, BLOCK_C)
+    ride, at = share_out(tl.program_id(0), predict_tiles, blocks * pieces)
+    block, tile_g, arrives = 0, 0, False
+    if HAS_PRIOR:
+        if ride >= 0:
+            wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
+            partial_mean = work + 2 * pieces * channels
+            block, tile_g, arrives = ride % wide, ride // wide % high, True
+            predict(
+                ride // (wide * high), tile_g, block, prior_mean, prior_var, transition,
+                partial_mean, partial_mean + stretches * groups * channels, groups, inputs, channels,
+                BLOCK_G, BLOCK_O, BLOCK_I, SPLIT, PRECISION,
+            )  # fmt: skip
+    if at >= 0:
+        block, piece = at % blocks, at // blocks
+        c, c_mask, p, offsets = tile(block, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)
+        mean, m2 = image_moments(
+            x + piece.to(tl.int64) * channels * positions, c * stride_c, offsets, p, c_mask, positions, stride_p,
+            BLOCK_P, BLOCK_C,
+        )  # fmt: skip
+        tl.store(work + piece * channels + c, mean, mask=c_mask)
+        tl.store(work + (pieces + piece) * channels + c, m2 / positions, mask=c_mask)
+        if MERGED:
+            g = piece // group
+            tile_g = g // BLOCK_G
+            arrives = last_of(arrived + g * blocks + block, group)
+            if arrives:
+                observe_group(
+                    g, c, c_mask, work, beliefs, image_mean, image_var, image_spread,
+                    channels, pieces, groups, group, own, EXPECT, BLOCK_R, BLOCK_C,
+                )  # fmt: skip
+    if MERGED:
+        if arrives:
+            g = tile_g * BLOCK_G + tl.arange(0, BLOCK_G)
+            programs = tl.minimum(groups - tile_g * BLOCK_G, BLOCK_G) + stretches
+            if last_of(arrived + (groups + tile_g) * blocks + block, programs):
+                c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+                c_mask = c < channels
+                observed = beliefs + (2 * groups + g)[:, None] * channels + c[None, :]
+                mask = (g < groups)[:, None] & c_mask[None, :]
+                update_groups(
+                    tl.load(observed, mask=mask, other=0.0),
+                    tl.load(observed + groups * channels, mask=mask, other=0.0),
+                    g, block, c, c_mask, work, beliefs, raw_noise, raw_gain,
+                    channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, BLOCK_C,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pieces", "groups", "group", "stretches"])
+def believe(
+    work, beliefs, raw_noise, raw_gain, image_mean, image_var, image_spread,
+    channels, pieces, groups, group, stretches, noise_stride, own,
+    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """From the pieces' statistics and the prediction to the group's belief. Grid: channel blocks x groups."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = c < channels
+    mean, var = observe_group(
+        g, c, c_mask, work, beliefs, image_mean, image_var, image_spread,
+        channels, pieces, groups, group, own, EXPECT, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+    update_groups(
+        mean[None, :], var[None, :], g + tl.arange(0, 1), block, c, c_mask, work, beliefs, raw_noise, raw_gain,
+        channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, BLOCK_C,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -405,49 +479,13 @@ def write_gradient(
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
-def sums(
-    dy, x, y, dresidual, weight, bias, beliefs, work,
-    channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, eps, floor,
-    HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Grid: channel blocks x pieces."""
-    blocks = tl.cdiv(channels, BLOCK_C)
-    c, c_mask, p, offsets = tile(tl.program_id(0) % blocks, channels, stride_c, stride_p, BLOCK_H, BLOCK_C)
-    dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
-    piece = tl.program_id(0) // blocks
-    row = (piece // group) * channels
-    mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
-    var = tl.load(beliefs + groups * channels + row + c, mask=c_mask, other=1.0)
-    scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
-    shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
-    base = piece.to(tl.int64) * channels * positions
-    s0, s1 = image_sums(
-        dy + place_of(piece, positions, dy_size, dy_stride_p, PIECES), x + base, y + base, dresidual + base,
-        dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, positions, dy_stride_p, stride_p,
-        HAS_RESIDUAL, BLOCK_H, BLOCK_C,
-    )  # fmt: skip
-    tl.store(work + piece * channels + c, s0, mask=c_mask)
-    tl.store(work + (pieces + piece) * channels + c, s1, mask=c_mask)
-
-
 @triton.jit
-def place_of(piece, positions, dy_size, dy_stride_p, PIECES: tl.constexpr):
-    """Where a piece's gradient begins, in images that are `dy_size` apart."""
-    return (piece // PIECES).to(tl.int64) * dy_size + (piece % PIECES) * positions * dy_stride_p
-
-
-@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
-def disbelieve(
-    work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
-    channels, positions, pieces, groups, group, eps,
+def undo_group(
+    g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+    channels, positions, pieces, groups, group, eps, blocks,
     HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `believe`, from the pieces' sums. Grid: channel blocks x groups."""
-    blocks = tl.cdiv(channels, BLOCK_C)
-    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_mask = c < channels
+    """Backward of `observe_group` and `update_groups`, from the pieces' sums."""
     first = work + g * group * channels
     s0 = column_sum(first, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
     s1 = column_sum(first + pieces * channels, group, c, c_mask, channels, BLOCK_R, BLOCK_C)
@@ -465,6 +503,62 @@ def disbelieve(
     )  # fmt: skip
     tl.store(rows + 4 * size + row + c, b, mask=c_mask)
     tl.store(rows + 5 * size + row + c, k, mask=c_mask)
+
+
+@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
+def sums(
+    dy, x, y, dresidual, weight, bias, beliefs, work, arrived, raw_gain, upper_dmean, upper_dvar,
+    channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, eps, floor,
+    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, MERGED: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Grid: channel blocks x pieces. If merged, the last program of a group undoes its belief."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    block, piece = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    c, c_mask, p, offsets = tile(block, channels, stride_c, stride_p, BLOCK_H, BLOCK_C)
+    dy_offsets = p[:, None] * dy_stride_p + c[None, :] * stride_c
+    g = piece // group
+    row = g * channels
+    mean = tl.load(beliefs + row + c, mask=c_mask, other=0.0)
+    var = tl.load(beliefs + groups * channels + row + c, mask=c_mask, other=1.0)
+    scale = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32) * tl.rsqrt(var + eps)
+    shift = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
+    base = piece.to(tl.int64) * channels * positions
+    s0, s1 = image_sums(
+        dy + place_of(piece, positions, dy_size, dy_stride_p, PIECES), x + base, y + base, dresidual + base,
+        dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, positions, dy_stride_p, stride_p,
+        HAS_RESIDUAL, BLOCK_H, BLOCK_C,
+    )  # fmt: skip
+    tl.store(work + piece * channels + c, s0, mask=c_mask)
+    tl.store(work + (pieces + piece) * channels + c, s1, mask=c_mask)
+    if MERGED:
+        if last_of(arrived + g * blocks + block, group):
+            undo_group(
+                g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+                channels, positions, pieces, groups, group, eps, blocks, HAS_PRIOR, HAS_UPPER, BLOCK_R, BLOCK_C,
+            )  # fmt: skip
+
+
+@triton.jit
+def place_of(piece, positions, dy_size, dy_stride_p, PIECES: tl.constexpr):
+    """Where a piece's gradient begins, in images that are `dy_size` apart."""
+    return (piece // PIECES).to(tl.int64) * dy_size + (piece % PIECES) * positions * dy_stride_p
+
+
+@triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
+def disbelieve(
+    work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+    channels, positions, pieces, groups, group, eps,
+    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Backward of `believe`. Grid: channel blocks x groups."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    undo_group(
+        g, block, c, c < channels, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+        channels, positions, pieces, groups, group, eps, blocks, HAS_PRIOR, HAS_UPPER, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -52,6 +52,8 @@ class Tiling(NamedTuple):
         block_p, block_c: positions and channels per tile.
         warps: per program.
         busy: whether the programs of a pass are enough to hide how long each of them waits.
+        merged: whether the small step between two passes is the first one's last program's. In a busy pass it would
+            take registers of all.
     """
 
     pieces: int
@@ -59,6 +61,7 @@ class Tiling(NamedTuple):
     block_c: int
     warps: int
     busy: bool
+    merged: bool = False
 
 
 def choose_tiling(
@@ -89,7 +92,7 @@ def choose_tiling(
         and pieces < MOST_PIECES
     ):
         pieces *= 2
-    return Tiling(pieces, 128 if positions // pieces > 64 else 64, block_c, 4, False)
+    return Tiling(pieces, 128 if positions // pieces > 64 else 64, block_c, 4, False, merged=block_c == CHANNELS)
 
 
 @cache
@@ -175,6 +178,7 @@ class Shape(NamedTuple):
             "pieces": self.images * tiling.pieces, "groups": groups, "group": group, "inputs": self.inputs,
             "noise_stride": self.noise_stride, "eps": self.eps, "floor": 0.0 if self.relu else -math.inf,
             "HAS_PRIOR": self.inputs > 0, "HAS_RESIDUAL": self.residual, "PIECES": tiling.pieces,
+            "MERGED": tiling.merged,
             "BLOCK_P": tiling.block_p, "BLOCK_C": tiling.block_c, "BLOCK_R": min(32, power_of_2(group)),
             "BLOCK_G": groups_per_tile(groups), "BLOCK_O": CHANNELS, "BLOCK_I": DEPTH, "PRECISION": self.precision,
             "ROWS": ROWS, "COLUMNS": COLUMNS,
@@ -201,8 +205,12 @@ def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | No
         Kernel(jit.believe, blocks * groups),
         Kernel(jit.normalize, remember_blocks + blocks * pieces, tiling.warps),
     ]
+    counters = 0
+    if tiling.merged:
+        kernels = [kernel for kernel in kernels if kernel.function is not jit.believe]
+        counters = blocks * (groups + tiles(groups, groups_per_tile(groups)))
     work = 2 * (pieces + stretches * groups) * shape.channels + groups * blocks
-    return Launches(kernels, FORWARD, values, work)
+    return Launches(kernels, FORWARD, values, work, counters)
 
 
 @lru_cache(PLANS)
@@ -224,8 +232,10 @@ def plan_backward(shape: Shape, dy_size: int, dy_stride_p: int, has_upper: bool)
         Kernel(jit.disbelieve, blocks * groups),
         Kernel(jit.gradient, finish_tiles + blocks * pieces, tiling.warps, stages),
     ]
+    if tiling.merged:
+        kernels = [kernel for kernel in kernels if kernel.function is not jit.disbelieve]
     work = (2 * pieces + 6 * groups) * shape.channels + 2 * groups * blocks
-    return Launches(kernels, BACKWARD, values, work)
+    return Launches(kernels, BACKWARD, values, work, blocks * groups if tiling.merged else 0)
 
 
 def describe(
