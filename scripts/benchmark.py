@@ -158,6 +158,7 @@ def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
     for _ in range(rounds):
         for contestant, taken in zip(contestants, times, strict=True):
             taken.append(timed(contestant.step, steps))
+    gc.unfreeze()
     for contestant, taken in zip(contestants, times, strict=True):
         row = contestant.row
         row["ms_per_step"] = statistics.median(taken)
@@ -230,7 +231,9 @@ def train(args: argparse.Namespace) -> None:
                 model = build(network, "bkn", row["statistics_batch"]).cuda().to(memory_format=torch.channels_last)
                 rooflines.append(roofline(contestant, model, images))
         rows += [contestant.row for contestant in contestants]
-        del contestants, images
+        del contestants, contestant, images
+        torch.compiler.reset()
+        gc.collect()
         torch.cuda.empty_cache()
         write_results(args.output, rows, args.seed, rooflines=rooflines)
         print(table([row for row in rows if f"{row['model']}:{row['gradient_batch']}" == case], COLUMNS), flush=True)

@@ -77,22 +77,24 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.kept: dict[tuple[int, int], tuple[int, int, tuple[Tensor, Tensor]]] = {}
 
     def take(self, size: int, counters: int, device: int, stream: int) -> tuple[Tensor, Tensor]:
-        kept = self.kept.get((device, stream))
-        if kept is None:
-            kept = self.kept[device, stream] = memory(size, counters, f"cuda:{device}")
-        elif kept[0].numel() < size or kept[1].numel() < counters:
-            sizes = max(size, kept[0].numel()), max(counters, kept[1].numel())
-            kept = self.kept[device, stream] = memory(*sizes, f"cuda:{device}")
+        largest, most, kept = self.kept.get((device, stream), NOTHING)
+        if kept is None or largest < size or most < counters:
+            largest, most = max(largest, size), max(most, counters)
+            kept = memory(largest, most, f"cuda:{device}")
+            self.kept[device, stream] = largest, most, kept
         return kept
 
 
+NOTHING = -1, 0, None
+
+
 def memory(size: int, counters: int, device: str) -> tuple[Tensor, Tensor]:
-    """For work, and for counters, which are 0."""
+    """For work, and for counters, which are 0; any tensor stands for none."""
     work = torch.empty(size, dtype=torch.float32, device=device)
-    return work, torch.zeros(counters, dtype=torch.int32, device=device)
+    return work, torch.zeros(counters, dtype=torch.int32, device=device) if counters else work
 
 
 _scratch = _Scratch()
