@@ -26,8 +26,8 @@ PERFORMANCE, RUNS, IMAGENET, CONVERSION = (
 )
 MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
-TRAIN_256 = ("train", "train_inception")
-"""The files with steps of 256 images."""
+TRAIN_GPU = ("train", "train_inception", "train_16", "train_compiled")
+"""The files with training steps on a GPU, a network's own first."""
 
 INTRODUCTION = """\
 # How fast it is
@@ -133,21 +133,27 @@ def columns(rows: list[dict[str, Any]], leave_out: tuple[str, ...] = ()) -> list
     return [name for name in names if len({str(row.get(name)) for row in rows}) > 1]
 
 
+def steps_of(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]]:
+    """Those with gradient batches of this size; all, where none is given."""
+    return [row for row in rows if batch in (None, row.get("gradient_batch"))]
+
+
 def performance() -> str:
     parts = [INTRODUCTION]
-    for title, names, leave_out in [
-        (LOOP, ("train_16",), ("images_per_s", "transition_gib")),
-        (TRAIN, (*TRAIN_256, "train_compiled"), ("images_per_s",)),
-        (CPU, ("train_cpu",), ("images_per_s",)),
-        (INFER_CUDA, ("infer_cuda",), ()),
-        (INFER, ("infer",), ()),
-        (SERVE, ("serve",), ("image",)),
+    for title, names, batch, leave_out in [
+        (LOOP, TRAIN_GPU, 16, ("images_per_s", "transition_gib")),
+        (TRAIN, TRAIN_GPU, 256, ("images_per_s",)),
+        (CPU, ("train_cpu",), None, ("images_per_s",)),
+        (INFER_CUDA, ("infer_cuda",), None, ()),
+        (INFER, ("infer",), None, ()),
+        (SERVE, ("serve",), None, ("image",)),
     ]:
         results = {f"benchmark_{name}.json": read(f"benchmark_{name}.json") for name in names}
         parts.append(title)
         for name, result in results.items():
-            parts += [source(name, result), table(result["rows"], columns(result["rows"], leave_out)) + "\n"]
-        rooflines = [row for result in results.values() for row in result.get("rooflines", [])]
+            rows = steps_of(result["rows"], batch)
+            parts += [source(name, result), table(rows, columns(rows, leave_out)) + "\n"] if rows else []
+        rooflines = [row for result in results.values() for row in steps_of(result.get("rooflines", []), batch)]
         if rooflines and title == TRAIN:
             parts += [ROOFLINE, table(rooflines, columns(rooflines)) + "\n"]
     return "\n".join(parts)
@@ -158,8 +164,8 @@ def imagenet() -> str:
     images = 90 * 1_268_355
     speeds = {
         (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
-        for name in TRAIN_256
-        for row in read(f"benchmark_{name}.json")["rows"]
+        for name in TRAIN_GPU[:2]
+        for row in steps_of(read(f"benchmark_{name}.json")["rows"], 256)
         if (row["norm"], row["mode"]) == ("bkn", "eager")
     }
     rows = []
