@@ -358,6 +358,25 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     assert current == [0]
 
 
+def test_memory_for_work_grows_and_counters_are_never_work(monkeypatch):
+    memory = launch.memory
+    monkeypatch.setattr(launch, "memory", lambda size, counters, device: memory(size, counters, "cpu"))
+    scratch = launch._Scratch()
+    for size, counters, expected in [
+        (9, 0, (9, 0)),
+        (5, 3, (9, 3)),
+        (20, 0, (20, 3)),
+        (1, 7, (20, 7)),
+        (2, 2, (20, 7)),
+    ]:
+        work, arrived = scratch.take(size, counters, 0, 99)
+        assert work.numel() == expected[0]
+        if counters:
+            assert (arrived.dtype, arrived.numel(), int(arrived.sum())) == (torch.int32, expected[1], 0)
+    assert scratch.take(2, 2, 0, 99)[0] is work
+    assert scratch.take(2, 2, 0, 98)[0] is not work
+
+
 @pytest.mark.parametrize("scratch", [0, 64])
 def test_kernels_are_launched_as_tritons_own_launcher_would(scratch, monkeypatch):
     """Or by it, where a kernel wants memory of it; of a version that is not known too."""
