@@ -1,7 +1,8 @@
 """Writes the documents that show measurements, from the JSON files under results/ and the checkpoints' configs.
 
 python scripts/report.py      # docs/performance.md, docs/runs.md, MODEL_CARD.md, checkpoints/*/README.md,
-                              # docs/headline.png, and the tables of README.md, docs/imagenet.md and docs/conversion.md
+                              # docs/headline.png, and the tables of README.md, docs/imagenet.md, docs/conversion.md and
+                              # docs/finetuning.md
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms import MODES
 from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_runs
+from bkn_zoo.publishing.finetuning import read_study, study_table
 from bkn_zoo.publishing.headline import Headline, draw_headline, headline_table, headlines
 from bkn_zoo.publishing.publish import card_from_results
 from bkn_zoo.publishing.results import table
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE, RUNS, IMAGENET, CONVERSION = (
     ROOT / "docs" / name for name in ("performance.md", "runs.md", "imagenet.md", "conversion.md")
 )
+FINETUNING = ROOT / "docs" / "finetuning.md"
 MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
 TRAIN_GPU = ("train", "train_inception", "train_16", "train_compiled")
@@ -209,6 +212,12 @@ def conversion() -> str:
     return text
 
 
+def finetuning() -> str:
+    """docs/finetuning.md, with the table of the study."""
+    found = study_table(read_study(RESULTS / "finetune"))
+    return re.sub(r"^\| arm \|.*?(?=\n\n)", lambda _: found, FINETUNING.read_text(), flags=re.M | re.S)
+
+
 def shown() -> list[Headline]:
     """What the README's picture and table show."""
     return headlines(read_runs(RESULTS / "runs"))
@@ -284,6 +293,7 @@ if __name__ == "__main__":
     RUNS.write_text(trained())
     IMAGENET.write_text(imagenet())
     CONVERSION.write_text(conversion())
+    FINETUNING.write_text(finetuning())
     README.write_text(readme())
     draw_headline(shown(), PICTURE)
     for path, text in cards().items():

@@ -32,12 +32,12 @@ from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
-from bkn_zoo.training.evaluation import calibration_error, evaluate, measure
+from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wilson_interval
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import Training, TrainingError, begin, load_state, refuse_to_replace, save_state
+from bkn_zoo.training.state import Training, TrainingError, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import average, make_step
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +106,17 @@ def test_the_calibration_error_is_the_weighted_gap_per_bin() -> None:
     # Two classes, with the logits that give those confidences.
     logits = torch.stack([torch.log(confidence), torch.log1p(-confidence)], dim=1)
     assert measure(logits, torch.tensor([0, 1, 0]))["ece"] == pytest.approx(100 * expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"), [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (50, 100, 0.40383, 0.59617)]
+)
+def test_the_interval_of_an_accuracy_is_wilsons(right: int, count: int, low: float, high: float) -> None:
+    """The values of his formula, at 1.96 deviations."""
+    assert wilson_interval(right / count, count) == pytest.approx((low, high), abs=1e-4)
+    logits = torch.eye(2)[[0] * right + [1] * (count - right)]
+    found = measure(logits, torch.zeros(count, dtype=torch.long))
+    assert (found["top1_low"], found["top1_high"]) == pytest.approx((100 * low, 100 * high), abs=0.01)
 
 
 def test_certain_and_right_is_perfectly_calibrated() -> None:
@@ -408,6 +419,62 @@ def test_a_training_learns_logs_and_leaves_a_state(tmp_path: Path) -> None:
     assert (tmp_path / "state.pt").is_file()
     assert not (tmp_path / ".state.pt.tmp").exists()
     assert state.model.training
+
+
+def validated(monkeypatch: pytest.MonkeyPatch, top1: list[float]) -> list[dict[str, Tensor]]:
+    """Let the epochs have these accuracies on the validation images; the weights after each of them."""
+    seen: list[dict[str, Tensor]] = []
+
+    def scripted(model: Any, batches: Any) -> dict[str, dict[str, float]]:
+        seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": 1.0}
+        return {"population": {"top1": top1[len(seen) - 1], **metrics}, "sample": {"top1": 0.0, **metrics}}
+
+    monkeypatch.setattr(loop, "evaluate", scripted)
+    return seen
+
+
+def test_the_weights_of_the_best_epoch_are_kept_and_outlive_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = validated(monkeypatch, [10.0, 30.0, 20.0, 30.0, 10.0, 30.0])
+    recipe = dataclasses.replace(RECIPE, epochs=4, keep="best")
+    state = run(tmp_path, recipe)
+    assert kept_line(state.history, recipe)["epoch"] == 2  # the first of two that are as good
+    assert kept_line(state.history, RECIPE)["epoch"] == 4
+    assert_identical(state.best, seen[1])
+    assert not torch.equal(seen[1]["fc.weight"], seen[3]["fc.weight"])
+    loaded = started(recipe)
+    load_state(loaded, recipe, tmp_path, CPU)
+    assert_identical(loaded.best, seen[1])
+    assert run(tmp_path / "last").best is None  # a recipe that keeps the last has no need of it
+
+
+def test_a_training_out_of_patience_ends_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validated(monkeypatch, [10.0, 30.0, 20.0, 25.0, 99.0])
+    recipe = dataclasses.replace(RECIPE, epochs=5, keep="best", patience=2)
+    state = run(tmp_path, recipe)
+    assert [line["epoch"] for line in state.history] == [1, 2, 3, 4]
+    assert state.finished
+    refuse_to_replace(tmp_path)
+    assert run(tmp_path, recipe, resume=True).history == state.history
+
+
+@pytest.mark.parametrize("network", ["inception_cifar_bkn", "inception_cifar_bn"])
+def test_of_a_frozen_network_the_classifier_learns_and_nothing_else_moves(tmp_path: Path, network: str) -> None:
+    recipe = dataclasses.replace(RECIPE, model=network, freeze=True, ema=0.0)
+    before = {name: tensor.clone() for name, tensor in started(recipe).model.state_dict().items()}
+    state = run(tmp_path, recipe)
+    moved = [name for name, tensor in state.model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert moved == ["fc.weight", "fc.bias"]
+
+
+def test_the_loss_is_shown_in_epochs_of_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr(loop.tqdm, "set_postfix", lambda self, values: shown.append(values))
+    fit(started(), RECIPE, data(), tmp_path, CPU)
+    assert len(shown) == 6  # after each of three steps, in two epochs
+    assert all("loss" in values for values in shown)
 
 
 def test_the_same_recipe_gives_the_same_weights(uninterrupted: Training, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -188,6 +189,32 @@ def test_a_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, pl
     config = json.loads((place / "runs/inception_v2_bkn.photos/inception_v2_bkn.photos/config.json").read_text())
     assert config["training"]["init"] == "inception_v2_bkn.tiny_imagenet"
     assert config["label_names"] == ["dark", "light"]
+
+
+def test_what_is_called_test_was_not_chosen_by_and_every_accuracy_has_its_interval(
+    commands: Commands, place: Path
+) -> None:
+    write_photos(place / "split" / "train", dark=10, light=10)
+    write_photos(place / "split" / "val", dark=5, light=5)
+    options = ("--init", "inception_cifar_bkn.cifar10", "--device", "cpu", "--epochs", "9", "--patience", "1")
+    for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
+        done = commands("train", "--data", data, "--name", data, *options, "--freeze", "true")
+        assert done.code == 0, done.output
+        assert "batches of 16 in groups of 2" in done.output  # as the checkpoint's
+        ends = [line for line in done.output.splitlines() if ": top-1 " in line]
+        assert {line.partition(",")[0] for line in ends} == {measured}
+        accuracies = [line for line in done.output.splitlines() if "top-1" in line]
+        assert len(accuracies) > 3
+        assert all(re.search(r"top-1 [\d.]+ % \(95 %: [\d.]+ to [\d.]+\)", line) for line in accuracies)
+        assert (place / "runs" / data / "curves.png").read_bytes().startswith(b"\x89PNG")
+        found = commands("evaluate", f"runs/{data}/{data}", "--data", data, "--output", f"{data}.json")
+        assert found.code == 0, found.output
+        record = json.loads((place / f"{data}.json").read_text())
+        assert (record["split"], record["rows"][0]["images"]) == (measured, count)
+        assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
+    everything = commands("evaluate", "runs/split/split", "--data", "photos", "--split", "all", "--output", "all.json")
+    assert everything.code == 0, everything.output
+    assert json.loads((place / "all.json").read_text())["rows"][0]["images"] == 28
 
 
 def test_a_publication_says_within_seconds_that_the_hub_does_not_answer(place: Path) -> None:

@@ -1,5 +1,6 @@
 """`bkn-zoo train` and `bkn-zoo evaluate`, as scripts: from the command line to the files that they leave."""
 
+import dataclasses
 import json
 import runpy
 import shutil
@@ -16,8 +17,9 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
-from bkn_zoo.cli.train import parse, run_name
+from bkn_zoo.cli.train import FINE_TUNING, fitted, parse, run_name
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.training.recipes import read_recipe
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 Script = Callable[..., None]
@@ -178,6 +180,22 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
         "model": "resnet101_bkn",
         "ema": 0,
     }
+
+
+def test_a_small_data_set_gets_smaller_batches_in_groups_that_divide_them_and_more_epochs() -> None:
+    recipe = read_recipe(None, FINE_TUNING | {"model": "inception_cifar_bkn", "statistics_batch": 4})
+
+    def sizes(images: int, **given: Any) -> tuple[int, int | None, int]:
+        found = fitted(dataclasses.replace(recipe, **given), images, given)
+        return found.gradient_batch, found.statistics_batch, found.epochs
+
+    assert sizes(100_000) == (16, 4, 5)
+    assert sizes(180) == (16, 4, 37)
+    assert sizes(11) == (8, 4, 400)
+    assert sizes(2) == (2, 2, 400)
+    assert sizes(180, gradient_batch=6) == (6, 2, 14)
+    assert sizes(180, statistics_batch=1, epochs=3) == (16, 1, 3)
+    assert sizes(180, statistics_batch=None) == (16, None, 37)
 
 
 def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
