@@ -30,6 +30,7 @@ import bkn_zoo
 from bkn_zoo.checkpoints import hub
 from bkn_zoo.checkpoints.files import sha256
 from bkn_zoo.checkpoints.folder import from_pretrained, load_folder
+from bkn_zoo.modes import MODES
 
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
 ENDPOINT = os.environ["HF_ENDPOINT"]
@@ -144,6 +145,20 @@ def of_the_zoo() -> Result:
     ours = bkn_zoo.Classifier.from_pretrained(ZOO_NAME)(PHOTO, top_k=10)
     theirs = bkn_zoo.Classifier.from_pretrained(f"zoo/{ZOO_NAME}")(PHOTO, top_k=10)
     return published | {"same": ours.predictions == theirs.predictions, "revisions": [ours.revision, theirs.revision]}
+
+
+def converted() -> Result:
+    """A network of timm's with BKN: saved, pushed, and loaded from there."""
+    model = bkn_zoo.create_model("timm:test_resnet", 4)
+    model.statistics_batch_size = 2
+    model.train()(torch.randn(4, 3, 64, 64))
+    bkn_zoo.save_pretrained(model.eval(), FOLDER.parent / "converted")
+    commit = hub.push_to_hub(FOLDER.parent / "converted", "owner/converted").commit
+    ours, theirs = (bkn_zoo.from_pretrained(name) for name in (FOLDER.parent / "converted", "owner/converted"))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        same = all(torch.equal(ours(images, mode), theirs(images, mode)) for mode in MODES)
+    return {"same": same, "architecture": theirs.name, "revisions": [theirs.revision, commit]}
 
 
 def statuses() -> Result:
@@ -368,8 +383,8 @@ def server_gone() -> Result:
 
 
 ONLINE = [
-    publishing, loading, of_the_zoo, statuses, tokens, connection_cut, flipped_byte, odd_repositories, moving_revision,
-    full_disk, two_at_once, interrupted_uploads, replacing, training, documents, server_gone,
+    publishing, loading, of_the_zoo, converted, statuses, tokens, connection_cut, flipped_byte, odd_repositories,
+    moving_revision, full_disk, two_at_once, interrupted_uploads, replacing, training, documents, server_gone,
 ]  # fmt: skip
 
 

@@ -501,3 +501,19 @@ def test_a_wrong_conversion_is_not_proved() -> None:
         converted.get_submodule("4").running_var.mul_(1.01)
     with pytest.raises(ConversionError, match="differs from the original"):
         prove(model, converted, torch.randn(4, 3, 8, 8))
+
+
+def test_rounding_that_the_original_amplifies_is_no_difference_and_a_mistake_still_is() -> None:
+    """Images that hardly differ, and norms that make their differences large, in the original as well."""
+    images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-30), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    ).double()
+    converted = convert(model)
+    with pytest.raises(ConversionError, match="differs from the original by more than 1e-09"):
+        prove(model, converted, images, tolerance=1e-9)
+    assert max(prove(model, converted, images)) > 1e-9
+    with torch.no_grad():
+        converted.get_submodule("4").weight.mul_(1.001)
+    with pytest.raises(ConversionError, match="differs from the original by more than"):
+        prove(model, converted, images)

@@ -168,6 +168,16 @@ def test_a_trained_checkpoint_answers_from_the_hub_as_from_this_tree(online: Res
     assert len(commit) == 40
 
 
+def test_a_converted_network_goes_to_the_hub_and_back(online: Result) -> None:
+    pytest.importorskip("timm")
+    result = online["converted"]
+    assert "error" not in result, result
+    assert result["same"]
+    assert result["architecture"] == "timm:test_resnet"
+    downloaded, pushed = result["revisions"]
+    assert downloaded == pushed
+
+
 def test_only_config_and_weights_are_downloaded_and_only_once(online: Result, folder: Path) -> None:
     needed = {path.name for path in folder.glob("model*")} | {"config.json"}
     assert set(online["loading"]["files"]) == needed
