@@ -198,7 +198,7 @@ def test_what_is_called_test_was_not_chosen_by_and_every_accuracy_has_its_interv
     write_photos(place / "split" / "val", dark=5, light=5)
     options = ("--init", "inception_cifar_bkn.cifar10", "--device", "cpu", "--epochs", "9", "--patience", "1")
     for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
-        done = commands("train", "--data", data, "--name", data, *options, "--freeze", "true")
+        done = commands("train", "--data", data, "--name", data, *options, "--freeze")
         assert done.code == 0, done.output
         assert "batches of 16 in groups of 2" in done.output  # as the checkpoint's
         ends = [line for line in done.output.splitlines() if ": top-1 " in line]

@@ -17,7 +17,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
-from bkn_zoo.cli.train import FINE_TUNING, fitted, parse, run_name
+from bkn_zoo.cli.train import FINE_TUNING, fitted, parse, plot, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import read_recipe
 
@@ -166,7 +166,7 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
     line = (
         "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --statistics_batch None"
     )
-    line += " --graph False --model resnet101_bkn --augmentation.flip true --ema 0"
+    line += " --graph False --model resnet101_bkn --augmentation.flip true --ema 0 --freeze"
     args, overrides = parse(line.split())
     assert args.recipe == Path("recipes/x.toml")
     assert args.data == Path("D")
@@ -179,6 +179,7 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
         "graph": False,
         "model": "resnet101_bkn",
         "ema": 0,
+        "freeze": True,
     }
 
 
@@ -196,6 +197,26 @@ def test_a_small_data_set_gets_smaller_batches_in_groups_that_divide_them_and_mo
     assert sizes(180, gradient_batch=6) == (6, 2, 14)
     assert sizes(180, statistics_batch=1, epochs=3) == (16, 1, 3)
     assert sizes(180, statistics_batch=None) == (16, None, 37)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_curves_have_whole_epochs_and_no_line_hides_another(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    metrics = {"top1": 50.0, "top1_low": 40.0, "top1_high": 60.0}
+    validation = dict.fromkeys(("population", "sample", "expected"), metrics)  # all the same
+    history = [{"epoch": k + 1, "loss": 1.0, "validation": validation} for k in range(count)]
+    plot(history, count, tmp_path / "curves.png", "a run")
+    for axes in drawn[0].axes:
+        ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+        assert ticks
+        assert all(tick == round(tick) >= 1 for tick in ticks)
+    lines = [line for line in drawn[0].axes[1].lines if line.get_label() in validation]
+    widths = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+    assert len(widths) == 3
+    assert widths == sorted(set(widths), reverse=True)  # those that are drawn later are narrower
 
 
 def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

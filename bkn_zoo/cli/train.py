@@ -94,7 +94,9 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     fields = parser.add_argument_group("fields of the recipe")
     for field in dataclasses.fields(Recipe):
         if field.name not in ("augmentation", "norm_options"):
-            fields.add_argument(f"--{field.name}", metavar="VALUE")
+            # What is true or false may be named alone.
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.type is bool else {}
+            fields.add_argument(f"--{field.name}", metavar="VALUE", **alone)
     # Taken out first: argparse would take the value of an option that it does not know for the recipe.
     dotted, rest, words = {}, [], iter(arguments)
     for word in words:
@@ -289,7 +291,7 @@ def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> No
     for axes in (left, right):
         axes.axvline(kept, color="grey", linestyle=":")
         axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(0.5, epochs[-1] + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -20,7 +20,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "groups of 1": ("--statistics_batch", "1"),
     "5 epochs": ("--epochs", "5"),
     "last epoch": ("--keep", "last"),
-    "frozen backbone": ("--freeze", "true"),
+    "frozen backbone": ("--freeze",),
     "lr 0.003": ("--lr", "0.003"),
     "lr 0.03": ("--lr", "0.03"),
 }
