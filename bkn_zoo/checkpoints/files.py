@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bkn_zoo.errors import CheckpointError, DamagedFileError
+from bkn_zoo.progress import bar
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
 CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
@@ -20,6 +21,7 @@ OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, "model*.safetensors")
 NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
 """What loading needs, as patterns."""
 
+CHUNK = 2**22  # bytes that are hashed at a time
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
@@ -116,18 +118,25 @@ def files_of_weights(path: Path) -> list[Path]:
 
 def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
     """Refuse weights that are not those of which config.json keeps the SHA-256; a folder without any is as it is."""
-    for file in files_of_weights(path) if hashes else []:
-        if sha256(file) != hashes.get(file.name):
-            raise DamagedFileError(
-                f"{file} is damaged or of another checkpoint, since its SHA-256 is not the one in config.json: "
-                "restore both from the original checkpoint.",
-                file.name,
-            )
+    files = files_of_weights(path) if hashes else []
+    with bar(sum(file.stat().st_size for file in files), "checking weights", "B") as done:
+        for file in files:
+            if sha256(file, done) != hashes.get(file.name):
+                raise DamagedFileError(
+                    f"{file} is damaged or of another checkpoint, since its SHA-256 is not the one in config.json: "
+                    "restore both from the original checkpoint.",
+                    file.name,
+                )
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
+    """Of a file; `done` is called with the size of each part that was read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(CHUNK):
+            digest.update(part)
+            done(len(part))
+    return digest.hexdigest()
 
 
 def files_of(folder: Path) -> list[Path]:

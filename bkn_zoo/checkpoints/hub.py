@@ -29,6 +29,7 @@ from bkn_zoo.checkpoints.files import (
 )
 from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError
+from bkn_zoo.progress import bars_like
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
     All files are of one commit, even if the revision moves meanwhile.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
 
     from bkn_zoo.conversion.libraries import (
         is_model,
@@ -56,13 +58,15 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
 
     def fetch(patterns: tuple[str, ...], at: str | None) -> Path:
         def snapshot() -> str:
-            return snapshot_download(
-                repository,
-                revision=at,
-                allow_patterns=list(patterns),
-                library_name="bkn_zoo",
-                library_version=__version__,
-            )
+            with bars_like(tqdm) as bars:
+                return snapshot_download(
+                    repository,
+                    revision=at,
+                    allow_patterns=list(patterns),
+                    library_name="bkn_zoo",
+                    library_version=__version__,
+                    tqdm_class=bars,
+                )
 
         return Path(ask(what, snapshot))
 

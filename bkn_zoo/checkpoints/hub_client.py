@@ -7,8 +7,10 @@ import errno
 import json
 import logging
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bkn_zoo.errors import BknZooError, HubAccessError, HubError, HubNotFoundError, HubUnavailableError
@@ -39,7 +41,8 @@ def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS) -> 
 
     for attempt in range(1, attempts + 1):
         try:
-            return question()
+            with _bars_on_a_terminal():
+                return question()
         except BknZooError:
             raise
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
@@ -51,6 +54,22 @@ def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS) -> 
         log.warning("The Hub did not answer about %s; trying again in %d s.", what, wait)
         time.sleep(wait)
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def _bars_on_a_terminal() -> Iterator[None]:
+    """The client shows some of its bars wherever its messages go, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def explain(what: str, chain: list[BaseException]) -> HubError:

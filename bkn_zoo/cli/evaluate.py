@@ -11,6 +11,7 @@ wrong), in the checkpoint's own statistics mode unless --statistics leaves that 
 """
 
 import argparse
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.engines import ENGINES, create_engine
 from bkn_zoo.norms import MODES
+from bkn_zoo.progress import bar
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import measure, predict
@@ -76,7 +79,8 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     images = data.split(split)
     batches = evaluation_batches(data, images, args.batch, device, args.workers)
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
-    logits, labels = predict(run, batches, args.statistics)
+    with bar(len(images), "evaluating", "image") as done:
+        logits, labels = predict(run, _counted(batches, done), args.statistics)
     rows = [{"statistics": mode, "images": len(images), **measure(outputs, labels)} for mode, outputs in logits.items()]
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "split": split, "engine": args.engine}
@@ -93,3 +97,9 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
         for path in draw(args.report, images, logits[mode], labels, data.label_names, title):
             print(path)
+
+
+def _counted(batches: Iterable[Batch], done: Callable[[int], object]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        done(len(batch.images))

@@ -4,6 +4,7 @@ The name and its options may come from a stranger's config.json: a builder is on
 plain numbers, and nothing is downloaded unless the caller asks for the library's weights.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,7 +116,9 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
             options = WITHOUT_AUXILIARY_HEADS.get(network, {})
             return (
                 lambda **given: models.get_model(network, weights=None, **options | given),
-                lambda: models.get_model_weights(network).DEFAULT.get_state_dict(check_hash=True, weights_only=True),
+                lambda: models.get_model_weights(network).DEFAULT.get_state_dict(
+                    check_hash=True, weights_only=True, progress=sys.stderr.isatty()
+                ),
             )
     elif library == "timm":
         try:

@@ -17,6 +17,7 @@ from bkn_zoo.inference.tracing import translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.progress import waiting
 
 PRECISIONS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
@@ -83,7 +84,8 @@ class Engine:
             with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes side by side
                 found = self._prepared.get(key)
                 if found is None:
-                    found = prepare()
+                    with waiting(f"preparing {self.model.name}"):
+                        found = prepare()
                     with self._lock:
                         if len(self._prepared) == KEPT:
                             del self._prepared[next(iter(self._prepared))]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, open_image
+from bkn_zoo.progress import bar
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time
@@ -235,9 +236,11 @@ def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
     # Processes, since threads spend more time on waiting for Python's lock than the decoding of so small images takes.
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent) as pool:
         decoded = (pool.map if len(chunks) > 1 else map)(_decode, chunks, [side] * len(chunks))
-        for start, (values, readable) in zip(starts, decoded, strict=True):
-            pixels[start : start + CHUNK] = torch.from_numpy(values)
-            good[start : start + CHUNK] = torch.from_numpy(readable)
+        with bar(len(images), "decoding images", "image") as done:
+            for start, (values, readable) in zip(starts, decoded, strict=True):
+                pixels[start : start + CHUNK] = torch.from_numpy(values)
+                good[start : start + CHUNK] = torch.from_numpy(readable)
+                done(len(values))
     images.report_broken((~good).nonzero().flatten().tolist())
     return ArrayImages(pixels[good], torch.tensor(images.labels, dtype=torch.long)[good])
 

@@ -1,0 +1,156 @@
+"""Who waits for more than two seconds at a terminal is told for what, and nobody else is."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hub_server import HubServer
+from PIL import Image
+from service_process import ROOT, save_small_checkpoint
+
+from bkn_zoo import cli, progress
+from bkn_zoo.training.datasets import load_data
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def left(self) -> str:
+        """What stands on the last line in the end."""
+        return self.getvalue().rpartition("\r")[2]
+
+
+def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
+    """A terminal; called by the tests themselves, since pytest puts its own in place after fixtures have run."""
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    return screen
+
+
+def count(seconds: float) -> None:
+    with progress.bar(4, "counting", "image") as done:
+        for _ in range(4):
+            time.sleep(seconds)
+            done(1)
+
+
+def wait(seconds: float) -> None:
+    with progress.waiting("thinking"):
+        time.sleep(seconds)
+
+
+def test_nothing_is_shown_to_who_does_not_wait_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = look(monkeypatch, 0.5)
+    count(0.0)
+    wait(0.0)
+    assert screen.getvalue() == ""
+    count(0.3)
+    assert "counting" in screen.getvalue()
+    assert "/4 " in screen.getvalue()
+    assert screen.left.strip() == ""
+    wait(1.2)
+    assert "thinking: 00:0" in screen.getvalue()
+    assert screen.left.strip() == ""
+
+
+def test_an_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = look(monkeypatch, 0.0)
+    with pytest.raises(KeyError), progress.waiting("thinking"):
+        raise KeyError
+    with pytest.raises(KeyError), progress.bar(4, "counting", "B"):
+        raise KeyError
+    assert "counting" in screen.getvalue()
+    assert screen.left.strip() == ""
+
+
+def test_without_a_terminal_nothing_is_shown_however_long_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    count(0.1)
+    wait(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_weights_engines_evaluations_and_data_sets_say_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = look(monkeypatch, 0.0)
+    monkeypatch.chdir(tmp_path)
+    save_small_checkpoint(tmp_path / "mine")
+    for number in range(10):
+        folder = tmp_path / "photos" / f"class {number}"
+        folder.mkdir(parents=True)
+        for k in range(2):
+            pixels = np.random.default_rng(k).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{k}.png")
+    options = ["--dataset", "folder", "--data", "photos", "--split", "all", "--device", "cpu", "--engine", "torch"]
+    assert cli.main(["evaluate", "./mine", *options]) == 0
+    for what in ("checking weights", "preparing inception_cifar_bkn", "evaluating"):
+        assert what in screen.getvalue()
+
+    root = tmp_path / "tiny"
+    for name in ("train/n1/images", "val/images"):
+        (root / name).mkdir(parents=True)
+    for k in range(2):
+        Image.new("RGB", (64, 64)).save(root / "train/n1/images" / f"{k}.JPEG")
+    Image.new("RGB", (64, 64)).save(root / "val/images/0.JPEG")
+    (root / "wnids.txt").write_text("n1\n")
+    (root / "words.txt").write_text("n1\tone\n")
+    (root / "val/val_annotations.txt").write_text("0.JPEG\tn1\n")
+    load_data("tiny_imagenet", root, validation=0.5)
+    assert "decoding images: " in screen.getvalue()
+    assert screen.left.strip() == ""
+
+
+def on_a_terminal(command: list[str], **options: Any) -> tuple[int, str, str]:
+    """Exit code, standard output and what a command shows on a terminal, which is its standard error alone."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, **options) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while part := os.read(ours, 65_536):
+                shown += part
+        os.close(ours)
+        output, _ = process.communicate(timeout=300)
+    return process.returncode, output, shown.decode()
+
+
+def test_a_download_the_check_of_its_weights_and_its_engine_are_shown_on_a_terminal_and_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    """The command, in a process and a folder of its own, as if all that it does took long."""
+    save_small_checkpoint(tmp_path / "mine")
+    (tmp_path / "server").mkdir()
+    server = HubServer(tmp_path / "server", "hf_token")
+    server.create("owner/mine")
+    server.add("owner/mine", {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()})
+    Image.radial_gradient("L").save(tmp_path / "photo.png")
+    impatient = "import sys, bkn_zoo.progress, bkn_zoo.cli; bkn_zoo.progress.PATIENCE = 0; sys.exit(bkn_zoo.cli.main())"
+    command = [sys.executable, "-c", impatient, "classify", "photo.png", "--model", "owner/mine", "--engine", "torch"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "BKN_", "TRITON_"))}
+    kept |= {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        status, output, shown = on_a_terminal(command, cwd=tmp_path, env=kept | {"HF_HOME": str(tmp_path / "one")})
+        variables = kept | {"HF_HOME": str(tmp_path / "two")}
+        piped = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    finally:
+        server.shutdown()
+    assert (status, output.partition("\n")[0]) == (0, "photo.png"), shown
+    for what in ("Fetching", "checking weights", "preparing inception_cifar_bkn"):
+        assert what in shown
+    assert (piped.returncode, piped.stdout, piped.stderr) == (0, output, "")
