@@ -229,7 +229,10 @@ class Connection(asyncio.Protocol):
         if self._patience is not None:
             self._patience.cancel()
         self._in_a_row += 1
-        path, _, query = request.target.partition(b"?")
+        target, _, query = request.target.partition(b"?")
+        root = self.settings.root_path
+        path = unquote(target.decode())
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # a proxy may have taken it away
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -238,16 +241,16 @@ class Connection(asyncio.Protocol):
             "client": self.addresses[1],
             "scheme": "http",
             "method": request.method.decode(),
-            "root_path": "",
-            "path": unquote(path.decode()),
-            "raw_path": path,
+            "root_path": root,
+            "path": root + path,
+            "raw_path": target,
             "query_string": query,
             "headers": list(request.headers),
             "state": self.app_state.copy(),
         }
         last = self._in_a_row >= MAX_PIPELINED
         app = self.app
-        if len(self.state.connections) > self.edge.most and scope["path"] not in QUIET:
+        if len(self.state.connections) > self.edge.most and path not in QUIET:
             app, last = self._too_many(), True
         self.exchange = Exchange(self, scope, last)
         task = self.loop.create_task(self.exchange.run(app))

@@ -25,7 +25,7 @@ DOCS_POLICY = (
 
 def add_pages(app: FastAPI) -> None:
     documentation = get_swagger_ui_html(
-        openapi_url="/openapi.json", title="bkn_zoo", swagger_favicon_url="data:,",
+        openapi_url="openapi.json", title="bkn_zoo", swagger_favicon_url="data:,",
         swagger_js_url=f"{SWAGGER}-bundle.js", swagger_css_url=f"{SWAGGER}.css",
     )  # fmt: skip
     inline = re.findall(rb"<script>(.*?)</script>", bytes(documentation.body), re.DOTALL)

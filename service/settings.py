@@ -21,6 +21,9 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    root_path: str = Field(
+        "", description="path under which a proxy shows the service, such as /bkn, whether or not it passes it on"
+    )
     models: Listed = Field(
         [],
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
@@ -85,6 +88,11 @@ class Settings(BaseSettings):
         if not str(value).isascii():
             raise ValueError("a key of other letters than ASCII's could not be sent in a header: choose another")
         return value
+
+    @field_validator("root_path")
+    @classmethod
+    def _begin_with_a_slash(cls, value: str) -> str:
+        return f"/{value.strip('/')}".rstrip("/")
 
     @field_validator("engine", "precision", "device")
     @classmethod

@@ -1,0 +1,172 @@
+"""What runs the service elsewhere: the Dockerfile's commands, compose, the manifests; and a proxy in front."""
+
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
+
+from service.settings import Settings, read_settings
+
+
+class Instruction(NamedTuple):
+    name: str
+    text: str
+
+    def words(self) -> list[str]:
+        """Of the exec form, which runs without a shell."""
+        return json.loads(self.text[self.text.index("[") :])
+
+
+def stages() -> dict[str, list[Instruction]]:
+    """Those of the Dockerfile, each with all of the stage that it is built from."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
+    found: dict[str, list[Instruction]] = {}
+    for line in filter(str.strip, text.splitlines()):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            source, _, stage = rest.partition(" AS ")
+            here = found[stage] = list(found.get(source, [Instruction("FROM", source)]))
+        else:
+            here.append(Instruction(name, rest.strip()))
+    return found
+
+
+TARGETS = {name: stage for name, stage in stages().items() if name != "base"}
+
+
+def last(stage: list[Instruction], name: str) -> Instruction:
+    return [instruction for instruction in stage if instruction.name == name][-1]
+
+
+def variables(stage: list[Instruction]) -> dict[str, str]:
+    pairs = [pair for instruction in stage if instruction.name == "ENV" for pair in instruction.text.split()]
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text()))
+
+
+class FromTheImage(ServiceProcess):
+    """What ENTRYPOINT and CMD start, with the image's environment but for its addresses."""
+
+    command = (
+        str(Path(sys.executable).with_name(last(TARGETS["cpu"], "ENTRYPOINT").words()[0])),
+        *last(TARGETS["cpu"], "CMD").words(),
+    )
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    here = {"BKN_HOST": "127.0.0.1", "BKN_ZOO_CHECKPOINTS": str(folder), "HOME": str(folder)}
+    with FromTheImage(folder, "--root-path", "bkn/", environment=variables(TARGETS["cpu"]) | here) as process:
+        yield process
+
+
+def test_the_image_s_command_serves_and_its_health_check_tells(image: ServiceProcess) -> None:
+    check = last(TARGETS["cpu"], "HEALTHCHECK").words()
+    assert check[0] == "python"
+    for port, healthy in ((image.port, True), (1, False)):
+        run = [sys.executable, *check[1:]]
+        code = subprocess.run(run, env=os.environ | {"BKN_PORT": str(port)}, capture_output=True, timeout=60).returncode
+        assert (code == 0) is healthy
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_run_as_nobody_in_particular_and_are_made_of_what_is_here(target: str) -> None:
+    stage = TARGETS[target]
+    assert stage[-1] == Instruction("USER", "10001:10001"), "nothing is done after it"
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert ignored[0] == "*"
+    copied = [word for each in stage if each.name == "COPY" for word in each.text.split()[:-1]]
+    for name in copied:
+        assert (ROOT / name).exists() or name == "checkpoints"
+        assert f"!{name}" in ignored
+    # The package is installed from these alone, and with extras that it has.
+    assert {"pyproject.toml", "README.md", "LICENSE", "bkn_zoo", "service", "checkpoints"} == set(copied)
+    runs = " ".join(each.text for each in stage if each.name == "RUN")
+    extras = re.search(r'"/source\[([\w,]+)\]"', runs)
+    assert extras is not None
+    assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
+    assert last(stage, "EXPOSE").text == variables(stage)["BKN_PORT"] == "8000"
+    assert all(name.lower().removeprefix("bkn_") in Settings.model_fields for name in ("BKN_HOST", "BKN_PORT"))
+
+
+def test_the_default_image_is_the_small_one() -> None:
+    assert list(stages())[-1] == "cpu"
+    assert any("/whl/cpu" in each.text for each in TARGETS["cpu"] if each.name == "RUN")
+    assert not fnmatch.filter([each.text for each in TARGETS["cpu"]], "*gcc*")
+
+
+def test_compose_builds_what_there_is_for_this_machine_only_and_waits_for_a_drain() -> None:
+    (found,) = documents("compose.yaml")
+    settings = Settings()
+    for service in found["services"].values():
+        assert service["build"]["target"] in TARGETS
+        assert (ROOT / "deploy" / service["build"]["context"] / "Dockerfile").exists()
+        assert service["stop_grace_period"] == "40s"
+        assert settings.drain_seconds + settings.deadline < 40
+        assert all(re.fullmatch(r"127\.0\.0\.1:\d+:8000", port) for port in service["ports"])
+        assert service["read_only"]
+        assert service["tmpfs"] == [variables(TARGETS["cpu"])["HOME"]]
+
+
+def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drain(
+    image: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {document["kind"]: document for document in documents("kubernetes.yaml")}
+    deployment, pod = kinds["Deployment"]["spec"], kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_PORT"])}
+    assert kinds["Service"]["spec"]["ports"][0]["targetPort"] in ports
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["port"] in ports
+        with DIRECT.open(f"{image.url}{asked['path']}", timeout=30) as response:
+            assert response.status == 200
+    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    assert container["args"][0] == last(TARGETS["cpu"], "CMD").words()[0]
+    settings = read_settings(container["args"][1:])
+    patience = container["lifecycle"]["preStop"]["sleep"]["seconds"] + settings.drain_seconds + settings.deadline
+    assert patience < pod["terminationGracePeriodSeconds"]
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    user = pod["securityContext"]
+    assert user["runAsNonRoot"]
+    assert f"{user['runAsUser']}:{user['runAsGroup']}" == last(TARGETS["cpu"], "USER").text
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {variables(TARGETS["cpu"])["HOME"]}
+    labels = deployment["template"]["metadata"]["labels"]
+    for selector in (deployment["selector"]["matchLabels"], kinds["Service"]["spec"]["selector"]):
+        assert selector.items() <= labels.items()
+    assert set(container["resources"]) == {"requests", "limits"}
+
+
+@pytest.mark.parametrize("prefix", ["", "/bkn"])
+def test_behind_a_proxy_that_takes_the_path_away_or_leaves_it_everything_is_found(
+    image: ServiceProcess, prefix: str
+) -> None:
+    def get(path: str) -> bytes:
+        with DIRECT.open(f"{image.url}{prefix}{path}", timeout=30) as response:
+            return response.read()
+
+    for path in ("/", "/static/page.js", "/v1/models", "/health/ready", "/metrics", "/docs"):
+        assert get(path)
+    assert json.loads(get("/openapi.json"))["servers"] == [{"url": "/bkn"}], "so that /docs asks where the proxy is"
+    assert b"'openapi.json'" in get("/docs"), "which is found beside it"
+    assert b'route="/v1/models"' in get("/metrics"), "by the route's own name"
+
+
+@pytest.mark.parametrize(("given", "path"), [("", ""), ("/", ""), ("/a/b/", "/a/b"), ("a", "/a")])
+def test_a_root_path_has_a_slash_before_and_none_after(given: str, path: str) -> None:
+    assert read_settings(["--root-path", given]).root_path == path
