@@ -16,17 +16,17 @@ from .envelope import POLICY
 from .errors import error_response
 
 STATIC = Path(__file__).parent / "static"
-SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
+SWAGGER = ("fastapi_offline", "static")  # Swagger UI's own files, as a package has them; nothing of it is imported
 DOCS_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src https://cdn.jsdelivr.net {inline}; "
-    "style-src https://cdn.jsdelivr.net 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self' {inline}; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 )
 
 
 def add_pages(app: FastAPI) -> None:
     documentation = get_swagger_ui_html(
         openapi_url="openapi.json", title="bkn_zoo", swagger_favicon_url="data:,",
-        swagger_js_url=f"{SWAGGER}-bundle.js", swagger_css_url=f"{SWAGGER}.css",
+        swagger_js_url="static/swagger-ui-bundle.js", swagger_css_url="static/swagger-ui.css",
     )  # fmt: skip
     inline = re.findall(rb"<script>(.*?)</script>", bytes(documentation.body), re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
@@ -40,7 +40,7 @@ def add_pages(app: FastAPI) -> None:
     async def docs() -> Response:
         return documentation
 
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.mount("/static", StaticFiles(directory=STATIC, packages=[SWAGGER]), name="static")
 
 
 class Cors(CORSMiddleware):

@@ -324,6 +324,11 @@ def test_a_service_with_keys_makes_the_page_ask_for_one(browser: sync_api.Browse
         page.context.close()
 
 
+def test_the_documentation_lists_the_routes_and_asks_no_other_host(visit: Visit, server: ServiceProcess) -> None:
+    visit.page.goto(f"{server.url}/docs")
+    sync_api.expect(visit.page.get_by_text("/v1/classify", exact=True)).to_be_visible()
+
+
 def test_on_a_phone_the_modes_stack_and_nothing_is_wider_than_the_screen(
     browser: sync_api.Browser, server: ServiceProcess
 ) -> None:
