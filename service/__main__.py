@@ -2,4 +2,5 @@ import sys
 
 from .app import main
 
-sys.exit(main())
+if __name__ == "__main__":  # workers import this file by another name
+    sys.exit(main())

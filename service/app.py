@@ -16,12 +16,12 @@ from typing import Any, TypeVar, cast
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import bkn_zoo
-from bkn_zoo.errors import BknZooError
+from bkn_zoo.errors import BknZooError, InputError
 
 from .connections import Connection, Edge
 from .decoding import Decoders
@@ -55,6 +55,7 @@ from .schemas import (
 )
 from .settings import Settings, read_settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
+from .workers import listen, supervise
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "malformed request"},
@@ -202,14 +203,22 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         leaving.cancel()
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The service as an ASGI application; `app.state.service` holds what it runs on."""
+def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
+    """The service as an ASGI application; `app.state.service` holds what it runs on.
+
+    Args:
+        one_of_many: whether others answer meanwhile, so that it starts only once its models are warm.
+    """
     service = Service(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health answers from the first moment.
         tasks = [asyncio.create_task(service.pool.start()), asyncio.create_task(service.pool.watch())]
+        if one_of_many:
+            await tasks[0]
+            if service.pool.failure is not None:
+                raise service.pool.failure
         yield
         for task in tasks:
             task.cancel()
@@ -294,7 +303,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 class Server(uvicorn.Server):
@@ -314,17 +323,20 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         super().__init__(config)
         self._drained: float | None = None
+        self._parent = os.getppid() if settings.workers > 1 else None
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         if self.servers:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}", flush=True)
+            by = "" if self._parent is None else f", by process {os.getpid()}"
+            print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         drained = self._drained is not None and time.monotonic() >= self._drained
-        return await super().on_tick(counter) or drained or self.service.pool.failure is not None
+        orphaned = self._parent is not None and os.getppid() != self._parent
+        return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         again, self.service.edge.draining = self.service.edge.draining, True
@@ -344,27 +356,37 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
-        app = create_app(settings)
+        return serve(settings) if settings.workers == 1 else supervise(settings, serve)
     except BknZooError as error:
-        print(f"bkn-zoo serve: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
+
+
+def serve(settings: Settings) -> int:
+    """The same in this process alone."""
+    try:
+        app = create_app(settings, one_of_many=settings.workers > 1)
+    except BknZooError as error:
+        return _failed(error)
     server = Server(app, settings)
     # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
+    failure: Exception | None = None
     try:
-        server.run()
-    except SystemExit:  # uvicorn's way to say that it could not listen
-        print(f"bkn-zoo serve: it cannot listen on {settings.host}:{settings.port}: choose another.", file=sys.stderr)
-        return 1
+        server.run(None if settings.workers == 1 else [listen(settings)])
+    except (SystemExit, OSError):  # uvicorn's way to say that it could not listen, or start
+        failure = InputError(f"it cannot listen on {settings.host}:{settings.port}: choose another.")
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
-    failure = app.state.service.pool.failure
-    if failure is not None:
-        print(f"bkn-zoo serve: {failure}", file=sys.stderr)
-    code = 0 if failure is None else 1
+    failure = app.state.service.pool.failure or failure
+    code = 0 if failure is None else _failed(failure)
     if app.state.service.pool.loading or app.state.service.decoders.busy:  # for the end of which Python would wait
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _failed(error: Exception) -> int:
+    print(f"bkn-zoo serve: {error}", file=sys.stderr)
+    return 1

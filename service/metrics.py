@@ -1,16 +1,29 @@
 """What Prometheus can read at /metrics."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name for where processes count together
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class Metrics:
-    """One set for each app; the process's own (memory, processor time, files) come with it."""
+    """One set for each app; the process's own (memory, processor time, files) come with it.
+
+    Where several processes serve, a folder that the environment names holds what each counts, and all show the sums.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
+        gauge: Any = {"registry": registry, "multiprocess_mode": "livesum"}
         self.requests = Counter(
             "bkn_requests_total", "Requests by route and status.", ["method", "route", "status"], registry=registry
         )
@@ -19,11 +32,11 @@ class Metrics:
             buckets=SECONDS,
         )  # fmt: skip
         self.rejected = Counter("bkn_rejected_total", "Requests refused, by reason.", ["reason"], registry=registry)
-        self.connections = Gauge("bkn_connections", "Connections that are open.", registry=registry)
+        self.connections = Gauge("bkn_connections", "Connections that are open.", **gauge)
         self.cut = Counter(
             "bkn_connections_cut_total", "Connections given up, by reason.", ["reason"], registry=registry
         )
-        self.queue_length = Gauge("bkn_queue_length", "Requests that wait for a model.", ["model"], registry=registry)
+        self.queue_length = Gauge("bkn_queue_length", "Requests that wait for a model.", ["model"], **gauge)
         self.queue_seconds = Histogram(
             "bkn_queue_seconds", "Time in the queue.", ["model"], registry=registry, buckets=SECONDS
         )
@@ -34,5 +47,37 @@ class Metrics:
         self.batch_size = Histogram(
             "bkn_batch_size", "Images per batch.", ["model"], registry=registry, buckets=(1, 2, 4, 8, 16, 32, 64)
         )
-        self.loaded = Gauge("bkn_model_loaded", "1 while the model is in memory.", ["model"], registry=registry)
+        self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
         self.restarts = Counter("bkn_engine_restarts_total", "Engines started anew.", ["model"], registry=registry)
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        folder = os.environ.get(FOLDER)
+        return generate_latest(self.registry if folder is None else _sums(Path(folder)))
+
+
+def _sums(folder: Path) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, folder)
+    registry.register(_Processes(folder))
+    return registry
+
+
+class _Processes(Collector):
+    """What the system says of all processes that count into a folder, added up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for file in self.folder.glob("gauge_livesum_*.db"):
+            pid = file.stem.rpartition("_")[2]
+            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():  # type: ignore[misc]
+                if metric.name in found:
+                    (total,), (more,) = found[metric.name].samples, metric.samples
+                    found[metric.name].samples = [total._replace(value=total.value + more.value)]
+                else:
+                    found[metric.name] = metric
+        found.pop("process_start_time_seconds", None)
+        yield from found.values()

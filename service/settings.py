@@ -24,6 +24,11 @@ class Settings(BaseSettings):
     root_path: str = Field(
         "", description="path under which a proxy shows the service, such as /bkn, whether or not it passes it on"
     )
+    workers: int = Field(
+        1,
+        ge=1,
+        description="processes that share the port and the cores; each has the models and the limits to itself",
+    )
     models: Listed = Field(
         [],
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "

@@ -1,0 +1,185 @@
+"""Several processes behind one port: equal answers, sums of what they count, one that is killed, a stop."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from service_process import ServiceProcess, save_small_checkpoint
+from test_service_load import picture
+
+from bkn_zoo.norms import MODES
+from service.app import main
+
+LONG = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(checkpoints: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(checkpoints, "--workers", "2", "--drain-seconds", "1") as process:
+        until(lambda: len(workers(process)) == 2 and process.log().count("bkn_zoo serves") == 2, "two workers")
+        yield process
+
+
+def workers(process: ServiceProcess) -> set[int]:
+    """By what the service has said, of those that live."""
+    said = map(int, re.findall(r"by process (\d+)", process.log()))
+    return {pid for pid in said if Path(f"/proc/{pid}").exists()}
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = LONG) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def ask(process: ServiceProcess, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """On a connection of its own; status 0 where no answer came."""
+    connection = http.client.HTTPConnection("127.0.0.1", process.port, timeout=LONG)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def total(process: ServiceProcess, name: str, *labels: str) -> float:
+    lines = ask(process, "/metrics")[1].decode().splitlines()
+    chosen = [line for line in lines if re.match(rf"{name}(\{{| )", line) and all(label in line for label in labels)]
+    return sum(float(line.rpartition(" ")[2]) for line in chosen)
+
+
+def predictions(body: bytes) -> str:
+    return json.dumps(json.loads(body)["predictions"])
+
+
+def test_whoever_answers_and_whatever_else_is_asked_an_answer_is_the_same_to_the_last_bit(
+    running: ServiceProcess,
+) -> None:
+    cases = [(picture(number), mode) for number in range(4) for mode in MODES]
+    found: dict[int, set[str]] = {case: set() for case in range(len(cases))}
+    before = total(running, "bkn_requests_total", "/v1/classify")
+
+    def client(turn: int) -> None:
+        for step in range(2 * len(cases)):
+            case = (turn * 5 + step) % len(cases)
+            status, body = ask(running, f"/v1/classify?top_k=10&statistics={cases[case][1]}", cases[case][0])
+            assert status == 200
+            found[case].add(predictions(body))
+
+    threads = [threading.Thread(target=client, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {len(answers) for answers in found.values()} == {1}
+    assert len({next(iter(answers)) for answers in found.values()}) == len(cases)
+    asked = 4 * 2 * len(cases)
+    assert total(running, "bkn_requests_total", "/v1/classify", 'status="200"') - before == asked
+    assert total(running, "bkn_inference_seconds_count") >= asked
+    assert total(running, "bkn_model_loaded") == 2
+    spent = {pid: sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) for pid in workers(running)}
+    assert min(spent.values()) > max(spent.values()) / 4, f"one of them had all to do: {spent}"
+    resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers(running))
+    assert total(running, "process_resident_memory_bytes") == pytest.approx(resident * 4096, rel=0.5)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_one_more_try_is_enough(running: ServiceProcess) -> None:
+    body, over = picture(), threading.Event()
+    outcomes: list[tuple[int, int]] = []
+
+    def client() -> None:
+        while not over.is_set():
+            first = ask(running, "/v1/classify", body)[0]
+            if first != 200:
+                time.sleep(0.2)  # a dying process closes its sockets one after the other
+            outcomes.append((first, first if first == 200 else ask(running, "/v1/classify", body)[0]))
+
+    before, counted = workers(running), total(running, "bkn_requests_total")
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    killed = min(before)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: len(workers(running) - before) == 1, "another comes in its place")
+    time.sleep(0.5)
+    over.set()
+    for thread in threads:
+        thread.join()
+    tries = Counter(first for first, _ in outcomes)
+    print(f"one of two workers was killed under 4 clients: {tries}")
+    assert set(tries) <= {200, 0}, "no answer of an unready worker"
+    assert tries[0] <= 4, "each client had at most one request there"
+    assert {second for _, second in outcomes} == {200}
+    # A killed process's own counts stay; a page of one that was being written is all that may be lost.
+    assert total(running, "bkn_requests_total") >= counted + tries[200] - 4
+    until(lambda: total(running, "bkn_model_loaded") == 2, "the dead one is not counted")
+
+
+def test_told_to_stop_all_drain_and_the_command_ends_well(running: ServiceProcess) -> None:
+    """The last of this file, since it ends the service."""
+    pids, body, outcomes = workers(running), picture(), []
+
+    def client() -> None:
+        while (status := ask(running, "/v1/classify", body)[0]) == 200:
+            outcomes.append(status)
+        outcomes.append(status)
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    assert running.stop() == 0
+    for thread in threads:
+        thread.join()
+    assert Counter(outcomes).keys() <= {200, 0}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "Traceback" not in running.log()
+
+
+def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
+    with ServiceProcess(checkpoints, "--workers", "2") as process:
+        pids = workers(process)
+        process.process.kill()
+        process.process.wait()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
+
+
+def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    assert main(["--workers", "2", "--port", "0", "--models", str(tmp_path / "broken")]) == 1
+
+
+def test_workers_share_their_port_with_no_stranger(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--workers", "2", "--port", str(port)]) == 1
+    assert str(port) in capsys.readouterr().err
