@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,14 @@ def files_in(path: Path) -> list[str]:
     return [row[0] for row in rows[::2]]
 
 
+def same(found: bytes, wanted: bytes) -> bool:
+    """To the last byte, but for the last digits of scores, which the number of threads may change."""
+    scores = re.compile(rb"\d\.\d+(?:e-\d+)?")
+    if scores.sub(b"", found) != scores.sub(b"", wanted):
+        return False
+    return np.allclose(*([float(score) for score in scores.findall(data)] for data in (found, wanted)), atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What runs that nobody disturbs leave, by their format."""
@@ -105,10 +114,10 @@ def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(
     )
     killed.kill()
     killed.communicate()
-    assert output.read_bytes() != whole["csv"]
+    assert not same(output.read_bytes(), whole["csv"])
     going_on = start(*command, "--strict")
     out, said = going_on.communicate(timeout=120)
-    assert output.read_bytes() == whole["csv"]
+    assert same(output.read_bytes(), whole["csv"])
     first, last, bad = said.splitlines()
     assert (going_on.returncode, out) == (1, "")
     assert first.startswith("bkn-zoo: ")
@@ -146,7 +155,7 @@ def test_whatever_moment_a_file_was_cut_at_its_whole_rows_are_found_and_nothing_
     for size in (5, ends[-3] + 1, ends[-1] - 5, ends[-1], len(data) - 1):
         path.write_bytes(data[:size])
         assert cli.main(arguments(str(path), format=format)) == 0
-        assert path.read_bytes() == data
+        assert same(path.read_bytes(), data)
 
 
 def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
@@ -237,7 +246,7 @@ def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(
     assert "cannot be written (File too large): make room there" in said
     assert output.stat().st_size == 3000
     assert cli.main(arguments(str(output))) == 0
-    assert output.read_bytes() == whole["csv"]
+    assert same(output.read_bytes(), whole["csv"])
 
 
 def test_bad_files_of_a_folder_decide_the_exit_code_only_on_request_and_named_ones_always(
