@@ -3,6 +3,7 @@
     python scripts/benchmark.py train          # training steps on a GPU
     python scripts/benchmark.py train-cpu      # and on the CPU
     python scripts/benchmark.py infer          # images through the engines
+    python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
     python scripts/benchmark.py serve          # and through the service, beside LitServe
     python scripts/benchmark.py imports        # how long the package takes to import
 
@@ -344,6 +345,12 @@ def infer(args: argparse.Namespace) -> None:
     print(table(rows, INFER_COLUMNS))
 
 
+def frontend(args: argparse.Namespace) -> None:
+    from benchmark_frontend import frontend
+
+    frontend(args)
+
+
 def serve(args: argparse.Namespace) -> None:
     from benchmark_serve import serve  # needs the service's own dependencies
 
@@ -392,6 +399,16 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
     command.set_defaults(run=infer)
+    command = commands.add_parser("frontend", help="OpenVINO by its own frontend, beside the stand-in and PyTorch")
+    command.add_argument(
+        "--cases", nargs="+",
+        default=["inception_cifar_bkn:32", "inception_v2_bkn:128", "resnet101_bkn:128", "torchvision:mobilenet_v2:224"],
+        help="network and size of its input",
+    )  # fmt: skip
+    command.add_argument("--rounds", type=int, default=25)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_frontend.json"))
+    command.set_defaults(run=frontend)
     command = commands.add_parser("serve", help="the service under load, beside its bare engine and LitServe")
     command.add_argument(
         "--cases", nargs="+", default=["resnet101:224:224", "resnet101:128:64", "inception_v2:128:64"],

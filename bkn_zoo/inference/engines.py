@@ -122,8 +122,8 @@ class OpenVINOEngine(Engine):
     """OpenVINO, on a CPU; the images of a batch one after another, since batches gain next to nothing there.
 
     A converted network goes through torch.export and OpenVINO's own frontend, which takes any network, and seconds to
-    tens of seconds for each mode and image size. The zoo's own have a way to an equally fast graph that takes a small
-    part of that (docs/performance.md).
+    tens of seconds for each mode and image size. The zoo's own have a way to a graph as fast that takes about a
+    tenth of that (docs/performance.md).
     """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
