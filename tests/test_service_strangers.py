@@ -411,7 +411,7 @@ def png(width: int, height: int, pixels: bytes) -> bytes:
 
 
 def rationals(kind: str) -> bytes:
-    entries = struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHII", 0x011A, 5, 1_200_000, 40)
+    entries = struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHII", 0x011A, 5, 1_200_000, 38)
     exif = b"II*\0\x08\0\0\0\2\0" + entries + bytes(4) + bytes(9_600_000)
     if kind != "JPEG":
         return encoded(picture(), kind, exif=exif)
