@@ -117,7 +117,7 @@ def _results(
     # The bar steps aside for what is printed.
     aside = nullcontext if args.output else tqdm.external_write_mode
     begun = told = time.monotonic()
-    results = classifier.each(files, args.statistics, args.top_k)
+    results = _spread(classifier, files, args) if args.ray else classifier.each(files, args.statistics, args.top_k)
     with tqdm(total=total, initial=before, unit="image", disable=total < 2 or not terminal) as bar:
         for count, (name, result) in enumerate(zip(files, results, strict=True), start=1):
             with aside():
@@ -131,6 +131,14 @@ def _results(
                 rate = count / (told - begun)
                 left = tqdm.format_interval((len(files) - count) / rate)
                 print(f"bkn-zoo: {before + count:,} of {total:,} images, {left} to go", file=sys.stderr, flush=True)
+
+
+def _spread(
+    classifier: "Classifier", files: list[str], args: argparse.Namespace
+) -> "Iterator[Classification | ImageError]":
+    from bkn_zoo.inference.spread import each
+
+    return each(files, args.statistics, args.top_k, classifier.name, args.device, args.engine)
 
 
 def _texts(form: Format, results: "Iterable[tuple[str, Classification]]", begun: bool = False) -> Iterator[str]:

@@ -40,9 +40,10 @@ examples:
   bkn-zoo classify cat.jpg dog.png --top-k 3
   bkn-zoo classify photos/ --model ./my_network --statistics sample --format json
   bkn-zoo classify photos/ --format csv --output out.csv
+  bkn-zoo classify photos/ --format csv --output out.csv --ray
 
-Stopped at any moment, the last of these goes on where it was when it is given again: no image is in FILE twice, and
-those that are there already are not looked at again.
+Stopped at any moment, one with --output goes on where it was when it is given again: no image is in FILE twice, and
+those that are there already are not looked at again. --ray takes all machines of a Ray cluster: see docs/ray.md.
 
 Images that cannot be used are named on stderr at the end. The exit code is 1 if such a one was named in the command, or
 if no image could be used, or with --strict if any could not; otherwise 0.
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE", help="for csv or json; one that is begun is gone on with"
     )
     images.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be used")
+    images.add_argument("--ray", action="store_true", help="by all machines of the Ray cluster that RAY_ADDRESS names")
     compare = add("compare", _compare, "show the three statistics modes side by side", COMPARE_EXAMPLES)
     compare.add_argument("image", type=Path, metavar="IMAGE", help="an image file")
     for command in (images, compare):

@@ -1,0 +1,63 @@
+"""Images over many machines, by Ray Data: the same classifier on each, and the same results in the same order."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.inference.classifier import Classification, Classifier
+
+BATCH = 16  # images that are sent together: so few that all machines end at about the same time
+
+
+def each(
+    files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str
+) -> Iterator[Classification | ImageError]:
+    """What `Classifier.each` gives, from the machines of the cluster that RAY_ADDRESS names, or from this one alone.
+
+    All of them must see the files and the model under the same paths.
+    """
+    try:
+        import ray.data
+    except ImportError as error:
+        raise InputError(
+            f"Ray is not installed ({error}): run pip install 'bkn-zoo[ray]', or leave out --ray."
+        ) from None
+    cluster = os.environ.get("RAY_ADDRESS", "local")
+    try:
+        ray.init(cluster, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
+    except (OSError, RuntimeError) as error:
+        raise InputError(
+            f"the Ray cluster {cluster!r} cannot be used ({error}): set RAY_ADDRESS to one that runs."
+        ) from None
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    cpus = int(min(node["CPU"] for node in nodes)) // 2 + 1  # of the smallest, so many that a second finds no room
+    gpus = 1 if device != "cpu" and all(node.get("GPU", 0) >= 1 for node in nodes) else 0
+    images = ray.data.from_items([{"file": os.fsencode(file)} for file in files])
+    found = images.map_batches(
+        _Worker, fn_constructor_args=(os.getcwd(), statistics, top_k, model, device, engine), batch_size=BATCH,
+        concurrency=max(1, sum(int(node["CPU"]) // cpus for node in nodes)), num_cpus=cpus, num_gpus=gpus,
+    )  # fmt: skip
+    try:
+        for row in found.iter_rows():
+            yield pickle.loads(row["result"])
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise InputError(
+            f"a machine of the Ray cluster failed ({reason}): all must see images and model under the same paths."
+        ) from None
+
+
+class _Worker:
+    def __init__(self, folder: str, statistics: str | None, top_k: int, model: str, device: str, engine: str) -> None:
+        os.chdir(folder)  # names are as they were given, in results and in errors
+        self.classifier = Classifier.from_pretrained(model, device, engine)
+        self.statistics, self.top_k = statistics, top_k
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        files = [os.fsdecode(name) for name in batch["file"]]
+        return {"result": [pickle.dumps(one) for one in self.classifier.each(files, self.statistics, self.top_k)]}
