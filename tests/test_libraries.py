@@ -20,7 +20,7 @@ from bkn_zoo.cli import train
 from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
 from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.inference.engines import TorchEngine, create_engine
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d
 from service.app import create_app
@@ -213,21 +213,3 @@ def test_a_norm_is_folded_only_where_nothing_else_sees_the_convolution() -> None
     with torch.no_grad():
         for mode in MODES:
             torch.testing.assert_close(create_engine(model.eval(), "torch")(images, mode), model(images, mode))
-
-
-def test_what_openvino_cannot_translate_is_said_in_one_sentence() -> None:
-    pytest.importorskip("openvino")
-
-    class Unknown(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.svdvals(self.norm(self.conv(x))).mean(2)
-
-    model = LibraryNetwork(bkn_zoo.convert(Unknown()), "mine:unknown", 3, {}, 8).eval()
-    with pytest.raises(InputError, match=r"OpenVINO cannot translate mine:unknown \(.*\): run it in") as caught:
-        create_engine(model, "openvino")(torch.randn(1, 3, 8, 8))
-    assert "\n" not in str(caught.value)
-    assert type(create_engine(model)) is TorchEngine  # which is ready at once, and takes what OpenVINO does not

@@ -42,6 +42,11 @@ def workers(process: ServiceProcess) -> set[int]:
     return {pid for pid in said if Path(f"/proc/{pid}").exists()}
 
 
+def ticks(pid: int) -> int:
+    """Of the processor, in ticks of its clock."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = LONG) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -77,7 +82,7 @@ def test_whoever_answers_and_whatever_else_is_asked_an_answer_is_the_same_to_the
 ) -> None:
     cases = [(picture(number), mode) for number in range(4) for mode in MODES]
     found: dict[int, set[str]] = {case: set() for case in range(len(cases))}
-    before = total(running, "bkn_requests_total", "/v1/classify")
+    before, idle = total(running, "bkn_requests_total", "/v1/classify"), {pid: ticks(pid) for pid in workers(running)}
 
     def client(turn: int) -> None:
         for step in range(2 * len(cases)):
@@ -97,8 +102,8 @@ def test_whoever_answers_and_whatever_else_is_asked_an_answer_is_the_same_to_the
     assert total(running, "bkn_requests_total", "/v1/classify", 'status="200"') - before == asked
     assert total(running, "bkn_inference_seconds_count") >= asked
     assert total(running, "bkn_model_loaded") == 2
-    spent = {pid: sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) for pid in workers(running)}
-    assert min(spent.values()) > max(spent.values()) / 4, f"one of them had all to do: {spent}"
+    shares = [ticks(pid) - idle[pid] for pid in idle]
+    assert min(shares) > sum(shares) / 10, f"one of them had all to do: {shares}"
     resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers(running))
     assert total(running, "process_resident_memory_bytes") == pytest.approx(resident * 4096, rel=0.5)
 
@@ -152,7 +157,7 @@ def test_told_to_stop_all_drain_and_the_command_ends_well(running: ServiceProces
     assert running.stop() == 0
     for thread in threads:
         thread.join()
-    assert Counter(outcomes).keys() <= {200, 0}
+    assert Counter(outcomes).keys() <= {200, 503, 0}, "served, or told at the end"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert "Traceback" not in running.log()
 

@@ -44,9 +44,9 @@ def translate(network: Network, mode: str, images: Tensor, any_number: bool = Fa
 
 def _refused(by: str, network: Network, error: Exception) -> InputError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "No conversion rule" in line] or lines  # OpenVINO's lines, of which it has many
-    why = named[-1].strip("-. ") if named else repr(error)
-    return InputError(f"{by} cannot translate {network.name} ({why}): run it in PyTorch, by engine='torch'.")
+    return InputError(
+        f"{by} cannot translate {network.name} ({lines[-1] if lines else error!r}): choose engine='torch'."
+    )
 
 
 class _AtOneMode(nn.Module):

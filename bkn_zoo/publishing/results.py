@@ -24,6 +24,7 @@ PACKAGES = (
     "fastapi",
     "uvicorn",
     "litserve",
+    "ray",
 )
 
 

@@ -1,0 +1,122 @@
+"""The service on Ray, and `bkn-zoo classify --ray`; skipped where Ray is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from service_process import ROOT, save_small_checkpoint
+from test_batch import same
+from test_service_load import picture
+
+from bkn_zoo import cli
+from service.settings import Settings, read_settings
+
+APART = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def can_be_apart() -> bool:
+    """Whether there can be a network with loopback alone, since Ray listens on every interface."""
+    try:
+        return subprocess.run([*APART, "true"], capture_output=True, timeout=60).returncode == 0
+    except OSError:
+        return False
+
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+apart = pytest.mark.skipif(not can_be_apart(), reason="unshare may not be used here")
+
+
+def file() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "deploy" / "ray.yaml").read_text())
+
+
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A folder for Ray's sockets, whose paths may not be long."""
+    with tempfile.TemporaryDirectory(prefix="bkn-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_the_file_for_serve_deploy_names_what_there_is() -> None:
+    (application,) = file()["applications"]
+    module, _, function = application["import_path"].partition(":")
+    package, _, room = module.partition(".")
+    assert f"package-dir = {{ {package} = " in (ROOT / "pyproject.toml").read_text()
+    source = (ROOT / "service" / f"{room}.py").read_text()
+    assert f"def {function}(" in source
+    assert f'name="{application["deployments"][0]["name"]}"' in source
+    assert application["args"].keys() <= Settings.model_fields.keys()
+    assert read_settings([f"--{name.replace('_', '-')}={value}" for name, value in application["args"].items()])
+    assert file()["http_options"]["host"] == "127.0.0.1"
+
+
+@needs_ray
+def test_ray_takes_the_file_and_its_limits_are_above_ours() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from service.distributed import application
+
+    ServeDeploySchema.model_validate(file())
+    deployment = application({"queue_length": 7, "deadline": 9})._bound_deployment
+    assert deployment.max_ongoing_requests > Settings().loaded_models * 8
+    assert deployment._deployment_config.graceful_shutdown_timeout_s > 9
+
+
+@needs_ray
+@apart
+@pytest.mark.slow
+def test_replicas_nodes_and_versions_come_and_go_under_load(tmp_path: Path) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    command = [sys.executable, "scripts/ray_trial.py", "--model", str(tmp_path / "small"), "--steady", "2"]
+    command += ["--output", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=580, text=True,
+                          stdout=subprocess.PIPE)  # fmt: skip
+    assert done.returncode == 0
+    rows = {row["event"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    *changes, full = rows.values()
+    for row in changes:
+        assert row["requests"] > 16
+        assert (row["unequal"], row["lost_after_a_retry"]) == (0, 0), row
+        killed = row["event"].startswith("kill")
+        assert row["most_lost_by_a_client"] <= killed, f"what was running, and nothing else: {row}"
+    assert rows["kill -9 of a node"]["replicas_on_it"] > 0
+    assert rows["kill -9 of a node"]["whole_again"] < 30
+    assert full["statuses"].keys() == {"200", "429"}
+
+
+@needs_ray
+@apart
+@pytest.mark.slow
+def test_classify_gives_the_same_rows_by_ray(tmp_path: Path, short: str) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    (tmp_path / "photos").mkdir()
+    for number in range(40):
+        (tmp_path / "photos" / f"{number:02}.png").write_bytes(picture(number))
+    (tmp_path / "photos" / "20b.png").write_bytes(b"no image")
+    command = [sys.executable, "-c", "import bkn_zoo.cli as c; raise SystemExit(c.main())", "classify", "photos"]
+    command += ["--model", "./small", "--format", "csv", "--output"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+    where: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "timeout": 300}
+    alone = subprocess.run([*command, "alone.csv"], **where)
+    inner = 'ip link set lo up && exec "$0" "$@"'
+    by_ray = subprocess.run([*APART, "sh", "-c", inner, *command, "ray.csv", "--ray"], **where)
+    assert (alone.returncode, by_ray.returncode) == (0, 0), by_ray.stderr.decode()
+    assert same((tmp_path / "ray.csv").read_bytes(), (tmp_path / "alone.csv").read_bytes())
+    assert by_ray.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1], "the bad one is named in the same words"
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="ray is installed")
+def test_without_ray_the_command_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    (tmp_path / "photo.png").write_bytes(picture(0))
+    flags = ["classify", str(tmp_path / "photo.png"), "--model", str(tmp_path / "small"), "--engine", "torch", "--ray"]
+    assert cli.main(flags) == 2
+    assert "pip install 'bkn-zoo[ray]'" in capsys.readouterr().err
