@@ -269,6 +269,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="bkn-", ignore_cleanup_errors=True) as folder:
         os.environ |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] = "0"  # as docs/ray.md advises where there is one proxy
         for row in try_everything(args.model, args.steady):
             print(json.dumps(row), flush=True)
             rows.append(row)

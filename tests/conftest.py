@@ -19,8 +19,8 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 
 SLOW = (
     "test_fit.py", "test_training.py", "test_models.py", "test_hub.py", "test_engines.py", "test_export.py",
-    "test_checkpoints.py", "test_service_load.py", "test_scripts.py", "test_reproduce.py", "test_readme.py",
-    "test_service.py", "test_page.py",
+    "test_checkpoints.py", "test_service_load.py", "test_service_workers.py", "test_scripts.py",
+    "test_reproduce.py", "test_readme.py", "test_service.py", "test_page.py",
 )  # fmt: skip
 
 
