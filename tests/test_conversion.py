@@ -15,6 +15,7 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove
+from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 
@@ -501,6 +502,13 @@ def test_a_wrong_conversion_is_not_proved() -> None:
         converted.get_submodule("4").running_var.mul_(1.01)
     with pytest.raises(ConversionError, match="differs from the original"):
         prove(model, converted, torch.randn(4, 3, 8, 8))
+
+
+def test_what_is_not_finite_is_not_proved() -> None:
+    """Whichever tensor has it: the first, or one behind a good one."""
+    good, bad = torch.ones(2), torch.tensor([1.0, torch.nan])
+    for given in ({"a": good, "b": bad}, {"a": bad, "b": good}):
+        assert _difference({"a": good, "b": good}, given) == float("inf")
 
 
 def test_rounding_that_the_original_amplifies_is_no_difference_and_a_mistake_still_is() -> None:

@@ -1,6 +1,7 @@
 """That a converted network is what it should be, shown on inputs of the caller's."""
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its own largest value."""
+    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite."""
     scales = {name: tensor.abs().max() for name, tensor in expected.items() if tensor.numel()}
     least = NEGLIGIBLE * max(map(float, scales.values()), default=0.0) or 1.0
     differences = [
@@ -106,4 +107,5 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
         for name, tensor in expected.items()
         if name in scales
     ]
-    return max(differences, default=0.0)
+    # NaN is neither larger nor smaller than anything: a maximum would pass over it.
+    return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)

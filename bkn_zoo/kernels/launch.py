@@ -92,9 +92,9 @@ NOTHING = -1, 0, None
 
 
 def memory(size: int, counters: int, device: str) -> tuple[Tensor, Tensor]:
-    """For work, and for counters, which are 0; any tensor stands for none."""
+    """For work; and for counters, which are 0: without any, other integers stand for them, since code is compiled by dtypes."""
     work = torch.empty(size, dtype=torch.float32, device=device)
-    return work, torch.zeros(counters, dtype=torch.int32, device=device) if counters else work
+    return work, torch.zeros(counters, dtype=torch.int32, device=device) if counters else work.view(torch.int32)
 
 
 _scratch = _Scratch()
