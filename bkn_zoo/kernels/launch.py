@@ -92,7 +92,7 @@ NOTHING = -1, 0, None
 
 
 def memory(size: int, counters: int, device: str) -> tuple[Tensor, Tensor]:
-    """For work; and for counters, which are 0: without any, other integers stand for them, since code is compiled by dtypes."""
+    """For work, and for counters, which are 0; where there are none, others stand for them: dtypes are compiled."""
     work = torch.empty(size, dtype=torch.float32, device=device)
     return work, torch.zeros(counters, dtype=torch.int32, device=device) if counters else work.view(torch.int32)
 
