@@ -202,6 +202,7 @@ class Pool:
             "statistics_batch_size": config.statistics_batch_size,
             "accuracy": config.accuracy,
             "revision": loaded.classifier.revision if loaded else None,
+            "precision": loaded.classifier.engine.precision if loaded else None,
         }
 
 

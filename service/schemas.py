@@ -68,6 +68,7 @@ class Model(BaseModel):
     statistics_batch_size: int | None = None
     accuracy: dict[str, dict[str, float]] = {}
     revision: str | None = None
+    precision: str | None = None  # what it runs in; null until it is loaded
 
 
 class Models(BaseModel):

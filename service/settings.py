@@ -7,7 +7,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.inference.engines import ENGINES, PRECISIONS
+from bkn_zoo.inference import ENGINES, PRECISIONS
 
 Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
 
@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     )
     engine: str = Field("auto", description=" or ".join(ENGINES))
     device: str = Field("auto", description="auto, cpu or cuda")
-    precision: str = Field("f32", description=" or ".join(PRECISIONS))
+    precision: str = Field("auto", description=f"{' or '.join(PRECISIONS)}; auto is the fastest that the hardware has")
     max_batch: int = Field(32, ge=1, description="most images in one batch; on a GPU only")
     max_wait_ms: float = Field(4.0, ge=0, description="how long an image waits for others to join it; on a GPU only")
     queue_length: int = Field(64, ge=1, description="most requests that wait for a model; more are refused with 429")
@@ -102,7 +102,7 @@ class Settings(BaseSettings):
     @field_validator("engine", "precision", "device")
     @classmethod
     def _known(cls, value: str, info: Any) -> str:
-        choices = {"engine": ENGINES, "precision": tuple(PRECISIONS), "device": ("auto", "cpu", "cuda")}
+        choices = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
         if value not in choices[info.field_name]:
             raise ValueError(f"choose one of {', '.join(choices[info.field_name])}")
         return value

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, away_from_start: Callable[[
 @pytest.fixture(scope="module")
 def by_engine(folder: Path) -> Callable[[str], Classifier]:
     """One classifier for each engine, since OpenVINO takes a second to prepare a mode."""
-    return cache(lambda engine: Classifier.from_pretrained(folder, device="cpu", engine=engine))
+    return cache(lambda engine: Classifier.from_pretrained(folder, device="cpu", engine=engine, precision="f32"))
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,8 @@ def test_engine_and_device_are_chosen_and_named(folder: Path) -> None:
     assert on_cpu.engine_name == ("torch" if ov is None else "openvino")
     assert isinstance(on_cpu.engine, TorchEngine if ov is None else OpenVINOEngine)
     assert Classifier.from_pretrained(folder, "cpu", "torch", "f16").engine.dtype == torch.float16
+    assert on_cpu.engine.precision in ("f32", "f16", "bf16")  # the processor's
+    assert Classifier.from_pretrained(folder, "cpu", "torch").engine.precision == "f32"
     with pytest.raises(UnknownNameError, match="unknown engine"):
         Classifier.from_pretrained(folder, engine="tensorflow")
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,6 +361,40 @@ def test_openvino_states_its_precision(small: Network) -> None:
     assert graph.compiled.get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
 
 
+@needs_openvino
+@pytest.mark.parametrize(
+    ("machine", "native", "chosen"),
+    [
+        ("x86_64", ["BF16", "FP32", "FP16", "INT8"], "bf16"),
+        ("x86_64", ["FP32", "FP16", "INT8"], "f32"),  # where f16 is slower
+        ("aarch64", ["FP32", "FP16"], "f16"),
+        ("aarch64", ["FP32"], "f32"),
+    ],
+)
+def test_auto_is_the_fastest_precision_that_the_processor_has(
+    small: Network, machine: str, native: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "core", lambda: SimpleNamespace(get_property=lambda *_: native))
+    monkeypatch.setattr(engines.platform, "machine", lambda: machine)
+    assert create_engine(small, "openvino", precision="auto").precision == chosen
+    assert create_engine(small, "openvino").precision == "f32"
+    assert create_engine(small, "torch", precision="auto").precision == "f32"
+
+
+@needs_openvino
+def test_where_f16_cannot_hold_the_statistics_auto_computes_them_in_f32(
+    small: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenVINOEngine, "_fastest_precision", lambda self: "f16")
+    model = copy.deepcopy(small)
+    model.inception_b.branches[0][0].norm.image_var[3] = 1e4
+    engine = create_engine(model, "openvino", precision="auto")
+    engine(photographs(1, 16), "sample")
+    (graph,) = engine._prepared.values()
+    assert graph.compiled.get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
+    assert engine.precision == "f16"  # of all else
+
+
 def test_a_missing_openvino_is_said(small: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "ov", None)
     with pytest.raises(InputError, match=r"needs openvino: install it with pip install 'bkn-zoo\[openvino\]'"):
@@ -374,7 +409,7 @@ def test_the_module_imports_without_openvino(monkeypatch: pytest.MonkeyPatch) ->
 def test_unknown_names_are_said(small: Network) -> None:
     with pytest.raises(UnknownNameError, match="unknown engine 'onnx': choose one of auto, torch, openvino"):
         create_engine(small, "onnx")
-    with pytest.raises(UnknownNameError, match="unknown precision 'int8': choose one of f32, f16"):
+    with pytest.raises(UnknownNameError, match="unknown precision 'int8': choose one of auto, f32, f16, bf16"):
         create_engine(small, precision="int8")
     with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
         create_engine(small)(photographs(1, 16), "batch")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import Run, read_runs
+from bkn_zoo.publishing.cards import Run, read_evaluations, read_runs
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -94,3 +94,15 @@ def test_its_accuracy_is_that_of_the_evaluations_on_record(folder: Path, device:
     for row in measured["rows"]:
         assert row["images"] == 10_000
         assert row["top1"] == pytest.approx(accuracy[row["statistics"]]["top1"], abs=0.1)
+
+
+@each
+def test_less_precision_costs_at_most_a_fifth_of_a_point(folder: Path) -> None:
+    """Else `precision="auto"` should not choose it for this checkpoint."""
+    exact, *others = read_evaluations(ROOT / "results" / "evaluate", folder.name)
+    top1 = {row["statistics"]: row["top1"] for row in exact["rows"]}
+    for found in others:
+        assert found["precision"] in ("f16", "bf16")
+        for row in found["rows"]:
+            assert row["images"] == 10_000
+            assert row["top1"] >= top1[row["statistics"]] - 0.2

@@ -58,7 +58,7 @@ def load(args: argparse.Namespace) -> "Classifier":
     """The classifier that the options ask for."""
     from bkn_zoo.inference.classifier import Classifier, default_checkpoint
 
-    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine)
+    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine, args.precision)
 
 
 def classify(args: argparse.Namespace) -> int:

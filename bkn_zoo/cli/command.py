@@ -19,7 +19,7 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
 from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.inference import ENGINES
+from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.modes import MODES
 from bkn_zoo.version import __version__
 
@@ -115,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--top-k", type=_count, default=5, metavar="K", help="labels to show (default: 5)")
         command.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
+        command.add_argument(
+            "--precision", choices=PRECISIONS, default="auto", help="that it runs in (default: auto, the hardware's)"
+        )
         command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("list", _list, "list the checkpoints that are here")
     info = add("info", _info, "describe a checkpoint", INFO_EXAMPLES)
@@ -148,7 +151,8 @@ def _compare(args: argparse.Namespace) -> int:
         chosen = " (default)" if mode == classifier.choose() else ""
         best = classifier.best(scores, args.top_k)
         columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
-    print(f"{args.image}, by {classifier.name} with {classifier.engine_name} on {classifier.device}")
+    how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
+    print(f"{args.image}, by {classifier.name} with {how}")
     _print_columns(list(zip(*columns, strict=True)))
     return 0
 

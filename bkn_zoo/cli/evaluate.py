@@ -19,7 +19,8 @@ import torch
 
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.errors import InputError
-from bkn_zoo.inference.engines import ENGINES, create_engine
+from bkn_zoo.inference import ENGINES, PRECISIONS
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES
 from bkn_zoo.progress import bar
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
@@ -41,16 +42,19 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         "all is for a folder that the training did not see",
     )  # fmt: skip
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES))
-    named = [name for name in ENGINES if name != "auto"]  # so that a result says which it was
+    named, exact = ([name for name in choices if name != "auto"] for choices in (ENGINES, PRECISIONS))  # for the record
     parser.add_argument(
         "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
     )
+    parser.add_argument("--precision", choices=exact, default="f32", help="of a prepared network")
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="for pictures of what went wrong")
     args = parser.parse_args(arguments)
+    if args.engine == "eager" and args.precision != "f32":
+        raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
     if args.report:
         check_matplotlib()  # rather than after the evaluation
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
@@ -78,13 +82,13 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         )
     images = data.split(split)
     batches = evaluation_batches(data, images, args.batch, device, args.workers)
-    run = model if args.engine == "eager" else create_engine(model, args.engine, args.device)
+    run = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
     with bar(len(images), "evaluating", "image") as done:
         logits, labels = predict(run, _counted(batches, done), args.statistics)
     rows = [{"statistics": mode, "images": len(images), **measure(outputs, labels)} for mode, outputs in logits.items()]
     if args.output:
-        about = {"checkpoint": Path(args.checkpoint).name, "split": split, "engine": args.engine}
-        write_results(args.output, rows, **about)
+        about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
+        write_results(args.output, rows, split=split, **about)
     said = {
         "test": "the test images",
         "validation": "images that the training held out to choose by",

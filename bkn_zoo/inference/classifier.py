@@ -71,7 +71,7 @@ class Classifier:
         name: what to call it in results.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         engine: "torch", "openvino", or "auto" for the fastest that is installed.
-        precision: "f32" or "f16".
+        precision: "f32", "f16", "bf16", or "auto" for the fastest that the hardware has.
 
     Attributes:
         name: of the checkpoint.
@@ -83,7 +83,7 @@ class Classifier:
     """
 
     def __init__(
-        self, model: Network, name: str, device: str = "auto", engine: str = "auto", precision: str = "f32"
+        self, model: Network, name: str, device: str = "auto", engine: str = "auto", precision: str = "auto"
     ) -> None:
         config: Config | None = model.config
         if config is None or config.preprocessing is None:
@@ -104,7 +104,7 @@ class Classifier:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "f32"
+        cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "auto"
     ) -> "Classifier":
         """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
         return cls(from_pretrained(name), os.fspath(name), device, engine, precision)

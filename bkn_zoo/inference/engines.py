@@ -1,5 +1,6 @@
 """One network, prepared for inference, run by PyTorch or by OpenVINO."""
 
+import platform
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from bkn_zoo.conversion.libraries import LibraryNetwork
 from bkn_zoo.errors import InputError, UnknownNameError
-from bkn_zoo.inference import ENGINES
+from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, core, ov
@@ -19,7 +20,7 @@ from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
 
-PRECISIONS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
 LARGEST_VARIANCE = 1000.0  # in f16, where OpenVINO squares deviations in f16 too: eight standard deviations still fit
 
@@ -34,7 +35,9 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
             in OpenVINO only where it is asked for.
         device: "cpu", or "cuda" for PyTorch.
         precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
-            statistics and beliefs in float32 all the same; OpenVINO does not.
+            statistics and beliefs in float32 all the same; OpenVINO does not. "auto" is the fastest that the hardware
+            has: bf16 or f16 on a GPU and, in OpenVINO, bf16 on a processor with AMX or AVX512-bf16 and f16 on an Arm
+            that has it; else f32.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -54,7 +57,10 @@ class Engine:
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
             raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
-        self.model, self.device, self.dtype = model, torch.device(device), PRECISIONS[precision]
+        self.model, self.device = model, torch.device(device)
+        self.chooses = precision == "auto"
+        self.precision = self._fastest_precision() if self.chooses else precision
+        self.dtype = DTYPES[self.precision]
         self._prepared: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._locks: dict[Any, threading.Lock] = {}
@@ -73,6 +79,10 @@ class Engine:
             return torch.empty(0, model.num_classes, device=self.device)
         with torch.inference_mode():
             return self._run(images, chosen)
+
+    def _fastest_precision(self) -> str:
+        """Of those that the hardware computes in by itself."""
+        raise NotImplementedError
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         raise NotImplementedError
@@ -97,9 +107,14 @@ class TorchEngine(Engine):
     """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last."""
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
-        super().__init__(model, device, precision)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device={device!r}, but PyTorch finds no GPU here: choose device='cpu'.")
+        super().__init__(model, device, precision)
+
+    def _fastest_precision(self) -> str:
+        if self.device.type == "cuda":
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "f16"
+        return "f32"  # on a CPU, converting to float32 for every norm takes what faster convolutions give
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once(statistics, lambda: self._prepare(statistics))
@@ -127,12 +142,18 @@ class OpenVINOEngine(Engine):
     """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
-        super().__init__(model, device, precision)
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
-        if self.device.type != "cpu":
+        if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
-        self.options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
+        super().__init__(model, device, precision)
+
+    def _fastest_precision(self) -> str:
+        native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if "BF16" in native:
+            return "bf16"
+        # Other processors than Arm's name FP16 too, and are slower in it than in f32.
+        return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         graph = self._once((statistics, images.shape[2:]), lambda: self._compile(images.shape, statistics))
@@ -142,19 +163,24 @@ class OpenVINOEngine(Engine):
         return logits
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
-        self._check_range(statistics)
+        precision = self._precision_at(statistics)
+        options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
         network, mode = prepare(self.model, statistics).cpu(), statistics.mode
         if isinstance(network, LibraryNetwork):
             translated = translate(network, mode, torch.zeros(1, *shape[1:]))
-            return Graph(core().compile_model(translated, "CPU", self.options))
-        return compile_graph(network, shape[1:], mode, self.options)
+            return Graph(core().compile_model(translated, "CPU", options))
+        return compile_graph(network, shape[1:], mode, options)
 
-    def _check_range(self, statistics: Statistics) -> None:
-        if self.dtype != torch.float16 or statistics.mode == "population":
-            return
+    def _precision_at(self, statistics: Statistics) -> str:
+        """The engine's, unless that is f16 by its own choice and cannot hold an image's statistics."""
+        if self.precision != "f16" or statistics.mode == "population":
+            return self.precision
         for name, norm in self.model.named_modules():
             if isinstance(norm, RunningNorm) and max(norm.running_var.max(), norm.image_var.max()) > LARGEST_VARIANCE:
+                if self.chooses:
+                    return "f32"
                 raise InputError(
                     f"the variances at {name} are too large for the statistics of an image in f16: choose "
                     "precision='f32', engine='torch' or statistics='population'."
                 )
+        return self.precision

@@ -73,6 +73,12 @@ mode, the mean over seeds and, if there are several, ± their standard deviation
 batch. In bold, the mode that was best on a run's validation images: rows are to be compared by those. Between single
 runs, a difference of a point or so may be chance."""
 
+LESS = """\
+### In less precision
+
+Top-1 by OpenVINO on a CPU (`results/evaluate/`). `precision="auto"`, the default of classifier, command and service, takes
+bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
+
 
 def read_runs(folder: Path) -> list[Run]:
     """The records of all runs, by name."""
@@ -82,6 +88,12 @@ def read_runs(folder: Path) -> list[Run]:
 def read_speed(path: Path) -> dict[str, Any]:
     """The measurements of inference; empty if there are none."""
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_evaluations(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The evaluations of a checkpoint on a CPU: in f32 and, where it was measured, in less."""
+    paths = [folder / f"{name}.cpu.json", *sorted(folder.glob(f"{name}.cpu.*.json"))]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def check_agreement(config: Config, name: str, runs: Sequence[Run]) -> None:
@@ -114,11 +126,13 @@ def checkpoint_card(
     runs: Sequence[Run] = (),
     speed: Mapping[str, Any] | None = None,
     ablations: Sequence[Run] = (),
+    evaluations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """README.md of a checkpoint: what its config says and, where there are any, the runs and speeds of its network.
 
     Args:
         ablations: the records of scripts/reproduce.py.
+        evaluations: those of the checkpoint on a CPU, the first in f32.
     """
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
@@ -130,6 +144,7 @@ def checkpoint_card(
         _how_to_load(config, name),
         _how_to_call(config, name),
         _accuracy(config),
+        _precisions(evaluations),
         _twins(config, runs, ablations),
         _speed(config, speed or {}),
         _training(config, next((run for run in runs if run["name"] == name), {})),
@@ -246,6 +261,19 @@ def _accuracy(config: Config) -> str:
     about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
     about += [INTERVAL] if "top1_low" in metrics else []
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
+
+
+def _precisions(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if len(evaluations) < 2:
+        return ""
+    exact = {row["statistics"]: row["top1"] for row in evaluations[0]["rows"]}
+    rows = [
+        {"precision": found["precision"], "statistics": row["statistics"], "top1": f"{row['top1']:.2f}"}
+        | {"more than in f32": f"{row['top1'] - exact[row['statistics']]:+.2f}"}
+        for found in evaluations[1:]
+        for row in found["rows"]
+    ]
+    return f"{LESS}\n\n{table(rows, list(rows[0]))}"
 
 
 def _on_validation(config: Config) -> bool:
