@@ -5,6 +5,7 @@
     python scripts/benchmark.py infer          # images through the engines
     python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
     python scripts/benchmark.py serve          # and through the service, beside LitServe
+    python scripts/benchmark.py start          # its first answer, and its memory
     python scripts/benchmark.py imports        # how long the package takes to import
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
@@ -14,6 +15,7 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import functools
 import gc
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -357,6 +359,12 @@ def serve(args: argparse.Namespace) -> None:
     serve(args)
 
 
+def start(args: argparse.Namespace) -> None:
+    from benchmark_start import start
+
+    start(args)
+
+
 def imports(args: argparse.Namespace) -> None:
     from benchmark_imports import imports
 
@@ -420,6 +428,14 @@ def main() -> None:
     command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with instead")
     command.add_argument("--output", type=Path, default=Path("results/benchmark_serve.json"))
     command.set_defaults(run=serve)
+    command = commands.add_parser("start", help="the service's first answer and its memory")
+    command.add_argument(
+        "--checkpoints", nargs="+", default=["inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet"]
+    )
+    command.add_argument("--precisions", nargs="+", default=["auto", "f32"])
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_start.{platform.machine()}.json"))
+    command.set_defaults(run=start)
     command = commands.add_parser("imports", help="the package and its command: seconds and modules")
     command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with")
     command.add_argument("--rounds", type=int, default=7)

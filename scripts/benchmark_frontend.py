@@ -44,9 +44,10 @@ def frontend(args: argparse.Namespace) -> None:
 def enter(model: Network, image: Tensor, mode: str) -> list[Contestant]:
     """One image through PyTorch's engine and through both ways to OpenVINO; the first is for the zoo's own networks."""
     prepared = partial(prepare, model, Statistics(mode, None if mode == "population" else model.statistics_batch_size))
+    own = 1 / (model.statistics_batch_size or 1) if mode == "expected" else 1.0
     ways: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "torch": lambda: partial(TorchEngine(model), statistics=mode),
-        "stand-in": lambda: compile_graph(prepared(), image.shape, mode, OPTIONS),
+        "stand-in": lambda: partial(compile_graph(prepared(), image.shape, mode == "population", OPTIONS), own=own),
         "frontend": lambda: Graph(core().compile_model(translate(prepared(), mode, image[None]), "CPU", OPTIONS)),
     }
     if ":" in model.name:

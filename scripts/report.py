@@ -104,6 +104,14 @@ seconds and milliseconds of the processor, on a machine that others used, so tha
 includes the first image; `max_difference` is relative to the largest logit of the eager network.
 """
 
+START = """\
+## The service's start
+
+From the command to the first answer in the checkpoint's own statistics mode, by the clock (`first_answer_s`) and in
+seconds of the processor (`cpu_s`), which others on the machine disturb less; the megabytes that are resident then, and
+after an answer in each mode. A file for each kind of processor; *auto* is the precision that it has.
+"""
+
 SERVE = """\
 ## The service
 
@@ -154,6 +162,7 @@ def steps_of(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, An
 
 def performance() -> str:
     parts = [INTRODUCTION]
+    starts = sorted(path.stem.removeprefix("benchmark_") for path in RESULTS.glob("benchmark_start.*.json"))
     for title, names, batch, leave_out in [
         (LOOP, TRAIN_GPU, 16, ("images_per_s", "transition_gib")),
         (TRAIN, TRAIN_GPU, 256, ("images_per_s",)),
@@ -162,6 +171,7 @@ def performance() -> str:
         (INFER, ("infer",), None, ()),
         (FRONTEND, ("frontend",), None, ()),
         (SERVE, ("serve",), None, ("image",)),
+        (START, starts, None, ()),
     ]:
         results = {f"benchmark_{name}.json": read(f"benchmark_{name}.json") for name in names}
         parts.append(title)

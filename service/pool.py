@@ -17,7 +17,6 @@ from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
 from bkn_zoo.models import Network
-from bkn_zoo.modes import MODES
 
 from .batching import Line
 from .errors import OverloadedError, UnavailableError, UnknownModelError
@@ -31,15 +30,14 @@ IDLE = 5  # seconds after which a model that nobody asks for makes room at once
 
 
 class Loaded:
-    """A model in memory, warm in every mode, behind its queue."""
+    """A model in memory, warm in its own mode, behind its queue; others are prepared when they are first asked for."""
 
     def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
         self.classifier = Classifier(model, name, settings.device, settings.engine, settings.precision)
         if self.classifier.engine_name == "openvino":
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
-        with ThreadPoolExecutor(len(MODES)) as warming:
-            list(warming.map(self.classifier.scores, [torch.zeros(1, 3, size, size)] * len(MODES), MODES))
+        self.classifier.scores(torch.zeros(1, 3, size, size))
         self.since = time.monotonic()
         batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
         self.line = Line(

@@ -155,7 +155,7 @@ def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, roo
     found = call("compare", photos / "b.PNG", "--top-k", 2)
     assert (found.code, found.err) == (0, "")
     title, modes, times, *rows = found.out.splitlines()
-    assert title == f"{photos / 'b.PNG'}, by small with torch on cpu"
+    assert title == f"{photos / 'b.PNG'}, by small with torch in f32 on cpu"
     assert modes.split() == ["population", "sample", "(default)", "expected"]
     assert times.count(" ms") == 3
     assert len(rows) == 2

@@ -261,6 +261,14 @@ def test_the_oldest_preparation_gives_way(small: Network, name: str, monkeypatch
     assert len(engine._prepared) == (1 if name == "torch" else 2)
 
 
+@each_engine
+def test_sample_and_expected_share_one_preparation(small: Network, name: str) -> None:
+    engine = create_engine(small, name)
+    for mode in ("expected", "sample", "expected"):
+        assert_agrees(engine, small, photographs(1, 16), mode)
+    assert len(engine._prepared) == 1
+
+
 @modes
 def test_f16_is_close_in_pytorch(small: Network, mode: str) -> None:
     images = photographs(4, 16)

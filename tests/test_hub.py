@@ -453,7 +453,7 @@ def test_the_service_answers_from_a_repository_as_from_the_folder_and_then_offli
     commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
     server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
     name = f"owner/{ZOO_NAME}@v1"
-    wanted = bkn_zoo.Classifier.from_pretrained(folder)(photo.getvalue(), top_k=10)
+    wanted = bkn_zoo.Classifier.from_pretrained(folder, precision="f32")(photo.getvalue(), top_k=10)
     variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*"}
     for more in ({"HF_ENDPOINT": server.endpoint}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}):
         with ServiceProcess(tmp_path, "--models", name, environment=variables | more, ready_within=180) as process:

@@ -99,7 +99,7 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
         for norm in model.modules():
             if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
                 norm.transition.normal_(0, 0.1)
-    engine = bkn_zoo.Classifier(model, "mine", engine=name).engine
+    engine = bkn_zoo.Classifier(model, "mine", engine=name, precision="f32").engine
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         for mode in MODES if name == "torch" else ("population", "expected"):  # which has all that `sample` has

@@ -55,7 +55,7 @@ def running(checkpoints: Path) -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="module")
 def classifier(checkpoints: Path) -> Classifier:
-    return Classifier.from_pretrained(str(checkpoints / "first"))
+    return Classifier.from_pretrained(str(checkpoints / "first"), precision="f32")
 
 
 def ask(url: str, body: bytes | None = None, method: str | None = None, **headers: str) -> tuple[int, Any, Any]:

@@ -117,7 +117,7 @@ class TorchEngine(Engine):
         return "f32"  # on a CPU, converting to float32 for every norm takes what faster convolutions give
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        network = self._once(statistics, lambda: self._prepare(statistics))
+        network = self._once(_kind(statistics), lambda: self._prepare(statistics))
         images = images.to(self.device, self.dtype, memory_format=torch.channels_last)
         if not images.is_cuda:
             return network(images, statistics.mode).float()
@@ -156,20 +156,23 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        graph = self._once((statistics, images.shape[2:]), lambda: self._compile(images.shape, statistics))
+        converted = isinstance(self.model, LibraryNetwork)
+        key = (statistics if converted else _kind(statistics), images.shape[2:])
+        graph = self._once(key, lambda: self._compile(images.shape, statistics))
+        own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
         logits = torch.empty(len(images), self.model.num_classes)
         for row, image in zip(logits, images.detach().to("cpu", torch.float32), strict=True):
-            row.copy_(graph(image))
+            row.copy_(graph(image, own))
         return logits
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
-        network, mode = prepare(self.model, statistics).cpu(), statistics.mode
+        network = prepare(self.model, statistics).cpu()
         if isinstance(network, LibraryNetwork):
-            translated = translate(network, mode, torch.zeros(1, *shape[1:]))
+            translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
             return Graph(core().compile_model(translated, "CPU", options))
-        return compile_graph(network, shape[1:], mode, options)
+        return compile_graph(network, shape[1:], statistics.mode == "population", options)
 
     def _precision_at(self, statistics: Statistics) -> str:
         """The engine's, unless that is f16 by its own choice and cannot hold an image's statistics."""
@@ -184,3 +187,8 @@ class OpenVINOEngine(Engine):
                     "precision='f32', engine='torch' or statistics='population'."
                 )
         return self.precision
+
+
+def _kind(statistics: Statistics) -> Statistics:
+    """What has a prepared network of its own: the population's statistics, and an image's, `sample` or `expected`."""
+    return Statistics("population") if statistics.mode == "population" else Statistics("image", statistics.group)

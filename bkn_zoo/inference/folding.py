@@ -1,4 +1,4 @@
-"""Copies of a network that are lean at inference, each for one kind of statistics.
+"""Copies of a network that are lean at inference, each for one kind of statistics: the population's, or an image's.
 
 With population statistics every norm folds into the convolution before it. With those of the image (`sample`,
 `expected`) the norms stay, rid of what does not depend on the image. Branches of an Inception block that begin alike
@@ -26,7 +26,7 @@ from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 @torch.no_grad()
 def prepare(model: Network, statistics: Statistics) -> Network:
-    """A copy of `model` for the given statistics alone, lean at those."""
+    """A copy of `model` that is lean at the given statistics; the one for `sample` is for `expected` too."""
     if statistics.mode == "population":
         return join(fold(model))
     network = frozen(model)
@@ -135,29 +135,31 @@ class FoldedNorm(nn.Module):
 
 
 class ImageNorm(nn.Module):
-    """A norm for `sample` or `expected` statistics alone, in as few operations as it takes.
+    """A norm for `sample` and `expected` statistics alone, in as few operations as it takes.
 
     What does not depend on the image is combined beforehand, and numbers are tensors: a small network feels every
     operation, and one with a Python number costs twice one between tensors.
     """
 
+    own: Any  # these four: tensors, or values in a graph that is being built
+    others: Any
+    partners_mean: Any
+    partners_var: Any
+
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
         if isinstance(norm, BatchKalmanVariant2d):
             raise InputError("a variant of BKN for ablations runs as the network that it is: no engine knows it.")
-        self.expects = statistics.mode == "expected"
         self.believes = isinstance(norm, BatchKalmanNorm2d)
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = norm.weight if norm.affine else nn.Buffer(torch.ones(norm.num_features))
         self.bias = norm.bias if norm.affine else nn.Buffer(torch.zeros(norm.num_features))
-        if self.expects:
-            own = torch.tensor(1 / (statistics.group or 1))
-            others = 1 - own
+        if norm.track_running_stats:
             partners, spread = norm.partners()
-            self.own, self.others, self.image_mean = nn.Buffer(own), nn.Buffer(others), nn.Buffer(partners.mean)
-            self.partners_mean = nn.Buffer(others * partners.mean)
-            self.partners_var = nn.Buffer(others * partners.var + others**2 * spread)
+            self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
+            self.image_spread = nn.Buffer(spread)
+            self.weigh(torch.tensor(1 / (statistics.group or 1)))
         if isinstance(norm, BatchKalmanNorm2d) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
@@ -165,11 +167,24 @@ class ImageNorm(nn.Module):
             self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
 
+    def weigh(self, own: Any) -> None:
+        """Let an image's own statistics be this share of what `expected` takes; where they are all, it is `sample`.
+
+        Args:
+            own: a number as a tensor, or as a value in a graph that is being built.
+        """
+        others = 1 - own
+        mean, var = others * self.image_mean, others * (self.image_var + others * self.image_spread)
+        weights = {"own": own, "others": others, "partners_mean": mean, "partners_var": var}
+        for name, value in weights.items():
+            self._buffers.pop(name, None)
+            setattr(self, name, nn.Buffer(value) if isinstance(value, Tensor) else value)
+
     def forward(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
         mean, var = _observe(x)
-        if self.expects:  # as RunningNorm.expect
+        if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
             mean = self.own * mean + self.partners_mean

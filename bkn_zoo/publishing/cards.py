@@ -76,8 +76,8 @@ runs, a difference of a point or so may be chance."""
 LESS = """\
 ### In less precision
 
-Top-1 by OpenVINO on a CPU (`results/evaluate/`). `precision="auto"`, the default of classifier, command and service, takes
-bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
+Top-1 by OpenVINO on a CPU (`results/evaluate/`). `precision="auto"`, the default of classifier, command and service,
+takes bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -1,0 +1,44 @@
+"""How long the service takes to its first answer, and what it then holds in memory: `benchmark.py start` calls it."""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark_serve import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
+
+from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.results import table, write_results
+
+
+def start(args: argparse.Namespace) -> None:
+    rows = []
+    for checkpoint in args.checkpoints:
+        for precision in args.precisions:
+            found = [measure(checkpoint, precision) for _ in range(args.rounds)]
+            medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+            rows.append({"checkpoint": checkpoint, "precision": precision, **medians})
+    write_results(args.output, rows, rounds=args.rounds)
+    print(table(rows, list(rows[0])))
+
+
+def measure(checkpoint: str, precision: str) -> dict[str, Any]:
+    """One start: seconds to the first answer, by the clock and of the processor; megabytes then and after all modes."""
+    image, port = make_image(128), free_port()
+    command = [sys.executable, "-m", "service", "--port", str(port), "--models", checkpoint, "--precision", precision]
+    with tempfile.TemporaryDirectory() as scratch:
+        begun = time.perf_counter()
+        with serving(command, Path(scratch) / "log", ROOT) as process:
+            wait_for_answer(process, port, _request(image))
+            found = {"first_answer_s": time.perf_counter() - begun, "cpu_s": cpu_seconds(process.pid)}
+            found["resident_mb"] = resident_mb(process.pid)
+            for mode in MODES:
+                load(port, _request(image, f"?statistics={mode}"), 1, 0.001)
+            return found | {"all_modes_resident_mb": resident_mb(process.pid)}
+
+
+def _request(image: bytes, query: str = "") -> bytes:
+    return f"POST /v1/classify{query} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image
