@@ -115,7 +115,7 @@ class Load:
 class Trial:
     """A cluster of three nodes, the service on it, and what is done to it.
 
-    At least two of three replicas are on the nodes beside the head, and the other two nodes have room for those of one.
+    At least one of three replicas is on a node beside the head, and the others have room for it when that one goes.
     """
 
     def __init__(self, model: str) -> None:
@@ -124,9 +124,9 @@ class Trial:
         from ray.cluster_utils import Cluster
 
         self.model = model
-        head = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+        head = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.others = [self.cluster.add_node(num_cpus=2, node_ip_address="127.0.0.1") for _ in range(2)]
+        self.others = [self.cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1") for _ in range(2)]
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
 
