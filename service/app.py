@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -323,7 +324,8 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         super().__init__(config)
         self._drained: float | None = None
-        self._parent = os.getppid() if settings.workers > 1 else None
+        # Not by getppid(), which has another answer already if the parent died while this process was starting.
+        self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -335,7 +337,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         drained = self._drained is not None and time.monotonic() >= self._drained
-        orphaned = self._parent is not None and os.getppid() != self._parent
+        orphaned = self._parent is not None and not self._parent.is_alive()
         return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None
 
     def handle_exit(self, sig: int, frame: Any) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,30 @@ def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
         process.process.kill()
         process.process.wait()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
+
+
+class JustStarted(ServiceProcess):
+    """Entered as soon as it has two workers, which are still busy with their imports."""
+
+    def workers(self) -> set[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return {int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+    def _wait_until_ready(self) -> None:
+        until(lambda: len(self.workers()) == 2, "two workers")
+
+
+def test_workers_that_are_orphaned_while_they_start_end_too(checkpoints: Path) -> None:
+    with JustStarted(checkpoints, "--workers", "2") as process:
+        pids = process.workers()
+        process.process.kill()
+        process.process.wait()
+        try:
+            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
