@@ -29,6 +29,7 @@ FORM, JSON = "multipart/form-data", "application/json"
 OPTIONS = tuple(Options.model_fields)
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
+PARTS_PER_IMAGE = 4  # a comma in the list and one in a data URI, and some
 
 
 async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
@@ -41,7 +42,7 @@ async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     if kind == FORM:
         (image, *_), given = await _from_form(request, field, 1)
     elif kind == JSON:
-        found, given = _from_json(await _read(request))
+        found, given = _from_json(await _read(request), 1)
         if not isinstance(found.get(field), str):
             raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
         image = _from_base64(found[field])
@@ -57,7 +58,7 @@ async def read_uploads(request: Request, field: str, most: int) -> tuple[list[by
     if kind == FORM:
         sources, given = await _from_form(request, field, most)
     elif kind == JSON:
-        found, given = _from_json(await _read(request))
+        found, given = _from_json(await _read(request), most)
         sources = found.get(field)
     else:
         raise MalformedRequestError(f"several images come in a form, as files {field!r}, or in JSON: see /docs.")
@@ -126,9 +127,9 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
     return images, {name: form[name] for name in OPTIONS if isinstance(form.get(name), str) and form[name] != ""}
 
 
-def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a body of JSON holds, and the options in it."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a body of JSON with at most so many images holds, and the options in it."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS + PARTS_PER_IMAGE * most:
         raise MalformedRequestError("the JSON has too many parts: send the image in base64, and the options.")
     try:
         data = json.loads(body)

@@ -1,5 +1,6 @@
 """The service, asked as its clients ask it."""
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import Request
 from huggingface_hub import InferenceClient
 from PIL import Image
 from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
@@ -28,7 +30,9 @@ from bkn_zoo import Classifier, InputError
 from bkn_zoo.norms import MODES
 from service.app import create_app, main
 from service.decoding import usable_cores
+from service.errors import MalformedRequestError, ServiceError
 from service.settings import Settings, read_settings
+from service.uploads import read_uploads
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +235,24 @@ def test_the_metrics_count_what_happened(running: ServiceProcess, photo: Path) -
         "process_resident_memory_bytes",
     ):
         assert wanted in text
+
+
+def test_as_many_data_uris_as_images_are_allowed_are_not_too_many_parts() -> None:
+    text = base64.b64encode(b"an image").decode()
+
+    def read(most: int, parts: int) -> list[bytes | ServiceError]:
+        body = json.dumps({"images": [f"data:image/png;base64,{text}"] * most, "more": [0] * parts}).encode()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        headers = [(b"content-type", b"application/json")]
+        request = Request({"type": "http", "headers": headers, "query_string": b""}, receive)
+        return asyncio.run(read_uploads(request, "images", most))[0]
+
+    assert read(600, 0) == [b"an image"] * 600
+    with pytest.raises(MalformedRequestError, match="too many parts"):
+        read(600, 10_000)
 
 
 def test_the_body_s_options_win_over_the_query_s(running: ServiceProcess, photo: Path) -> None:
