@@ -13,7 +13,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 from .envelope import QUIET
 from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
@@ -232,6 +232,7 @@ class Connection(asyncio.Protocol):
         target, _, query = request.target.partition(b"?")
         root = self.settings.root_path
         path = unquote(target.decode())
+        at_root = root != "" and path == root
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # a proxy may have taken it away
         scope = {
             "type": "http",
@@ -249,7 +250,8 @@ class Connection(asyncio.Protocol):
             "state": self.app_state.copy(),
         }
         last = self._in_a_row >= MAX_PIPELINED
-        app = self.app
+        # The page finds what it needs beside itself, which is below the root only with a slash at its end.
+        app = RedirectResponse(f"{root}/") if at_root else self.app
         if len(self.state.connections) > self.edge.most and path not in QUIET:
             app, last = self._too_many(), True
         self.exchange = Exchange(self, scope, last)

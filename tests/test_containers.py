@@ -167,6 +167,11 @@ def test_behind_a_proxy_that_takes_the_path_away_or_leaves_it_everything_is_foun
     assert b'route="/v1/models"' in get("/metrics"), "by the route's own name"
 
 
+def test_the_root_path_without_its_slash_leads_to_the_page(image: ServiceProcess) -> None:
+    with DIRECT.open(f"{image.url}/bkn", timeout=30) as response:
+        assert response.url == f"{image.url}/bkn/", "beside which the page's own files are found"
+
+
 @pytest.mark.parametrize(("given", "path"), [("", ""), ("/", ""), ("/a/b/", "/a/b"), ("a", "/a")])
 def test_a_root_path_has_a_slash_before_and_none_after(given: str, path: str) -> None:
     assert read_settings(["--root-path", given]).root_path == path
