@@ -328,6 +328,10 @@ class Server(uvicorn.Server):
         self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
 
     async def startup(self, sockets: Any = None) -> None:
+        if self._parent is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # now that `handle_exit` is there to meet it
+            if self.should_exit:
+                return
         await super().startup(sockets)
         if self.servers:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -38,7 +39,7 @@ def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
     def start(place: int) -> None:
         # A daemon, so that an error here leaves none behind.
         worker = workers[place] = context.Process(target=_work, args=(settings, serve), daemon=True)
-        with _share_of_cores(place, settings.workers):
+        with _share_of_cores(place, settings.workers), _interrupts_held_back():
             worker.start()
         if stopping:
             worker.terminate()
@@ -124,6 +125,17 @@ def _share_of_cores(place: int, workers: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """What is started within meets SIGINT only once it asks for it: in the midst of imports it would be a traceback."""
+    resource_tracker.ensure_running()  # which lets SIGINT through again when it starts, and a process would start it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(settings: Settings, serve: Callable[[Settings], int]) -> None:

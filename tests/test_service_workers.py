@@ -195,6 +195,14 @@ def test_workers_that_are_orphaned_while_they_start_end_too(checkpoints: Path) -
                     os.kill(pid, signal.SIGKILL)
 
 
+def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: Path) -> None:
+    with JustStarted(checkpoints, "--workers", "2") as process:
+        os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
+        assert process.process.wait(LONG) == 0
+        assert "Traceback" not in process.log()
+        assert "bkn_zoo serves" not in process.log(), "nothing was loaded first"
+
+
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.app.set_up_logs", lambda: None)
     (tmp_path / "broken").mkdir()
