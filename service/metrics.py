@@ -31,7 +31,9 @@ class Metrics:
             "bkn_request_seconds", "From a request's first byte to its answer.", ["route"], registry=registry,
             buckets=SECONDS,
         )  # fmt: skip
-        self.rejected = Counter("bkn_rejected_total", "Requests refused, by reason.", ["reason"], registry=registry)
+        self.rejected = Counter(
+            "bkn_rejected_total", "Requests refused, and images of a batch, by reason.", ["reason"], registry=registry
+        )
         self.connections = Gauge("bkn_connections", "Connections that are open.", **gauge)
         self.cut = Counter(
             "bkn_connections_cut_total", "Connections given up, by reason.", ["reason"], registry=registry
