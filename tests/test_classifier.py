@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from torch import nn
 from torch.testing import assert_close
 
@@ -157,6 +157,26 @@ def test_results_come_one_by_one_with_errors_in_their_places(
     for found, one in zip((results[1], results[3]), expected, strict=True):
         assert isinstance(found, Classification)
         assert [p.label for p in found.predictions] == [p.label for p in one.predictions]
+
+
+def test_images_that_their_owner_changes_for_the_next_are_seen_as_they_came(
+    classifier: Classifier, tmp_path: Path
+) -> None:
+    sources = images(6)
+    wanted = [classifier(image).predictions for image in sources]
+    frames = [Image.fromarray(image) for image in sources]
+    frames[0].save(tmp_path / "pages.tiff", save_all=True, append_images=frames[1:])
+
+    def one_buffer() -> Iterator[np.ndarray]:
+        buffer = np.empty_like(sources[0])
+        for image in sources:
+            buffer[:] = image
+            yield buffer
+
+    with Image.open(tmp_path / "pages.tiff") as pages:
+        for changing in (one_buffer(), ImageSequence.Iterator(pages)):
+            found = [result.predictions for result in classifier.each(changing) if isinstance(result, Classification)]
+            assert found == wanted
 
 
 def test_an_error_names_the_image_among_many(classifier: Classifier, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from bkn_zoo.modes import choose_statistics
 PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
 GPU_BATCH = 32
 DECODERS = min(4, os.cpu_count() or 1)  # threads; each may hold a large image, which is why they are not more
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,12 @@ class Classifier:
     ) -> Iterator[Classification | ImageError]:
         """The result for each image as it comes, in order; for one that cannot be used, its error.
 
-        While the network runs, threads decode the next few images, and no more: any number of them may come.
+        While the network runs, threads decode the next few images, and no more: any number of them may come. Those in
+        files and in `bytes`, that is; others are prepared as they come, since their owner may change them for the next.
         """
         chosen = self.choose(statistics)
         _check_top_k(top_k)
-        with closing(_ahead(self._try, images, self._batch + DECODERS)) as prepared:
+        with closing(self._ahead(images)) as prepared:
             while batch := list(islice(prepared, self._batch)):
                 good = [image for image in batch if isinstance(image, Tensor)]
                 rows = iter(self.scores(torch.stack(good), chosen) if good else ())
@@ -178,25 +176,31 @@ class Classifier:
         pairs = zip(ordered.indices[:top_k].tolist(), ordered.values[:top_k].tolist(), strict=True)
         return tuple(Prediction(self._labels[k], score) for k, score in pairs)
 
+    def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
+        """Each image prepared, or what is wrong with it; in order, and a few before they are asked for."""
+        waiting = iter(images)
+        threads = ThreadPoolExecutor(DECODERS, "decoder")
+
+        def begin(image: ImageSource) -> Callable[[], Tensor | ImageError]:
+            if isinstance(image, bytes | str | os.PathLike):
+                return threads.submit(self._try, image).result
+            prepared = self._try(image)  # now: its owner may use its memory again for the next one
+            return lambda: prepared
+
+        try:
+            coming = deque(begin(image) for image in islice(waiting, self._batch + DECODERS))
+            while coming:
+                prepared = coming.popleft()()
+                coming.extend(begin(image) for image in islice(waiting, 1))
+                yield prepared
+        finally:
+            threads.shutdown(cancel_futures=True)
+
     def _try(self, image: ImageSource) -> Tensor | ImageError:
         try:
             return self.prepare(image)
         except ImageError as error:
             return error
-
-
-def _ahead(make: Callable[[Item], Made], items: Iterable[Item], most: int) -> Generator[Made, None, None]:
-    """What threads make of each item, in order, at most so many before they are asked for."""
-    waiting = iter(items)
-    threads = ThreadPoolExecutor(DECODERS, "decoder")
-    try:
-        coming = deque(threads.submit(make, item) for item in islice(waiting, most))
-        while coming:
-            made = coming.popleft().result()
-            coming.extend(threads.submit(make, item) for item in islice(waiting, 1))
-            yield made
-    finally:
-        threads.shutdown(cancel_futures=True)
 
 
 def default_checkpoint() -> str:
