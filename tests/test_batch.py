@@ -133,7 +133,8 @@ def test_whatever_moment_a_file_was_cut_at_its_whole_rows_are_found_and_nothing_
     """Every cut of the first bytes and of the last, in which are the odd names; and the command goes on from some."""
     data, form, path = whole[format], classify.FORMATS[format], tmp_path / f"out.{format}"
     path.write_bytes(data)
-    made = classify.Made("./mine", None, "population", 2)
+    (revision,) = json.loads(Path("mine/config.json").read_text())["sha256"].values()
+    made = classify.Made("./mine", revision, "population", 2)
     args: Any = type("Options", (), {"output": path, "format": format})
 
     def read() -> tuple[set[str], int]:
@@ -203,6 +204,31 @@ def test_a_file_of_another_command_is_refused_and_left_as_it_is(
     assert (found.out, found.err.count("\n")) == ("", 1)
     assert complaint in found.err
     assert output.read_bytes() == whole[format]
+
+
+def test_a_file_of_other_weights_in_the_same_folder_is_refused(
+    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_small_checkpoint(tmp_path / "mine", seed=1)
+    (tmp_path / "photos").symlink_to(Path("photos").absolute())
+    monkeypatch.chdir(tmp_path)
+    for format in ("csv", "json"):
+        output = tmp_path / "out"
+        output.write_bytes(whole[format])
+        assert cli.main(arguments(str(output), format=format)) == 2
+        assert f"{output} was made with other weights of ./mine" in capsys.readouterr().err
+        assert output.read_bytes() == whole[format]
+
+
+@pytest.mark.parametrize("format", ["csv", "json"])
+def test_a_file_without_a_good_image_can_be_gone_on_with(tmp_path: Path, format: str) -> None:
+    output = tmp_path / f"out.{format}"
+    command = arguments(str(output), format=format)
+    for _ in range(2):
+        assert cli.main([command[0], f"photos/{BAD}", *command[2:]]) == 1
+        assert files_in(output) == []
+    assert cli.main([command[0], "photos/0000.png", *command[2:]]) == 0
+    assert files_in(output) == ["photos/0000.png"]
 
 
 def test_what_is_no_output_of_this_command_is_never_cut(

@@ -2,6 +2,8 @@
 
 import argparse
 import csv
+import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -24,7 +26,7 @@ COLUMNS = ["file", "rank", "label", "score", "model", "revision", "statistics", 
 
 
 class Made(NamedTuple):
-    """What all rows of a file have in common."""
+    """What all rows of a file have in common; of a checkpoint on disk, the weights' SHA-256 is the revision."""
 
     model: str
     revision: str | None
@@ -77,7 +79,7 @@ def classify(args: argparse.Namespace) -> int:
             for text in _texts(form, _results(classifier, files, args, failures)):
                 done += 1
                 print(text, end="")
-            print(form.after if done else form.before + form.after, end="")
+            print(form.after if done else form.before + form.after.lstrip(), end="")
     for failure in failures.values():
         print(f"bkn-zoo: {failure}", file=sys.stderr)
     asked_for = args.strict or not done or not failures.keys().isdisjoint(map(str, args.paths))
@@ -154,7 +156,7 @@ def _to_file(
     """Write what is not in the file yet; how many images are in it then."""
     statistics = classifier.choose(args.statistics)
     top_k = min(args.top_k, classifier.model.num_classes)
-    made = Made(classifier.name, classifier.revision, statistics, top_k)
+    made = Made(classifier.name, _revision(classifier), statistics, top_k)
     with _alone(args.output) as file:
         done, end = _read(form, file, args, made)
         todo = [name for name in files if _text(name) not in done]
@@ -163,11 +165,13 @@ def _to_file(
         count = len(done)
         try:
             file.truncate(end)
-            for text in _texts(form, _results(classifier, todo, args, failures, len(files) - len(todo)), bool(done)):
+            results = _results(classifier, todo, args, failures, len(files) - len(todo))
+            signed = ((name, dataclasses.replace(result, revision=made.revision)) for name, result in results)
+            for text in _texts(form, signed, bool(done)):
                 file.write(_bytes(text))
                 file.flush()  # of an image all or nothing, but for what kills in the middle of that
                 count += 1
-            file.write(_bytes(form.after if count else form.before + form.after))
+            file.write(_bytes(form.after if count else form.before + form.after.lstrip()))
             file.flush()
         except KeyboardInterrupt:
             print(f"bkn-zoo: {count:,} images are in {args.output}: the same command goes on", file=sys.stderr)
@@ -175,6 +179,14 @@ def _to_file(
     bad = f"; {len(failures):,} could not be used" if failures else ""
     print(f"bkn-zoo: {count:,} images are in {args.output}{bad}", file=sys.stderr)
     return count
+
+
+def _revision(classifier: "Classifier") -> str | None:
+    """What tells these weights from others of the same name."""
+    hashes = sorted(classifier.model.config.sha256.values())
+    if classifier.revision is not None or len(hashes) < 2:
+        return classifier.revision or next(iter(hashes), None)
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 @contextmanager
@@ -213,6 +225,11 @@ def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -
         for row in form.read(file, made.top_k):
             for name, (theirs, ours) in zip(Made._fields, zip(row.made, made, strict=True), strict=True):
                 if theirs != ours:
+                    if name == "revision":
+                        raise InputError(
+                            f"{args.output} was made with other weights of {made.model} (revision {theirs}, not {ours}): "
+                            "name another file."
+                        )
                     option = f"--{name.replace('_', '-')} {theirs}"
                     raise InputError(
                         f"{args.output} was made with {option}, not {ours}: repeat that, or name another file."
