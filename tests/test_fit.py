@@ -456,7 +456,7 @@ def test_a_training_out_of_patience_ends_and_is_finished(tmp_path: Path, monkeyp
     state = run(tmp_path, recipe)
     assert [line["epoch"] for line in state.history] == [1, 2, 3, 4]
     assert state.finished
-    refuse_to_replace(tmp_path)
+    refuse_to_replace(tmp_path, recipe)
     assert run(tmp_path, recipe, resume=True).history == state.history
 
 
@@ -674,16 +674,34 @@ def test_ctrl_c_that_is_meant_for_others_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_a_training_that_stopped_is_not_replaced_by_mistake(uninterrupted: Training, tmp_path: Path) -> None:
-    refuse_to_replace(tmp_path)
+    refuse_to_replace(tmp_path, RECIPE)
     state = started()
     save_state(state, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path)  # nothing was done yet
+    refuse_to_replace(tmp_path, RECIPE)  # nothing was done yet
     state.step = 4
     save_state(state, RECIPE, tmp_path)
     with pytest.raises(InputError, match="holds a training that stopped at step 4: go on with --resume, or remove"):
-        refuse_to_replace(tmp_path)
+        refuse_to_replace(tmp_path, RECIPE)
+    old = torch.load(tmp_path / "state.pt", weights_only=True)
+    del old["finished"]  # as before there was such a thing
+    torch.save(old, tmp_path / "state.pt")
+    with pytest.raises(InputError, match="holds a training that stopped at step 4"):
+        refuse_to_replace(tmp_path, RECIPE)
     save_state(uninterrupted, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path)
+    refuse_to_replace(tmp_path, RECIPE)
+    with pytest.raises(InputError, match=r"holds a finished training of another recipe \(lr differs\)"):
+        refuse_to_replace(tmp_path, dataclasses.replace(RECIPE, lr=0.123))
+
+
+def test_short_epochs_are_not_saved_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(loop, "save_state", lambda training, *_: saved.append(training.step))
+    run(tmp_path, dataclasses.replace(RECIPE, epochs=4))
+    assert saved == [0, 3, 12]
+    saved.clear()
+    monkeypatch.setattr(loop, "EPOCH_SECONDS", 0.0)
+    run(tmp_path, dataclasses.replace(RECIPE, epochs=4))
+    assert saved == [0, 3, 6, 9, 12]
 
 
 def test_the_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: p
     builder = libraries._builder
     monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], lambda: published))
     monkeypatch.chdir(tmp_path)
-    source = train.build(train.read_recipe(None, {"model": NETWORK, **train.FINE_TUNING}), NETWORK, 2)
+    source = train.build(train.read_recipe(None, {"model": NETWORK, **train.FINE_TUNING}), NETWORK, ["a", "b"])
     assert torch.equal(source.state_dict()["conv1.0.weight"], published["conv1.0.weight"])
     more = ["--epochs", "1", "--validation", "0.3", "--gradient_batch", "4", "--device", "cpu", "--size", "32"]
     train.main(["--data", "photos", "--init", NETWORK, *more])

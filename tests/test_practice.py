@@ -127,26 +127,27 @@ def test_stopped_at_ten_random_moments_a_training_ends_with_the_very_same_weight
     assert len([step for step in stops if 0 < step < 9]) >= 2, stops
 
 
-def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on_with_the_processes_that_decode(
-    place: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_and_says_how_to_go_on_with_those_that_decode(
+    place: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The real command, and a signal to all of its processes, as a terminal sends it."""
+    """The real command, and a signal to its group, as a terminal sends it for Ctrl-C."""
     command = [
         sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())",
-        "train", "--data", str(place / "photos"), *TINY, "--epochs", "10000", "--workers", "1",
+        "train", "--data", str(place / "photos"), *TINY, "--epochs", "10000", "--workers", "1", "--name", "mine",
     ]  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    log = tmp_path / "runs" / "inception_cifar_bkn.photos" / "log.jsonl"
+    log = tmp_path / "runs" / "mine" / "log.jsonl"
     with subprocess.Popen(
         command, cwd=tmp_path, env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     ) as process:  # fmt: skip
         while process.poll() is None and not (log.exists() and log.stat().st_size):  # until an epoch has ended
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         said = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, said
-    assert "stopping after this step" in said
+    assert process.returncode == 128 + number, said
+    assert ("stopping after this step" in said) == (number == signal.SIGINT)
     *_, stopped, how = said.splitlines()
     assert stopped == f"stopped at step {state(log.parent)['step']} of 30000; go on with:"
     assert how == shlex.join(["bkn-zoo", *command[3:], "--resume"])
@@ -194,7 +195,8 @@ def test_a_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, pl
     done = commands("train", "--data", "photos", "--size", "32", "--epochs", "1", "--device", "cpu")
     assert done.code == 0, done.output
     assert "starting from inception_v2_bkn.tiny_imagenet" in done.output
-    config = json.loads((place / "runs/inception_v2_bkn.photos/inception_v2_bkn.photos/config.json").read_text())
+    name = "inception_v2_bkn.photos-epochs=1-size=32"
+    config = json.loads((place / "runs" / name / name / "config.json").read_text())
     assert config["training"]["init"] == "inception_v2_bkn.tiny_imagenet"
     assert config["label_names"] == ["dark", "light"]
 

@@ -17,7 +17,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
-from bkn_zoo.cli.train import FINE_TUNING, fitted, parse, plot, run_name
+from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, plot, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import read_recipe
 
@@ -231,10 +231,35 @@ def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monke
     twin = f"{recipe} --statistics_batch None --model resnet101_bn"
     assert name(twin) == "resnet101_bkn.tiny_imagenet-model=resnet101_bn-statistics_batch=None"
     assert name(f"{twin} --name twin") == "twin"
-    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos"
+    assert name("--data some/photos --model resnet101_bn") == "resnet101_bn.photos"
+    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos-epochs=1"
     (tmp_path / "My photos").mkdir()
     monkeypatch.chdir(tmp_path / "My photos")
     assert name("--data .") == "resnet101_bn.My_photos"  # which can be a folder, a model of the service, a repository
+
+
+def test_a_classifier_is_kept_for_classes_of_the_same_names_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = bkn_zoo.create_model("inception_cifar_bkn", 2)
+    bkn_zoo.save_pretrained(source, tmp_path / "mine", label_names=["cat", "dog"])
+    recipe = read_recipe(None, FINE_TUNING | {"model": "inception_cifar_bkn"})
+    for names, kept in ((["cat", "dog"], True), (["rust", "scratch"], False), (["cat", "dog", "eel"], False)):
+        model = build(recipe, str(tmp_path / "mine"), names)
+        assert bool(model.get_parameter("fc.weight").any()) == kept
+        changed = [
+            name for name, tensor in source.state_dict().items() if not torch.equal(tensor, model.state_dict()[name])
+        ]
+        assert changed == ([] if kept else ["fc.weight", "fc.bias"])
+
+
+def test_stopped_before_it_saved_a_training_is_not_said_to_go_on_from_an_older_one(tmp_path: Path) -> None:
+    args, _ = parse(["--data", "D", "--output", str(tmp_path)])
+    (tmp_path / "state.pt").write_bytes(b"an older one")
+    args.found = _stamp(tmp_path / "state.pt")
+    assert "begin again" in _how_to_go_on(KeyboardInterrupt(), "train", args)
+    (tmp_path / "new").write_bytes(b"its own")
+    (tmp_path / "new").replace(tmp_path / "state.pt")
+    assert _how_to_go_on(KeyboardInterrupt(), "train", args).endswith("go on with:\ntrain --resume")
 
 
 def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_its_own(

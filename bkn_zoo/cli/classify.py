@@ -227,8 +227,8 @@ def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -
                 if theirs != ours:
                     if name == "revision":
                         raise InputError(
-                            f"{args.output} was made with other weights of {made.model} (revision {theirs}, not {ours}): "
-                            "name another file."
+                            f"{args.output} was made with other weights of {made.model} (revision {theirs}, not "
+                            f"{ours}): name another file."
                         )
                     option = f"--{name.replace('_', '-')} {theirs}"
                     raise InputError(

@@ -85,13 +85,14 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
     with bar(len(images), "evaluating", "image") as done:
         logits, labels = predict(run, _counted(batches, done), args.statistics)
-    rows = [{"statistics": mode, "images": len(images), **measure(outputs, labels)} for mode, outputs in logits.items()]
+    rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
         write_results(args.output, rows, split=split, **about)
     said = {
         "test": "the test images",
-        "validation": "images that the training held out to choose by",
+        "validation": f"the {recipe.get('validation', 0.1):.0%} of images that a training on this folder holds out "
+        "to choose by (--split all if it was trained on another)",
         "all": "all images",
     }
     print(f"{said[split]} of {args.data}; top1 with its 95 % interval (Wilson)\n")

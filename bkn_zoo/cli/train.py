@@ -14,10 +14,10 @@ the run in results/runs/, and the checkpoint, a folder with the run's name; a ru
 into the repository's own with --results results/runs. The statistics mode is chosen on the validation images; the test
 images are used once, at the end, on the weights as they are stored.
 
-Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved after every epoch and every
-few minutes, too. --resume takes the same command once more, and on the same hardware and versions ends with the very
-same weights as if nothing had happened. For that, cuDNN is held to algorithms that repeat their results, and chooses
-them by rule rather than by a race, which another process might decide otherwise.
+Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved every few minutes, too, and
+after epochs, though not more than twice a minute. --resume takes the same command once more, and on the same hardware
+and versions ends with the very same weights as if nothing had happened. For that, cuDNN is held to algorithms that
+repeat their results, and chooses them by rule rather than by a race, which another process might decide otherwise.
 """
 
 import argparse
@@ -51,7 +51,16 @@ from bkn_zoo.training.evaluation import evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import STATE, Training, TrainingError, begin, kept_line, load_state, refuse_to_replace
+from bkn_zoo.training.state import (
+    STATE,
+    Training,
+    TrainingError,
+    begin,
+    classifier,
+    kept_line,
+    load_state,
+    refuse_to_replace,
+)
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
@@ -79,7 +88,7 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     parser.add_argument("--data", required=True, type=Path, help="the folder that holds the data set")
     parser.add_argument(
         "--init",
-        help="a checkpoint to start from, torchvision:NAME or timm:NAME; its classifier is kept where the classes fit",
+        help="a checkpoint to start from, torchvision:NAME or timm:NAME; its classifier is kept for the same classes",
     )
     parser.add_argument("--output", type=Path, help="default: runs/NAME")
     parser.add_argument("--results", type=Path, help="for the record; default: results/runs of the output folder")
@@ -156,12 +165,13 @@ def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
 
 
-def build(recipe: Recipe, init: str | None, classes: int) -> Network:
-    model = create_model(recipe.model, classes, **recipe.norm_options)
+def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
+    model = create_model(recipe.model, len(label_names), **recipe.norm_options)
     if init is not None:
         source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
         weights = source.state_dict()
-        fresh = _classifier(source, model) if source.num_classes != classes else set()
+        known = source.config is not None and source.config.label_names
+        fresh = set() if known and list(known) == label_names else _classifier(source, model)
         with torch.no_grad():
             for name in fresh:  # no class before another, and no noise for what is below to follow
                 model.get_parameter(name).zero_()
@@ -179,7 +189,10 @@ def build(recipe: Recipe, init: str | None, classes: int) -> Network:
 
 
 def _classifier(source: Network, model: Network) -> set[str]:
-    """The tensors that differ in nothing but the number of classes."""
+    """The tensors that differ in nothing but the number of classes; where that is equal, the last layer's."""
+    if source.num_classes == model.num_classes:
+        last = {id(tensor) for tensor in classifier(model).parameters()}
+        return {name for name, tensor in model.named_parameters() if id(tensor) in last}
     own = model.state_dict()
     return {
         name
@@ -199,10 +212,13 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
                 "letter or digit, and is not results."
             )
         return args.name
+    told = overrides.items()
     if args.recipe is None:
         name = f"{recipe.model}.{args.data.resolve().name}"
+        told = [(field, value) for field, value in told if field != "model"]
     else:
-        name = args.recipe.stem + "".join(f"-{field}={value}" for field, value in sorted(overrides.items()))
+        name = args.recipe.stem
+    name += "".join(f"-{field}={value}" for field, value in sorted(told))
     return re.sub(r"[^\w.=-]+", "_", name)
 
 
@@ -320,7 +336,8 @@ def main(arguments: list[str], prog: str | None = None) -> None:
 
 
 def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) -> str:
-    if args.output is None or not (args.output / STATE).is_file():
+    saved = None if args.output is None else _stamp(args.output / STATE)
+    if saved is None or (not args.resume and saved == getattr(args, "found", saved)):  # none, or an earlier training's
         return "stopped before the first step: begin again with the same command"
     what = (
         str(error).partition(";")[0]
@@ -330,14 +347,24 @@ def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) 
     return f"{what}; go on with:\n{command}{'' if args.resume else ' --resume'}"
 
 
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file is written; None where there is none."""
+    try:
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     """From the options to the checkpoint."""
+    given = overrides
     if args.recipe is None:
         args.init = args.init or (None if args.model else start())
-        given, overrides = overrides, FINE_TUNING | (like(args.init, args.model) if args.init else {}) | overrides
+        overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | given
     recipe = read_recipe(args.recipe, overrides)
-    name = run_name(args, overrides, recipe)
+    name = run_name(args, given, recipe)
     args.output = args.output or Path("runs") / name
+    args.found = _stamp(args.output / STATE)
     args.results = args.results or args.output / "results" / "runs"
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -356,11 +383,11 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         )
         groups = recipe.statistics_batch or recipe.gradient_batch
         print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
-    training = begin(recipe, build(recipe, args.init, len(data.label_names)), device)
+    training = begin(recipe, build(recipe, args.init, data.label_names), device)
     if args.resume:
         load_state(training, recipe, args.output, device)
     else:
-        refuse_to_replace(args.output)
+        refuse_to_replace(args.output, recipe)
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

@@ -16,7 +16,7 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, leave_signals_to_parent
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, leave_group
 
 
 def training_batches(
@@ -44,7 +44,7 @@ def training_batches(
     files = _Files(data.train, data.preprocessing, augmentation, seed, epoch)
     loader = DataLoader(
         files, batch_sampler=rows.tolist(), num_workers=workers, pin_memory=device.type == "cuda",
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=leave_group,
     )  # fmt: skip
     for number, (pixels, labels, broken) in enumerate(loader, start=skip):
         data.train.report_broken(broken[broken >= 0].tolist())
@@ -69,7 +69,7 @@ def evaluation_batches(
         _Files(images, data.preprocessing),
         batch_size=batch,
         num_workers=workers,
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=leave_group,
     )
     for pixels, labels, broken in loader:
         images.report_broken(broken[broken >= 0].tolist())

@@ -250,6 +250,13 @@ def leave_signals_to_parent(_: int = 0) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def leave_group(_: int = 0) -> None:
+    """For one that ends by itself once the other is gone: no signal to the other's whole group reaches it."""
+    leave_signals_to_parent()
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
+
+
 def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
     """Pixels, (images, 3, side, side), and which of the files could be read."""
     pixels = np.zeros((len(paths), side, side, 3), dtype=np.uint8)

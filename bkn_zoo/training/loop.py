@@ -20,6 +20,9 @@ from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, save_state, write_log
 from bkn_zoo.training.step import make_step
 
+EPOCH_SECONDS = 30.0
+"""Between saves after epochs: a few images make hundreds of epochs, whose states would take longer than their steps."""
+
 
 def fit(
     training: Training, recipe: Recipe, data: Data, folder: Path, device: torch.device,
@@ -28,8 +31,8 @@ def fit(
     """Train to the end of the recipe, from wherever `training` stands.
 
     After each epoch a line goes to log.jsonl and to `training.history`. The state is saved before the first step, after
-    each epoch, every `save_minutes`, and when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a
-    KeyboardInterrupt, at once.
+    the first epoch and the last, after those between if the last save is half a minute ago, every `save_minutes`, and
+    when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a KeyboardInterrupt, at once.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     local = _local_batch(recipe, ranks)
@@ -47,8 +50,10 @@ def fit(
 
     def save_if_needed(epoch_ended: bool = False) -> None:
         nonlocal saved
+        patience = min(EPOCH_SECONDS, 60 * save_minutes) if epoch_ended else 60 * save_minutes
+        due = epoch_ended and (training.finished or len(training.history) == 1)
         # 1 is to save, more the signal to stop for. Clocks and signals differ between processes, which must act as one.
-        wish = _largest(interruption.received or int(epoch_ended or time.monotonic() - saved > 60 * save_minutes))
+        wish = _largest(interruption.received or int(due or time.monotonic() - saved > patience))
         if wish:
             _finite(losses, first)
             if not epoch_ended:  # whose line has counted them

@@ -130,11 +130,10 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
+        changed = _changed(theirs, recipe)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training anew.") from None
-    free = ("graph", "compile", *(ours.keys() - theirs.keys()))  # those that it lacks are younger than it
-    changed = [name for name in ours if name not in free and ours[name] != theirs[name]]
     if changed:
         name = changed[0]
         raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
@@ -153,18 +152,31 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     training.history = json.loads(state["history"])
 
 
-def refuse_to_replace(folder: Path) -> None:
-    """Refuse a folder with a training that was begun and not finished, which a new one would replace."""
+def refuse_to_replace(folder: Path, recipe: Recipe) -> None:
+    """Refuse a folder with a training that a new one would replace: one that was not finished, or of another recipe."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
-        unfinished = state["step"] > 0 and not state["finished"]
+        begun, finished = state["step"] > 0, state.get("finished", False)
+        changed = _changed(json.loads(state["recipe"]), recipe)
     except Exception:  # there is none, or none to go on from
         return
-    if unfinished:
+    if finished and changed:
+        raise InputError(
+            f"{folder} holds a finished training of another recipe ({changed[0]} differs): choose another --name or "
+            "--output, or remove the folder."
+        )
+    if begun and not finished:
         raise InputError(
             f"{folder} holds a training that stopped at step {state['step']}: go on with --resume, or remove the "
             "folder to start anew."
         )
+
+
+def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The fields in which another recipe, as a state has it, differs."""
+    ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    free = ("graph", "compile", *(ours.keys() - theirs.keys()))  # those that it lacks are younger than it
+    return [name for name in ours if name not in free and ours[name] != theirs[name]]
 
 
 def _reshape_gains(optimizer: torch.optim.Optimizer) -> None:
