@@ -212,13 +212,13 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
                 "letter or digit, and is not results."
             )
         return args.name
-    told = overrides.items()
+    told = dict(overrides)
     if args.recipe is None:
         name = f"{recipe.model}.{args.data.resolve().name}"
-        told = [(field, value) for field, value in told if field != "model"]
+        told.pop("model", None)
     else:
         name = args.recipe.stem
-    name += "".join(f"-{field}={value}" for field, value in sorted(told))
+    name += "".join(f"-{field}={value}" for field, value in sorted(told.items()))
     return re.sub(r"[^\w.=-]+", "_", name)
 
 
