@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
 
     dataset, arm, seed = args.run[0], args.run[1], int(args.run[2])
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    memory = Path("/dev/shm")  # states are saved after every epoch, and nobody will need them
+    memory = Path("/dev/shm")  # for states, which nobody will need
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         data = tree_of(args.data / dataset, seed, Path(scratch))
         started = time.monotonic()
@@ -146,7 +147,8 @@ def run(args: argparse.Namespace) -> None:
         else:
             found = fine_tune(data, [*ARMS[arm], *args.options], seed, device, Path(scratch))
         about = environment(seed)
-        about["command"] = f"python scripts/finetune_study.py --data SMALL --arms {arm!r} --sets {dataset}"
+        command = ["python", "scripts/finetune_study.py", "--data", "SMALL", "--arms", arm, "--sets", dataset]
+        about["command"] = shlex.join([*command, *(["--", *args.options] if args.options else [])])
         record = {"dataset": dataset, "arm": arm, "checkpoint": CHECKPOINT, "jobs": args.jobs, **found}
         record |= {"whole_seconds": round(time.monotonic() - started, 1), **about}
     args.results.mkdir(parents=True, exist_ok=True)
@@ -164,10 +166,8 @@ def fine_tune(data: Path, options: list[str], seed: int, device: str, scratch: P
     from bkn_zoo.cli.train import main
 
     faster = ["--graph", "true"] if device == "cuda" else []
-    main([
-        "--data", str(data), "--init", CHECKPOINT, "--seed", str(seed), "--device", device, "--name", "run",
-        "--output", str(scratch / "out"), *faster, *options,
-    ])  # fmt: skip
+    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device, "--name", "run", *faster, *options]
+    main(["--data", str(data), "--output", str(scratch / "out"), *chosen])
     record = json.loads((scratch / "out" / "results" / "runs" / "run.json").read_text())
     fields = (
         "epochs",
@@ -181,6 +181,7 @@ def fine_tune(data: Path, options: list[str], seed: int, device: str, scratch: P
     validation = [max(m["top1"] for m in line["validation"].values()) for line in record["curve"]]
     return {
         "options": options,
+        "trained_by": shlex.join(["bkn-zoo", "train", "--data", data.name, *chosen]),
         **{name: record[name] for name in fields},
         "test": {mode: _rounded(metrics) for mode, metrics in record["test"].items()},
         "validation": [round(top1, 2) for top1 in validation],

@@ -234,6 +234,13 @@ def test_the_page_holds_what_the_records_say(experiments: list[Experiment], tmp_
     assert "| BKN | 2 | 72.0 ± 1.0 | 71.0 ± 1.0 | 70.0 ± 1.0 |" in dogs
     assert "| BKN | lr = 0.0016, start = batch | **71.0** | **71.0** | **71.0** |" in dogs
     assert "runs are done (a GPU, torch 2.11); none is missing." in dogs
+    assert "| BN | 1 | does not train | does not train | does not train |" in dogs
+    last = next(run for run in experiments[0].shown("bkn", 1, records) if run.seed == 2)
+    records[last.key] = {name: records[last.key][name] for name in ("run", "hardware", "versions")} | {"failed": "inf"}
+    dogs = page(experiments, records, tmp_path).split("## CamVid")[0]
+    assert "| BKN | 71.5 ± 0.7 (1 of 3 diverged) | 72.0 ± 1.0 | 72.0 ± 1.0 |" in dogs
+    assert "- 1 image a batch:" not in dogs
+    assert "- 2 images a batch: +5.0 ± 0.8, BKN is ahead." in dogs
     assert "No run is done yet" in roads
     assert "| BKN | not run yet | not run yet | not run yet |" in roads
 

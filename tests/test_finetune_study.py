@@ -64,6 +64,9 @@ def test_runs_leave_records_of_the_defaults_a_linear_probe_and_the_original_head
     trained = record("imagewoof", DEFAULTS)
     assert (trained["statistics_batch"], trained["epochs"], trained["test_images"]) == (2, 2, "test")
     assert len(trained["validation"]) == 2
+    assert trained["command"].endswith("--sets imagewoof -- --epochs 2")
+    assert trained["trained_by"].startswith("bkn-zoo train --data imagewoof --init ")
+    assert trained["trained_by"].endswith(" --epochs 2")
     assert trained["test"].keys() == {"population", "sample", "expected"}
     probed = record("imagewoof", PROBE)
     assert probed["test"][probed["chosen_statistics"]]["top1"] == 100  # of dark and light images

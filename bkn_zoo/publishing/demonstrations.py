@@ -155,6 +155,11 @@ def read_records(folder: Path) -> dict[str, Record]:
     return {json.dumps(record["run"], sort_keys=True): record for record in records}
 
 
+def diverged(experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record]) -> int:
+    """How many seeds of the chosen setting failed, and are not in what is measured."""
+    return sum("failed" in records.get(run.key, {}) for run in experiment.shown(arm, batch, records))
+
+
 def measured(
     experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record], mode: str = ""
 ) -> list[float]:

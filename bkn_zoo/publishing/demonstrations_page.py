@@ -6,7 +6,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, measured
+from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, diverged, measured
 from bkn_zoo.publishing.results import table
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}
@@ -78,8 +78,7 @@ adapts, what the network knows already.
 CamVid as SegNet's tutorial has it: 367 images to train on, 101 for validation and 233 for the test, of 480 x 360 pixels
 and eleven classes; {images:,} images are seen by each training. The same network is below a plain U-Net: four times
 enlarge, join with the finer features, two convolutions. A decoder has no pretrained statistics to freeze: with frozen
-BN it has BN or GroupNorm, whichever is better on the validation images. For orientation, on this split: SegNet 50 to
-58, depending on who trained it, and FC-DenseNet103 66.9, which normalizes by the batch at hand even at test time.
+BN it has BN or GroupNorm, whichever is better on the validation images.
 """,
 }
 
@@ -107,18 +106,21 @@ def _state(experiment: Experiment, records: Mapping[str, Record]) -> str:
     return f"{len(done)} runs are done ({where}); {rest}.\n"
 
 
-def _spread(values: Sequence[float], seeds: int) -> str:
+def _spread(values: Sequence[float], seeds: int, lost: int = 0) -> str:
     if not values:
-        return "not run yet"
+        return "does not train" if lost else "not run yet"
     text = f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
-    return text if len(values) == seeds else f"{text} ({len(values)} of {seeds} seeds)"
+    rest = [f"{len(values)} of {seeds} seeds"] if len(values) + lost < seeds else []
+    rest += [f"{lost} of {seeds} diverged"] if lost else []
+    return f"{text} ({', '.join(rest)})" if rest else text
 
 
 def _cell(experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record]) -> str:
     shown = experiment.shown(arm, batch, records)
     if shown and all("failed" in records.get(run.key, {}) for run in shown[:1]):
         return "does not train"
-    return _spread(measured(experiment, arm, batch, records), experiment.seeds)
+    lost = diverged(experiment, arm, batch, records)
+    return _spread(measured(experiment, arm, batch, records), experiment.seeds, lost)
 
 
 def _results(experiment: Experiment, records: Mapping[str, Record]) -> str:
@@ -134,11 +136,11 @@ def _results(experiment: Experiment, records: Mapping[str, Record]) -> str:
 
 
 def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]:
-    """BKN against frozen BN, as soon as both have several seeds."""
+    """BKN against frozen BN, as soon as both have several seeds; none of the survivors where some diverged."""
     lines = []
     for batch in experiment.batches:
         this, that = (measured(experiment, arm, batch, records) for arm in ("bkn", "frozen"))
-        if min(len(this), len(that)) < 2:
+        if min(len(this), len(that)) < 2 or any(diverged(experiment, arm, batch, records) for arm in ("bkn", "frozen")):
             continue
         gap = mean(this) - mean(that)
         error = (stdev(this) ** 2 / len(this) + stdev(that) ** 2 / len(that)) ** 0.5
@@ -155,7 +157,14 @@ def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]
 def _modes(experiment: Experiment, records: Mapping[str, Record]) -> str:
     rows = [
         {"norm": ARMS[arm], "images a batch": batch}
-        | {mode: _spread(measured(experiment, arm, batch, records, mode), experiment.seeds) for mode in MODES}
+        | {
+            mode: _spread(
+                measured(experiment, arm, batch, records, mode),
+                experiment.seeds,
+                diverged(experiment, arm, batch, records),
+            )
+            for mode in MODES
+        }
         for arm in ("bn", "bkn")
         for batch in experiment.batches
     ]
