@@ -122,8 +122,8 @@ def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: p
     source = train.build(train.read_recipe(None, {"model": NETWORK, **train.FINE_TUNING}), NETWORK, ["a", "b"])
     assert torch.equal(source.state_dict()["conv1.0.weight"], published["conv1.0.weight"])
     more = ["--epochs", "1", "--validation", "0.3", "--gradient_batch", "4", "--device", "cpu", "--size", "32"]
-    train.main(["--data", "photos", "--init", NETWORK, *more])
-    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "timm_test_resnet.photos" / "timm_test_resnet.photos")
+    train.main(["--data", "photos", "--init", NETWORK, *more, "--name", "mine"])
+    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "mine" / "mine")
     assert (model.name, model.num_classes, model.statistics_batch_size) == (
         NETWORK,
         2,

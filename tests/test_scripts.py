@@ -67,7 +67,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
     script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "2", *more)
 
-    output = tmp_path / "runs" / "inception_cifar_bkn.photos"
+    output = tmp_path / "runs" / "inception_cifar_bkn.photos-epochs=2-gradient_batch=8-lr=0.02-validation=0.3"
     model = bkn_zoo.from_pretrained(output / output.name)
     assert model.name == "inception_cifar_bkn"
     assert model.num_classes == 2
@@ -83,7 +83,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((output / "log.jsonl").read_text().splitlines()) == 2
 
-    record = json.loads((output / "results" / "runs" / "inception_cifar_bkn.photos.json").read_text())
+    record = json.loads((output / "results" / "runs" / f"{output.name}.json").read_text())
     facts = {"model": "inception_cifar_bkn", "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
@@ -121,13 +121,14 @@ def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script: Script, tree: Path, tmp_path: Path
 ) -> None:
     script("train.py", "--data", tree, "--init", "inception_cifar_bkn.cifar10", "--epochs", "1", "--device", "cpu")
-    folder = tmp_path / "runs" / "inception_cifar_bkn.photos" / "inception_cifar_bkn.photos"
+    own = "inception_cifar_bkn.photos-epochs=1"
+    folder = tmp_path / "runs" / own / own
     model = bkn_zoo.from_pretrained(folder)
     assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 2)
     shutil.copytree(folder, tmp_path / "runs" / "other" / "other")  # as of a run of that name
     image = (tree / "light" / "0.jpg").read_bytes()
     with ServiceProcess(tmp_path, "--models", f"{folder},{tmp_path / 'runs' / 'other' / 'other'}") as service:
-        for name in ("inception_cifar_bkn.photos", "other"):
+        for name in (own, "other"):
             answer = json.load(DIRECT.open(f"{service.url}/v1/classify?model={name}", image))
             assert answer["model"] == name
             assert {prediction["label"] for prediction in answer["predictions"]} == {"dark", "light"}
@@ -282,11 +283,11 @@ def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: P
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results").write_text("a file where a folder should be")
     command = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
-    command += ("--device", "cpu", "--output", "out")
+    command += ("--device", "cpu", "--output", "out", "--name", "mine")
     assert "make room, and repeat the command with --resume" in sentence(script, *command)
     (tmp_path / "out" / "results").unlink()
     script(*command, "--resume")
-    assert (tmp_path / "out" / "results" / "runs" / "inception_cifar_bkn.photos.json").is_file()
+    assert (tmp_path / "out" / "results" / "runs" / "mine.json").is_file()
 
 
 def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe() -> None:
@@ -337,7 +338,7 @@ def test_bad_input_ends_train_with_one_sentence(
     assert "do not fit inception_cifar_bn" in sentence(script, *start, "--model", "inception_cifar_bn")
     options = ("--norm_options.shared_process_noise", "false")
     assert "do not fit inception_cifar_bkn" in sentence(script, *start, *options)
-    assert not (tmp_path / "runs" / "inception_cifar_bkn.photos" / "state.pt").exists()
+    assert not list(tmp_path.glob("runs/*/state.pt"))
 
 
 def test_bad_input_ends_evaluate_with_one_sentence(script: Script, tree: Path, checkpoint: Path) -> None:
@@ -358,8 +359,9 @@ def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_pat
     script(
         "train.py", "--data", tree, "--model", "inception_cifar_brn", "--size", "8", "--epochs", "1", "--device", "cpu",
         "--gradient_batch", "8", "--statistics_batch", "4", "--output", "out", "--ema", "0.5", *options,
+        "--name", "mine",
     )  # fmt: skip
-    model = bkn_zoo.from_pretrained(tmp_path / "out" / "inception_cifar_brn.photos")
+    model = bkn_zoo.from_pretrained(tmp_path / "out" / "mine")
     norm = model.conv.norm
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
