@@ -197,6 +197,8 @@ def test_workers_that_are_orphaned_while_they_start_end_too(checkpoints: Path) -
 
 def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: Path) -> None:
     with JustStarted(checkpoints, "--workers", "2") as process:
+        pids = process.workers()
+        until(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids), "they import torch")
         os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
         assert process.process.wait(LONG) == 0
         assert "Traceback" not in process.log()
