@@ -689,8 +689,10 @@ def test_a_training_that_stopped_is_not_replaced_by_mistake(uninterrupted: Train
         refuse_to_replace(tmp_path, RECIPE)
     save_state(uninterrupted, RECIPE, tmp_path)
     refuse_to_replace(tmp_path, RECIPE)
-    with pytest.raises(InputError, match=r"holds a finished training of another recipe \(lr differs\)"):
+    with pytest.raises(InputError, match=r"holds another finished training \(lr differs\)"):
         refuse_to_replace(tmp_path, dataclasses.replace(RECIPE, lr=0.123))
+    with pytest.raises(InputError, match=r"holds another finished training \(data differs\)"):
+        refuse_to_replace(tmp_path, RECIPE, "elsewhere/photos")
 
 
 def test_short_epochs_are_not_saved_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

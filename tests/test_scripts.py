@@ -151,8 +151,11 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
 
     monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
     options = ("--statistics", "sample", "--device", "cpu", "--output", "measured/odd.json", "--split", "all")
-    script("evaluate.py", tmp_path / "odd", "--data", tree, *options)
+    (tree / "dark" / "broken.jpg").write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="cannot be read as an image"):
+        script("evaluate.py", tmp_path / "odd", "--data", tree, *options)
     (images, statistics), *rest = seen
+    assert json.loads((tmp_path / "measured" / "odd.json").read_text())["rows"][0]["images"] == len(images)
     assert (statistics, rest) == ("sample", [])
     pixels = images * torch.tensor(odd.std).view(1, 3, 1, 1) + torch.tensor(odd.mean).view(1, 3, 1, 1)
     assert images.shape[2:] == (8, 8)

@@ -384,10 +384,11 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         groups = recipe.statistics_batch or recipe.gradient_batch
         print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
     training = begin(recipe, build(recipe, args.init, data.label_names), device)
+    training.data = str(args.data.resolve())
     if args.resume:
         load_state(training, recipe, args.output, device)
     else:
-        refuse_to_replace(args.output, recipe)
+        refuse_to_replace(args.output, recipe, training.data)
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

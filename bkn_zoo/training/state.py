@@ -33,6 +33,7 @@ class Training:
         best: the tensors of the best epoch's result, where the recipe keeps those.
         seconds: that the steps took, and the validation after each epoch.
         history: a line for each epoch.
+        data: the folder of the images, by which to know a training from another; empty if nobody said.
     """
 
     model: Network
@@ -43,6 +44,7 @@ class Training:
     seconds: float = 0.0
     best: dict[str, Tensor] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    data: str = ""
 
     @property
     def result(self) -> Network:
@@ -95,6 +97,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "finished": training.finished,
         "seconds": training.seconds,
         "history": json.dumps(training.history),
+        "data": training.data,
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
     scratch = folder / f".{STATE}.tmp"
@@ -152,17 +155,20 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     training.history = json.loads(state["history"])
 
 
-def refuse_to_replace(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder with a training that a new one would replace: one that was not finished, or of another recipe."""
+def refuse_to_replace(folder: Path, recipe: Recipe, data: str = "") -> None:
+    """Refuse a folder with a training that a new one would replace: not finished, or of another recipe or data."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state.get("finished", False)
-        changed = _changed(json.loads(state["recipe"]), recipe)
+        changed = [
+            *_changed(json.loads(state["recipe"]), recipe),
+            *(["data"] if state.get("data", data) != data else []),
+        ]
     except Exception:  # there is none, or none to go on from
         return
     if finished and changed:
         raise InputError(
-            f"{folder} holds a finished training of another recipe ({changed[0]} differs): choose another --name or "
+            f"{folder} holds another finished training ({changed[0]} differs): choose another --name or "
             "--output, or remove the folder."
         )
     if begun and not finished:
