@@ -251,4 +251,5 @@ def test_every_extra_that_users_need_is_in_all() -> None:
     assert set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(",")) == extras.keys() - {
         "dev",
         "demonstrate",
+        "ray",  # for clusters, and large
     }
