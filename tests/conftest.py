@@ -2,7 +2,9 @@
 
 import math
 import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -27,6 +29,13 @@ SLOW = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files go first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the tests and all that they start: a shell has what runs in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        with suppress(ValueError):  # not the main thread, which alone may set handlers
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
