@@ -52,7 +52,7 @@ import bkn_zoo
 
 class Peer(litserve.LitAPI):
     def setup(self, device):
-        self.classifier = bkn_zoo.Classifier.from_pretrained(sys.argv[2], device="cpu")
+        self.classifier = bkn_zoo.Classifier.from_pretrained(sys.argv[2], device="cpu", precision="f32")
 
     def decode_request(self, request):
         return self.classifier.prepare(base64.b64decode(request["image"]))
@@ -186,7 +186,7 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> lis
     with tempfile.TemporaryDirectory() as scratch:
         name = str(Path(scratch) / "checkpoint")
         make_checkpoint(Path(name), network, size)
-        classifier = bkn_zoo.Classifier.from_pretrained(name, device="cpu")
+        classifier = bkn_zoo.Classifier.from_pretrained(name, device="cpu", precision="f32")
         tensor = classifier.prepare(image)[None]
         body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
         head = f"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -196,7 +196,7 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> lis
         peer = Path(scratch) / "peer.py"
         peer.write_text(PEER)
         ours, before = (
-            [sys.executable, "-m", "service", "--port", str(ports[server]), "--models", name]
+            [sys.executable, "-m", "service", "--port", str(ports[server]), "--models", name, "--precision", "f32"]
             for server in ("service", other)
         )
         theirs = before if args.before else [sys.executable, str(peer), str(ports["litserve"]), name]
