@@ -41,7 +41,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
 from bkn_zoo.publishing.demonstrations import Experiment, Run, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
-from bkn_zoo.publishing.results import environment
+from bkn_zoo.publishing.results import environment, write_record
 from bkn_zoo.training.augmentation import generator, vary
 from bkn_zoo.training.capture import captured
 from bkn_zoo.training.evaluation import measure
@@ -329,10 +329,7 @@ def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     if gains:
         record["gain"] = [round(min(gains), 3), round(sum(gains) / len(gains), 3), round(max(gains), 3)]
     record |= {"seconds": round(seconds, 1), "jobs": args.jobs, **environment(run.seed)}
-    path = args.results / f"{run.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    write_record(args.results / f"{run.name}.json", json.dumps(record, indent=1))
     return record
 
 

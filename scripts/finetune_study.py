@@ -134,7 +134,7 @@ def tree_of(packed: Path, seed: int, scratch: Path) -> Path:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from bkn_zoo.publishing.results import environment
+    from bkn_zoo.publishing.results import environment, write_record
 
     dataset, arm, seed = args.run[0], args.run[1], int(args.run[2])
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,10 +151,7 @@ def run(args: argparse.Namespace) -> None:
         about["command"] = shlex.join([*command, *(["--", *args.options] if args.options else [])])
         record = {"dataset": dataset, "arm": arm, "checkpoint": CHECKPOINT, "jobs": args.jobs, **found}
         record |= {"whole_seconds": round(time.monotonic() - started, 1), **about}
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = place(args.results, dataset, arm, seed)
-    path.with_suffix(".tmp").write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    write_record(place(args.results, dataset, arm, seed), json.dumps(record, indent=1))
 
 
 def place(results: Path, dataset: str, arm: str, seed: int) -> Path:
@@ -282,9 +279,8 @@ def train_missing(args: argparse.Namespace) -> int:
         while todo and len(running) < args.jobs and time.monotonic() - started < 60 * args.minutes:
             dataset, arm, seed = which = todo.pop(0)
             command = [sys.executable, __file__, *own, "--run", dataset, arm, str(seed), "--", *args.options]
-            with tempfile.TemporaryFile() as quiet:
-                process = subprocess.Popen(command, stdout=quiet, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            running[process] = which
+            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            running[subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environ)] = which
         time.sleep(0.2)
         for process in [process for process in running if process.poll() is not None]:
             which, done = running.pop(process), done + 1

@@ -100,7 +100,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
     import torch
 
     from bkn_zoo.errors import CheckpointError
-    from bkn_zoo.publishing.results import environment
+    from bkn_zoo.publishing.results import environment, write_record
     from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, TrainingError, begin, load_state
@@ -143,11 +143,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
         ],
         "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
     }  # fmt: skip
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"{run.name}.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    os.replace(scratch, path)
+    write_record(args.results / f"{run.name}.json", json.dumps(record, separators=(",", ":")))
     (folder / STATE).unlink(missing_ok=True)
 
 

@@ -1,10 +1,13 @@
 """What all tests share: a fixed seed, and norms and networks away from the values at which they start."""
 
+import importlib.util
 import math
 import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +39,21 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         with suppress(ValueError):  # not the main thread, which alone may set handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """A file of scripts/ by its name, as a module of its own each time."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(autouse=True)

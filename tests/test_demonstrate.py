@@ -1,8 +1,8 @@
 """Pretrained networks with tiny batches: the arms, the runner on small images, the plan, and docs/pretrained.md."""
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,13 +51,8 @@ arms = { bkn = { lr = [1e-3], start = ["batch"] } }
 
 
 @pytest.fixture(scope="module")
-def demonstrate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demonstrate", ROOT / "scripts" / "demonstrate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def demonstrate(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("demonstrate")
 
 
 @pytest.fixture(scope="module")

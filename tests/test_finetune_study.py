@@ -1,9 +1,10 @@
 """The study of fine-tuning: the small data sets that it packs, its runs, and the page that shows them."""
 
-import importlib.util
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> Any:
+def study(load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script, with a network that a processor trains in seconds, and fewer images."""
-    spec = importlib.util.spec_from_file_location("finetune_study", ROOT / "scripts" / "finetune_study.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("finetune_study")
     for name, value in {"CHECKPOINT": "inception_cifar_bkn.cifar10", "PER_CLASS": 10, "TESTED": 4, "SIDE": 32}.items():
         monkeypatch.setattr(module, name, value)
     return module

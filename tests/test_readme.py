@@ -1,7 +1,6 @@
 """The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -9,7 +8,9 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -106,13 +107,11 @@ def test_named_tests_exist(document: Path) -> None:
     assert missing == []
 
 
-def test_the_measurements_in_the_documents_are_those_in_the_results() -> None:
+def test_the_measurements_in_the_documents_are_those_in_the_results(
+    load_script: Callable[[str], ModuleType],
+) -> None:
     """`python scripts/report.py` writes them again."""
-    spec = importlib.util.spec_from_file_location("report", ROOT / "scripts" / "report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    report = load_script("report")
     assert report.PERFORMANCE.read_text() == report.performance()
     assert report.RUNS.read_text() == report.trained()
     assert report.IMAGENET.read_text() == report.imagenet()

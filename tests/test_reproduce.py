@@ -1,6 +1,5 @@
 """The replication: variants for ablations, other rules for inference, the plan, the runner, and docs/results.md."""
 
-import importlib.util
 import json
 import pickle
 import subprocess
@@ -50,13 +49,8 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def reproduce() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reproduce", ROOT / "scripts" / "reproduce.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def reproduce(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("reproduce")
 
 
 def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:

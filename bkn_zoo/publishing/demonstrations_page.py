@@ -7,7 +7,7 @@ from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, diverged, measured
-from bkn_zoo.publishing.results import table
+from bkn_zoo.publishing.results import save_figures, table
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}
 METRICS = {"top1": "top-1 (%)", "miou": "mean IoU (%)"}
@@ -197,15 +197,7 @@ def draw(experiments: Sequence[Experiment], records: Mapping[str, Record], folde
     """One plot for each experiment that has runs, and predictions where a run left some."""
     figures = {each.name: _plot(each, records) for each in experiments}
     figures |= {f"{each.name}_predictions": _predictions(each, folder / "predictions") for each in experiments}
-    drawn = []
-    for name, figure in figures.items():
-        path = folder / f"{name}.png"
-        if figure is None:
-            path.unlink(missing_ok=True)
-            continue
-        figure.savefig(path, dpi=130, metadata={"Software": None})
-        drawn.append(path)
-    return drawn
+    return save_figures(figures, folder)
 
 
 def _plot(experiment: Experiment, records: Mapping[str, Record]) -> Any:

@@ -5,6 +5,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,28 @@ def cpu_name() -> str:
     named = {key.strip(): value.strip() for key, value in fields.items()}
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
     return named.get("model name") or arm.get(named.get("CPU part", ""), platform.machine())
+
+
+def write_record(path: Path, text: str) -> None:
+    """A run's file, whole or not at all: whoever finds it takes the run for done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text + "\n")
+    os.replace(scratch, path)
+
+
+def save_figures(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """As PNG files; what has no figure (None) has no file either, nor keeps one of before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        if figure is None:
+            path.unlink(missing_ok=True)
+            continue
+        figure.savefig(path, dpi=130, metadata={"Software": None})
+        drawn.append(path)
+    return drawn
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:

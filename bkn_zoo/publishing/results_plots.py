@@ -7,6 +7,7 @@ from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
 from bkn_zoo.publishing.replication import Cell, Experiment, Plan, Record, cell, cells
+from bkn_zoo.publishing.results import save_figures
 from bkn_zoo.training.recipes import Recipe
 
 COLOURS = {
@@ -20,16 +21,7 @@ COLOURS = {
 
 def draw(plan: Plan, records: Mapping[str, Record], folder: Path) -> list[Path]:
     """All plots for which there are runs; those for which there are none are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    for name, plot in PLOTS.items():
-        path, figure = folder / f"{name}.png", plot(plan, records)
-        if figure is None:
-            path.unlink(missing_ok=True)
-            continue
-        figure.savefig(path, dpi=130, metadata={"Software": None})
-        drawn.append(path)
-    return drawn
+    return save_figures({name: plot(plan, records) for name, plot in PLOTS.items()}, folder)
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
