@@ -227,7 +227,7 @@ def batch_normalized(model: nn.Module, run: Run) -> nn.Module:
     for _, norm in norms(converted, BatchKalmanNorm2d):
         norm.momentum = run.settings["momentum"]
         if norm.prior_features is not None:
-            norm.prior_features, norm.fusible = None, True
+            norm.prior_features = None
             for name in norm.kalman:
                 delattr(norm, name)
     return converted

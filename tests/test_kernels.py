@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_graphs import capture
+from torch import nn
 
 import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
+from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 
@@ -30,7 +32,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 gpu_only = pytest.mark.skipif(not GPU, reason="too slow on Triton's interpreter: needs a GPU")
 
-# images, channels, map, statistics group, channels below
+# images, channels, map, statistics group, channels below (or the shapes of the blocks of an A that is not full)
 SMALL = [
     (4, 5, (3, 3), 2, 3),
     (2, 3, (1, 1), 1, 4),
@@ -46,9 +48,29 @@ LARGE = [
     (256, 3, (9, 9), 256, 7),
     (256, 352, (7, 7), 1, 96),
 ]
+SMALL_BLOCKS = [
+    (4, 6, (3, 3), 2, ((6,),)),
+    (3, 6, (3, 3), 1, ((2, 3, 4),)),
+    (4, 33, (5, 5), 4, ((20, 7), (13,))),
+]
+LARGE_BLOCKS = [
+    (16, 96, (112, 112), 1, ((96,),)),
+    (16, 960, (7, 7), 1, ((960,),)),
+    (32, 256, (14, 14), 4, ((32, 8, 4),)),
+    (256, 96, (28, 28), 2, ((64,), (32, 128))),
+]
 SHAPES = [*SMALL, *(pytest.param(shape, marks=gpu_only) for shape in LARGE)]
+BLOCKS = [*SMALL_BLOCKS, *(pytest.param(shape, marks=gpu_only) for shape in LARGE_BLOCKS)]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make_layer(channels, below):
+    """A layer above so many channels, or above those that the blocks of its A take; and the channels."""
+    if not isinstance(below, tuple):
+        return BatchKalmanNorm2d(channels, below), below
+    inputs = sum(shape[-1] * (shape[0] if len(shape) == 3 else 1) for shape in below)
+    return BatchKalmanNorm2d(channels, inputs, transition_shapes=below), inputs
 
 
 def run(implementation, shape, dtype, layout, residual, relu, precise=False):
@@ -58,12 +80,13 @@ def run(implementation, shape, dtype, layout, residual, relu, precise=False):
     """
     images, channels, size, group, below = shape
     torch.manual_seed(0)
-    layer = BatchKalmanNorm2d(channels, below)
+    layer, below = make_layer(channels, below)
     with torch.no_grad():
         layer.weight.uniform_(0.5, 1.5)
         layer.bias.normal_()
         if below:
-            layer.transition.normal_(std=below**-0.5)
+            for block in layer.transition_blocks:
+                block.normal_(std=block.shape[-1] ** -0.5)
             layer.raw_process_noise.normal_()
             layer.set_gain(0.6)
     groups = images // group
@@ -103,10 +126,11 @@ def largest_difference(results, reference):
     return max((difference, name) for name, difference in differences.items())
 
 
+FEW = [*SMALL, *SMALL_BLOCKS]
 # On the interpreter, residual and ReLU vary with one shape, and the other shapes have both.
 STEPS = [
-    pytest.param(shape, *ends, marks=() if shape in SMALL and (shape == SMALL[0] or all(ends)) else gpu_only)
-    for shape in [*SMALL, *LARGE]
+    pytest.param(shape, *ends, marks=() if shape == SMALL[0] or (shape in FEW and all(ends)) else gpu_only)
+    for shape in [*FEW, *LARGE, *LARGE_BLOCKS]
     for ends in [(False, False), (False, True), (True, True), (True, False)]
 ]
 
@@ -120,7 +144,7 @@ def test_a_training_step_equals_the_pytorch_version_in_float32(shape, layout, re
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[5:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[5:] + BLOCKS[2:], ids=str)
 def test_a_training_step_is_as_close_to_float64_as_its_precision_allows(shape, dtype):
     case = (shape, dtype, torch.channels_last, True, True)
     difference, name = largest_difference(run("triton", *case), run("pytorch", *case, precise=True))
@@ -198,17 +222,19 @@ def test_grouped_batch_normalization_runs_on_the_same_kernels(images, group):
     torch.testing.assert_close(layers[0].running_var, layers[1].running_var)
 
 
-@pytest.mark.parametrize(("residual", "group"), [(True, 2), (False, 1)])
-def test_images_that_are_too_few_to_keep_a_gpu_busy_are_taken_in_pieces(residual, group, monkeypatch):
+@pytest.mark.parametrize(("residual", "group", "below"), [(True, 2, 9), (False, 1, 9), (False, 1, ((35,),))])
+def test_images_that_are_too_few_to_keep_a_gpu_busy_are_taken_in_pieces(residual, group, below, monkeypatch):
     monkeypatch.setattr(norm_launch, "processors", lambda device: 132)
-    shape = (2, 35, (16, 16), group, 9)
+    shape = (2, 35, (16, 16), group, below)
     assert norm_launch.choose_tiling(2, 35, 256, True, False, 132).pieces == 4
     case = (shape, torch.float32, torch.channels_last, residual, True)
     difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
     assert difference < 1e-5, name
 
 
-@pytest.mark.parametrize("shape", [(17, 5, (2, 1), 1, 260), (4, 5, (2, 2), 2, None)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(17, 5, (2, 1), 1, 260), (17, 5, (2, 1), 1, ((5,),)), (4, 5, (2, 2), 2, None)], ids=str
+)
 def test_the_last_program_of_a_short_pass_forms_the_beliefs(shape, monkeypatch):
     """Of more groups than a tile has and more inputs than a stretch; twice in one memory."""
     monkeypatch.setattr(norm_launch, "processors", lambda device: 132)
@@ -227,14 +253,15 @@ def test_the_last_program_of_a_short_pass_forms_the_beliefs(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("below", "group"), [(None, 4), (3, 4), (3, None)])
+@pytest.mark.parametrize(("below", "group"), [(None, 4), (3, 4), (3, None), (((6,),), 4)])
 def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below, group):
     torch.manual_seed(0)
-    layer = BatchKalmanNorm2d(6, below).to(DEVICE).eval()
+    layer, below = make_layer(6, below)
+    layer.to(DEVICE).eval()
     for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
         buffer.uniform_(0.5, 1.5)
     x = (1 + 2 * torch.randn(3, 6, 4, 5, device=DEVICE)).to(dtype)
-    prior = Belief(torch.randn(3, 3, device=DEVICE), torch.rand(3, 3, device=DEVICE)) if below else None
+    prior = Belief(torch.randn(3, below, device=DEVICE), torch.rand(3, below, device=DEVICE)) if below else None
     outputs = []
     for implementation in ("triton", "pytorch"):
         with kernels.use(implementation), torch.no_grad():
@@ -250,6 +277,85 @@ def test_expected_statistics_have_gradients_all_the_same():
     with kernels.use("triton"):
         layer(x, None, Statistics("expected", 4))[0].square().sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+def test_what_is_predicted_before_the_kernels_is_in_full_precision_under_autocast():
+    torch.manual_seed(0)
+    layer, inputs = make_layer(6, ((4, 5), (2,)))
+    with torch.no_grad():
+        for block in layer.transition_blocks:
+            block.normal_()
+    layer.to(DEVICE)
+    prior = Belief(torch.randn(2, inputs, device=DEVICE), torch.rand(2, inputs, device=DEVICE))
+    x = torch.randn(2, 6, 3, 3, device=DEVICE, dtype=torch.bfloat16)
+    with kernels.use("triton"):
+        _, expected = layer(x, prior, Statistics("batch", 1))
+        with torch.autocast(DEVICE, torch.bfloat16):
+            _, belief = layer(x, prior, Statistics("batch", 1))
+    assert all(map(torch.equal, belief, expected))
+
+
+def test_a_bias_in_the_prediction_runs_on_the_kernels():
+    results = []
+    for implementation in ("triton", "pytorch"):
+        torch.manual_seed(0)
+        layer = BatchKalmanVariant2d(4, 3, prediction_bias=True)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        prior = Belief(torch.randn(2, 3, device=DEVICE), torch.rand(2, 3, device=DEVICE))
+        x = torch.randn(4, 4, 3, 3, device=DEVICE)
+        with kernels.use(implementation):
+            y, belief = layer.to(DEVICE)(x, prior, Statistics("batch", 2))
+            (y.relu().square().sum() + belief.mean.sum()).backward()
+        results.append([y, *(parameter.grad for parameter in layer.parameters())])
+    assert layer.fusible
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+class Depthwise(nn.Module):
+    """A network with all shapes of A: norms after dense, depthwise and grouped convolutions, after none, after both."""
+
+    def __init__(self, width=8, classes=10):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU6())
+        self.expand = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.BatchNorm2d(2 * width), nn.ReLU6())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2 * width), nn.BatchNorm2d(2 * width), nn.ReLU6()
+        )
+        self.project = nn.Sequential(nn.Conv2d(2 * width, width, 1), nn.BatchNorm2d(width))
+        self.grouped = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, groups=4), nn.BatchNorm2d(width), nn.ReLU())
+        self.again = nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, width, 1)
+        self.joined = nn.BatchNorm2d(2 * width)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * width, classes))
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = self.again(self.grouped(x + self.project(self.depthwise(self.expand(x)))))
+        return self.head(self.joined(torch.cat([x, self.conv(x)], dim=1)).relu())
+
+
+def test_every_norm_of_a_converted_network_runs_on_the_kernels(monkeypatch):
+    torch.manual_seed(0)
+    model = bkn_zoo.convert(Depthwise().to(DEVICE), statistics_batch_size=1)
+    norms = [module for module in model.modules() if isinstance(module, BatchKalmanNorm2d)]
+    shapes = {block.ndim for norm in norms if norm.prior_features for block in norm.transition_blocks}
+    assert shapes == {1, 2, 3}
+    with torch.no_grad():
+        for norm in norms:
+            for block in norm.transition_blocks if norm.prior_features else []:
+                block.normal_(std=block.shape[-1] ** -0.5)
+    images = torch.randn(2, 3, 8, 8, device=DEVICE)
+    found, fused_norm = [], kernels.fused_norm
+    monkeypatch.setattr(kernels, "fused_norm", lambda *arguments: found.append(1) or fused_norm(*arguments))
+    results = []
+    for implementation in ("triton", "pytorch"):
+        with kernels.use(implementation):
+            model.zero_grad()
+            model(images).square().sum().backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert len(found) == len(norms) == 7
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 def test_a_process_noise_far_below_zero_does_not_vanish():
@@ -282,7 +388,7 @@ def test_a_layer_in_half_precision_gets_gradients_of_its_own_dtype(dtype):
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {dtype}
 
 
-def operands(below):
+def operands(prior):
     """Arguments of both operators, for a layer with a residual and a ReLU."""
     torch.manual_seed(0)
 
@@ -290,18 +396,22 @@ def operands(below):
         return torch.rand(shape, device=DEVICE) + 0.1
 
     x, residual, weight, bias = torch.randn(4, 3, 2, 2, device=DEVICE), numbers(4, 3, 2, 2), numbers(3), numbers(3)
-    kalman = (numbers(2, below), numbers(2, below), numbers(3, below), numbers(3), numbers(1)) if below else (None,) * 5
+    kalman = {
+        "first": (None,) * 5,
+        "full": (numbers(2, 5), numbers(2, 5), numbers(3, 5), numbers(3), numbers(1)),
+        "predicted": (numbers(2, 3), numbers(2, 3), None, None, numbers(1)),
+    }[prior]
     running = [*(numbers(3) for _ in range(5)), *(torch.tensor(0, device=DEVICE) for _ in range(2))]
     forward = (x, weight, bias, *kalman, residual, running, 2, 1e-5, 0.1, True, [], 0.0)
-    upper = (numbers(2, 3), numbers(2, 3)) if below else (None, None)
+    upper = (None, None) if prior == "first" else (numbers(2, 3), numbers(2, 3))
     backward = (x, *upper, x, residual, weight, bias, numbers(4, 2, 3), *kalman, 2, 1e-5, True)
     return forward, backward
 
 
-@pytest.mark.parametrize("below", [None, 5])
-def test_the_operators_keep_their_contract_with_pytorch(below):
+@pytest.mark.parametrize("prior", ["first", "full", "predicted"])
+def test_the_operators_keep_their_contract_with_pytorch(prior):
     """Schema and aliases, fakes with the dtypes and strides of what comes, and tracing, all as torch.library checks."""
-    forward, backward = operands(below)
+    forward, backward = operands(prior)
     torch.library.opcheck(torch.ops.bkn_zoo.norm, forward)
     torch.library.opcheck(torch.ops.bkn_zoo.norm_backward, backward)
 
@@ -322,7 +432,7 @@ def test_more_groups_than_a_dimension_of_a_grid_has_are_taken():
     """65,536 of them, for a grid of programs one after another; on the interpreter, that they are counted as such."""
     groups = 70_000
     if not GPU:
-        shape = norm_launch.Shape(groups, 1, 1, 1, False, 0, 0, False, False, 1e-5, "tf32", 1)
+        shape = norm_launch.Shape(groups, 1, 1, 1, False, False, 0, 0, False, False, 1e-5, "tf32", 1)
         plan = norm_launch.plan_forward(shape, False, 0.1, None)
         assert [kernel.programs for kernel in plan.kernels] == [groups] * 3
         return
@@ -508,11 +618,23 @@ def test_unknown_implementations_are_refused():
         pass
 
 
-def losses(implementation, dtype, steps=20):
-    """Training losses of the small network."""
-    torch.manual_seed(0)
-    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE, memory_format=torch.channels_last)
+def of_the_zoo():
+    model = bkn_zoo.create_model("inception_cifar_bkn")
     model.statistics_batch_size = 2
+    return model.to(DEVICE)
+
+
+def converted():
+    return bkn_zoo.convert(Depthwise(width=32), statistics_batch_size=2).to(DEVICE)
+
+
+networks = pytest.mark.parametrize("network", [of_the_zoo, converted])
+
+
+def losses(network, implementation, dtype, steps=20):
+    """Training losses of a small network."""
+    torch.manual_seed(0)
+    model = network().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.07, momentum=0.9)
     images = torch.randn(16, 3, 32, 32).to(DEVICE, memory_format=torch.channels_last)
     labels = torch.arange(16, device=DEVICE) % 10
@@ -529,18 +651,19 @@ def losses(implementation, dtype, steps=20):
 
 
 @gpu_only
+@networks
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)], ids=str)
-def test_twenty_training_steps_of_a_network_give_the_same_losses(dtype, tolerance):
-    kernel, reference = losses("triton", dtype), losses("pytorch", dtype)
+def test_twenty_training_steps_of_a_network_give_the_same_losses(network, dtype, tolerance):
+    kernel, reference = losses(network, "triton", dtype), losses(network, "pytorch", dtype)
     assert reference[-1] < 0.7 * reference[0]
     torch.testing.assert_close(kernel, reference, rtol=tolerance, atol=tolerance)
 
 
 @gpu_only
-def test_a_cuda_graph_of_a_training_step_replays_it():
+@networks
+def test_a_cuda_graph_of_a_training_step_replays_it(network):
     torch.manual_seed(0)
-    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE)
-    model.statistics_batch_size = 2
+    model = network()
     images = torch.randn(8, 3, 32, 32, device=DEVICE)
 
     def step():
@@ -550,17 +673,18 @@ def test_a_cuda_graph_of_a_training_step_replays_it():
         return loss
 
     graph, captured = capture(step)
-    steps = model.conv.norm.num_batches_tracked.clone()
+    norm = next(module for module in model.modules() if isinstance(module, BatchKalmanNorm2d))
+    steps = norm.num_batches_tracked.clone()
     graph.replay()
     torch.testing.assert_close(captured, step())
-    assert model.conv.norm.num_batches_tracked == steps + 2
+    assert norm.num_batches_tracked == steps + 2
 
 
 @gpu_only
-def test_torch_compile_sees_through_the_operators():
+@networks
+def test_torch_compile_sees_through_the_operators(network):
     torch.manual_seed(0)
-    model = bkn_zoo.create_model("inception_cifar_bkn").to(DEVICE)
-    model.statistics_batch_size = 2
+    model = network()
     images = torch.randn(8, 3, 32, 32, device=DEVICE)
     eager = model(images)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(images)

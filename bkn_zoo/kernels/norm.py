@@ -49,17 +49,17 @@ def _norm_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("bkn_zoo::norm_backward", lib=_library)
 def _norm_backward_fake(
     dy: Tensor, dmean: Any, dvar: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, beliefs: Tensor,
-    prior_mean: Any, prior_var: Any, transition: Tensor | None, raw_process_noise: Tensor | None, *_: Any,
+    prior_mean: Tensor | None, prior_var: Any, transition: Tensor | None, raw_process_noise: Tensor | None,
+    raw_gain: Tensor | None, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     def floats(*shape: int) -> Tensor:
         return beliefs.new_empty(shape)
 
     dresidual = floats(0) if y is None else torch.empty_like(x)
-    below = floats(0), floats(0)
-    if transition is not None:
-        below = floats(2, beliefs.shape[1], transition.shape[1]), torch.empty_like(transition)
-    parameters = floats(sum(parameter_sizes(weight, raw_process_noise)))
-    return torch.empty_like(x), dresidual, *below, parameters
+    dpriors = floats(0) if prior_mean is None else floats(2, *prior_mean.shape)
+    dtransition = floats(0) if transition is None else torch.empty_like(transition)
+    parameters = floats(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
+    return torch.empty_like(x), dresidual, dpriors, dtransition, parameters
 
 
 class Norm(torch.autograd.Function):
@@ -110,13 +110,13 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
     _, _, transition, raw_process_noise, raw_gain = below
     if weight.dtype != torch.float32:
         dparameters = dparameters.to(weight.dtype)
-    parts = torch.split_with_sizes(dparameters, parameter_sizes(weight, raw_process_noise))
-    if transition is None:
+    parts = torch.split_with_sizes(dparameters, parameter_sizes(weight, raw_process_noise, raw_gain))
+    if raw_gain is None:
         return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
-    dweight, dbias, dnoise, dgain = parts
+    dweight, dbias, *dnoise, dgain = parts
     return (
-        dx, dweight, dbias, dpriors[0], dpriors[1], dtransition, dnoise, dgain.view_as(raw_gain), dresidual,
-        None, None, None, None, None,
+        dx, dweight, dbias, dpriors[0], dpriors[1], None if transition is None else dtransition,
+        dnoise[0] if dnoise else None, dgain.view_as(raw_gain), dresidual, None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -130,6 +130,7 @@ def fused_norm(
 
     Args:
         prior_mean, prior_var, transition, raw_process_noise, raw_gain: of a layer that has one below; otherwise None.
+            Without `transition` and `raw_process_noise`, the prior is what such a layer has predicted already.
         running: the five running averages and the two step counters, which move; empty, none does.
         group: images per statistics group.
         partners: for `expected` statistics, what `RunningNorm.partners` says; these have no gradients.
@@ -138,8 +139,9 @@ def fused_norm(
     x, weight, bias = dense(x), weight.contiguous(), bias.contiguous()
     if residual is not None:
         residual = residual.to(x.dtype)
-    if transition is not None and prior_mean is not None and prior_var is not None:
+    if prior_mean is not None and prior_var is not None:
         prior_mean, prior_var = prior_mean.float().contiguous(), prior_var.float().contiguous()
+    if transition is not None:
         transition = transition.contiguous()
     arguments = (
         x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,

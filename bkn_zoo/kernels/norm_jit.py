@@ -2,8 +2,11 @@
 
 Features are seen as pieces x positions x channels, with either of the last two contiguous (channels_last or NCHW). A
 piece is an image or, where there are too few of them to keep a GPU busy, an equal part of one: `group` counts the
-pieces of a statistics group, and PIECES those of an image. A tile is BLOCK_P positions by BLOCK_C channels. `HAS_PRIOR`
-is False for a first layer, whose belief is its observation.
+pieces of a statistics group, and PIECES those of an image. A tile is BLOCK_P positions by BLOCK_C channels.
+
+`HAS_PRIOR` is False for a first layer, whose belief is its observation. With a prior, `PREDICTS` says whether it is the
+belief of the layer below, from which a full A predicts, or was predicted from that already: then neither A nor R is
+read, and the prior's gradients are the prediction's.
 
 Forward and backward take three launches each: a pass over the features that reduces every piece, a small step per
 group, and a pass that writes the result. The small matrix products and sums of a layer ride along with the passes, as
@@ -182,22 +185,26 @@ def observe_group(
 
 @triton.jit
 def update_groups(
-    mean, var, g, block, c, c_mask, work, beliefs, raw_noise, raw_gain,
+    mean, var, g, block, c, c_mask, work, prior_mean, prior_var, beliefs, raw_noise, raw_gain,
     channels, pieces, groups, stretches, noise_stride, blocks,
-    HAS_PRIOR: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From observations, (groups `g`, channels `c`), and the stretches of their prediction to beliefs."""
+    """From observations, (groups `g`, channels `c`), and their prediction, or its stretches, to beliefs."""
     mask = (g < groups)[:, None] & c_mask[None, :]
     row, size = g[:, None] * channels + c[None, :], groups * channels
     partial_mean = work + 2 * pieces * channels
     partial_var = partial_mean + stretches * size
     if HAS_PRIOR:  # bkn_zoo.norms.kalman.update
-        pm = tl.zeros_like(mean)
-        noise = softplus(tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32))
-        pv = pm + noise[None, :]
-        for k in range(stretches):
-            pm += tl.load(partial_mean + k * size + row, mask=mask, other=0.0)
-            pv += tl.load(partial_var + k * size + row, mask=mask, other=0.0)
+        if PREDICTS:
+            pm = tl.zeros_like(mean)
+            noise = softplus(tl.load(raw_noise + c * noise_stride, mask=c_mask, other=0.0).to(tl.float32))
+            pv = pm + noise[None, :]
+            for k in range(stretches):
+                pm += tl.load(partial_mean + k * size + row, mask=mask, other=0.0)
+                pv += tl.load(partial_var + k * size + row, mask=mask, other=0.0)
+        else:
+            pm = tl.load(prior_mean + row, mask=mask, other=0.0)
+            pv = tl.load(prior_var + row, mask=mask, other=0.0)
         q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
         innovation = mean - pm
         mean = mean - (1 - q) * innovation
@@ -212,7 +219,7 @@ def moments(
     x, work, arrived, prior_mean, prior_var, transition, beliefs, raw_noise, raw_gain,
     image_mean, image_var, image_spread,
     channels, positions, stride_c, stride_p, pieces, groups, group, inputs, stretches, predict_tiles, noise_stride, own,
-    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, MERGED: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, EXPECT: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +231,7 @@ def moments(
     blocks = tl.cdiv(channels, BLOCK_C)
     ride, at = share_out(tl.program_id(0), predict_tiles, blocks * pieces)
     block, tile_g, arrives = 0, 0, False
-    if HAS_PRIOR:
+    if PREDICTS:
         if ride >= 0:
             wide, high = tl.cdiv(channels, BLOCK_O), tl.cdiv(groups, BLOCK_G)
             partial_mean = work + 2 * pieces * channels
@@ -264,16 +271,16 @@ def moments(
                 update_groups(
                     tl.load(observed, mask=mask, other=0.0),
                     tl.load(observed + groups * channels, mask=mask, other=0.0),
-                    g, block, c, c_mask, work, beliefs, raw_noise, raw_gain,
-                    channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, BLOCK_C,
+                    g, block, c, c_mask, work, prior_mean, prior_var, beliefs, raw_noise, raw_gain,
+                    channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, PREDICTS, BLOCK_C,
                 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pieces", "groups", "group", "stretches"])
 def believe(
-    work, beliefs, raw_noise, raw_gain, image_mean, image_var, image_spread,
+    work, prior_mean, prior_var, beliefs, raw_noise, raw_gain, image_mean, image_var, image_spread,
     channels, pieces, groups, group, stretches, noise_stride, own,
-    HAS_PRIOR: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """From the pieces' statistics and the prediction to the group's belief. Grid: channel blocks x groups."""
     blocks = tl.cdiv(channels, BLOCK_C)
@@ -285,8 +292,8 @@ def believe(
         channels, pieces, groups, group, own, EXPECT, BLOCK_R, BLOCK_C,
     )  # fmt: skip
     update_groups(
-        mean[None, :], var[None, :], g + tl.arange(0, 1), block, c, c_mask, work, beliefs, raw_noise, raw_gain,
-        channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, BLOCK_C,
+        mean[None, :], var[None, :], g + tl.arange(0, 1), block, c, c_mask, work, prior_mean, prior_var, beliefs,
+        raw_noise, raw_gain, channels, pieces, groups, stretches, noise_stride, blocks, HAS_PRIOR, PREDICTS, BLOCK_C,
     )  # fmt: skip
 
 
@@ -481,9 +488,10 @@ def write_gradient(
 
 @triton.jit
 def undo_group(
-    g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+    g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar, dpriors,
     channels, positions, pieces, groups, group, eps, blocks,
-    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_UPPER: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Backward of `observe_group` and `update_groups`, from the pieces' sums."""
     first = work + g * group * channels
@@ -495,10 +503,11 @@ def undo_group(
     weight_c = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)
     rows = work + 2 * pieces * channels
     parts = rows + 6 * size + g * blocks + block
+    dpredicted = rows if PREDICTS else dpriors
     _, b, k, _ = belief_gradient(
         s0, s1, weight_c, mean, var, eps, group * positions,
         beliefs + 2 * size, beliefs + 3 * size, raw_gain, upper_dmean, upper_dvar,
-        rows, rows + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
+        dpredicted, dpredicted + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
         row, c, c_mask, HAS_PRIOR, HAS_UPPER,
     )  # fmt: skip
     tl.store(rows + 4 * size + row + c, b, mask=c_mask)
@@ -507,10 +516,10 @@ def undo_group(
 
 @triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
 def sums(
-    dy, x, y, dresidual, weight, bias, beliefs, work, arrived, raw_gain, upper_dmean, upper_dvar,
+    dy, x, y, dresidual, weight, bias, beliefs, work, arrived, raw_gain, upper_dmean, upper_dvar, dpriors,
     channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, eps, floor,
-    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, MERGED: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    MERGED: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Grid: channel blocks x pieces. If merged, the last program of a group undoes its belief."""
     blocks = tl.cdiv(channels, BLOCK_C)
@@ -534,8 +543,9 @@ def sums(
     if MERGED:
         if last_of(arrived + g * blocks + block, group):
             undo_group(
-                g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
-                channels, positions, pieces, groups, group, eps, blocks, HAS_PRIOR, HAS_UPPER, BLOCK_R, BLOCK_C,
+                g, block, c, c_mask, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar, dpriors,
+                channels, positions, pieces, groups, group, eps, blocks,
+                HAS_PRIOR, PREDICTS, HAS_UPPER, BLOCK_R, BLOCK_C,
             )  # fmt: skip
 
 
@@ -547,17 +557,18 @@ def place_of(piece, positions, dy_size, dy_stride_p, PIECES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "pieces", "groups", "group"])
 def disbelieve(
-    work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
+    work, weight, beliefs, raw_gain, upper_dmean, upper_dvar, dpriors,
     channels, positions, pieces, groups, group, eps,
-    HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_UPPER: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Backward of `believe`. Grid: channel blocks x groups."""
     blocks = tl.cdiv(channels, BLOCK_C)
     block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     undo_group(
-        g, block, c, c < channels, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar,
-        channels, positions, pieces, groups, group, eps, blocks, HAS_PRIOR, HAS_UPPER, BLOCK_R, BLOCK_C,
+        g, block, c, c < channels, work, weight, beliefs, raw_gain, upper_dmean, upper_dvar, dpriors,
+        channels, positions, pieces, groups, group, eps, blocks, HAS_PRIOR, PREDICTS, HAS_UPPER, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
@@ -637,14 +648,14 @@ def finish_backward(
     prior_mean, prior_var, transition, raw_noise,
     dprior_mean, dprior_var, dtransition, dnoise, dgain, dweight, dbias,
     groups, inputs, channels, noise_stride, parts, prior_tiles, transition_tiles,
-    HAS_PRIOR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of predict, and the parameters' sums over the groups.
 
     The programs share out the tiles of the prior's gradient, then those of A's, then the channel blocks.
     """
-    if HAS_PRIOR:
+    if PREDICTS:
         if pid < prior_tiles:
             wide = tl.cdiv(inputs, BLOCK_A)
             prior_gradient(
@@ -665,13 +676,13 @@ def finish_backward(
         tl.store(dweight + c, column_sum(dweight_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         tl.store(dbias + c, column_sum(dbias_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         if HAS_PRIOR:
-            if noise_stride > 0:  # an R for every channel
+            if PREDICTS and noise_stride > 0:  # an R for every channel
                 total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
                 raw = tl.load(raw_noise + c, mask=c_mask, other=0.0).to(tl.float32)
                 tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
             if block == 0:
                 tl.store(dgain, total_of(dgain_parts, parts, BLOCK_R * BLOCK_C))
-                if noise_stride == 0:
+                if PREDICTS and noise_stride == 0:
                     raw = tl.load(raw_noise).to(tl.float32)
                     tl.store(dnoise, total_of(dnoise_parts, parts, BLOCK_R * BLOCK_C) * tl.sigmoid(raw))
 
@@ -686,7 +697,7 @@ def gradient(
     prior_mean, prior_var, transition, raw_noise, dpriors, dtransition, dparameters,
     channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, inputs, noise_stride,
     prior_tiles, transition_tiles, finish_tiles, eps, floor,
-    HAS_PRIOR: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -699,13 +710,13 @@ def gradient(
     if ride >= 0:
         parts = rows + 6 * size
         dnoise = dparameters + 2 * channels
-        dgain = dnoise + 1 + (channels - 1) * noise_stride
+        dgain = dnoise + 1 + (channels - 1) * noise_stride if PREDICTS else dnoise
         finish_backward(
             ride, rows, rows + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
             prior_mean, prior_var, transition, raw_noise,
             dpriors, dpriors + groups * inputs, dtransition, dnoise, dgain, dparameters, dparameters + channels,
             groups, inputs, channels, noise_stride, groups * blocks, prior_tiles, transition_tiles,
-            HAS_PRIOR, BLOCK_G, BLOCK_I, BLOCK_O, ROWS // 4, COLUMNS, PRECISION,
+            HAS_PRIOR, PREDICTS, BLOCK_G, BLOCK_I, BLOCK_O, ROWS // 4, COLUMNS, PRECISION,
         )  # fmt: skip
     if at >= 0:
         c, c_mask, p, offsets = tile(at % blocks, channels, stride_c, stride_p, BLOCK_P, BLOCK_C)

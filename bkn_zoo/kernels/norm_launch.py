@@ -143,7 +143,8 @@ class Shape(NamedTuple):
     """All that the launches of a layer depend on, but for the tensors' addresses and dtypes.
 
     Attributes:
-        inputs: channels of the layer below; 0 for a first layer.
+        has_prior: whether there is one, which a first layer has not.
+        inputs: channels of the layer below, from whose belief the kernels predict; 0 where they do not.
         noise_stride: 1 where every channel has an R, 0 where there is one for all.
         residual: whether one is added (forward), or the output is kept for its gradient (backward).
     """
@@ -153,6 +154,7 @@ class Shape(NamedTuple):
     positions: int
     group: int
     channels_last: bool
+    has_prior: bool
     inputs: int
     noise_stride: int
     residual: bool
@@ -177,8 +179,8 @@ class Shape(NamedTuple):
             "stride_p": self.channels if self.channels_last else 1,
             "pieces": self.images * tiling.pieces, "groups": groups, "group": group, "inputs": self.inputs,
             "noise_stride": self.noise_stride, "eps": self.eps, "floor": 0.0 if self.relu else -math.inf,
-            "HAS_PRIOR": self.inputs > 0, "HAS_RESIDUAL": self.residual, "PIECES": tiling.pieces,
-            "MERGED": tiling.merged,
+            "HAS_PRIOR": self.has_prior, "PREDICTS": self.inputs > 0, "HAS_RESIDUAL": self.residual,
+            "PIECES": tiling.pieces, "MERGED": tiling.merged,
             "BLOCK_P": tiling.block_p, "BLOCK_C": tiling.block_c, "BLOCK_R": min(32, power_of_2(group)),
             "BLOCK_G": groups_per_tile(groups), "BLOCK_O": CHANNELS, "BLOCK_I": DEPTH, "PRECISION": self.precision,
             "ROWS": ROWS, "COLUMNS": COLUMNS,
@@ -239,12 +241,12 @@ def plan_backward(shape: Shape, dy_size: int, dy_stride_p: int, has_upper: bool)
 
 
 def describe(
-    x: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, group: int, residual: bool, relu: bool,
-    eps: float,
+    x: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None, group: int,
+    residual: bool, relu: bool, eps: float,
 ) -> Shape:  # fmt: skip
     images, channels = x.shape[:2]
     return Shape(
-        images, channels, x.numel() // (images * channels), group, channels_last(x),
+        images, channels, x.numel() // (images * channels), group, channels_last(x), raw_gain is not None,
         0 if transition is None else transition.shape[1],
         0 if raw_process_noise is None or raw_process_noise.numel() == 1 else 1,
         residual, relu, eps, precision(x), processors(x.device),
@@ -278,7 +280,7 @@ def forward(
     `alone` is as in `Launches`.
     """
     x, residual = dense(x), residual if residual is None else like(x, residual)
-    shape = describe(x, transition, raw_process_noise, group, residual is not None, relu, eps)
+    shape = describe(x, transition, raw_process_noise, raw_gain, group, residual is not None, relu, eps)
     launches = plan_forward(shape, bool(running), momentum, own if partners else None)
     y = torch.empty_like(x)
     beliefs = torch.empty((4, shape.images // group, shape.channels), dtype=torch.float32, device=x.device)
@@ -286,6 +288,8 @@ def forward(
     below = (unused,) * 5
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
+    elif raw_gain is not None:
+        below = prior_mean, prior_var, unused, unused, raw_gain  # type: ignore[assignment]
     if not running:
         running = [unused, unused, *(partners or [unused] * 3), unused, unused]
     launches(x, y, x if residual is None else residual, weight, bias, beliefs, *below, *running, alone=alone)
@@ -314,21 +318,23 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Gradients of x, residual, both priors, A, and one after another weight, bias, raw R and raw q.
 
-    The residual's is None without a `y`, those of priors and A without an A. Few allocations: from Python, each takes
-    as long as a launch.
+    The residual's is None without a `y`, those of priors without a q, and A's without an A. Few allocations: from
+    Python, each takes as long as a launch.
     """
     x = dense(x)
     dy, y = slice_like(x, dy), y if y is None else like(x, y)
-    shape = describe(x, transition, raw_process_noise, group, y is not None, relu, eps)
+    shape = describe(x, transition, raw_process_noise, raw_gain, group, y is not None, relu, eps)
     step = position_stride(dy) if shape.channels_last else 1
     launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
     floats = partial(torch.empty, dtype=torch.float32, device=x.device)
-    dx, dparameters = torch.empty_like(x), floats(sum(parameter_sizes(weight, raw_process_noise)))
+    dx, dparameters = torch.empty_like(x), floats(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
     dresidual = None if y is None else torch.empty_like(x)
     below, dpriors, dtransition = (beliefs,) * 5, None, None  # what the kernels, compiled without it, do not touch
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
         dpriors, dtransition = floats((2, beliefs.shape[1], shape.inputs)), torch.empty_like(transition)
+    elif raw_gain is not None:
+        below, dpriors = (*below[:4], raw_gain), floats((2, *beliefs.shape[1:]))
     upper = (beliefs, beliefs) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
     launches(
         dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below, dx, x if dresidual is None else dresidual,
@@ -338,7 +344,11 @@ def backward(
     return dx, dresidual, dpriors, dtransition, dparameters
 
 
-def parameter_sizes(weight: Tensor, raw_process_noise: Tensor | None) -> list[int]:
+def parameter_sizes(weight: Tensor, raw_process_noise: Tensor | None, raw_gain: Tensor | None) -> list[int]:
     """Of the parts of the gradients that come together: of weight and bias, raw R and raw q."""
-    channels = weight.numel()
-    return [channels, channels] if raw_process_noise is None else [channels, channels, raw_process_noise.numel(), 1]
+    sizes = [weight.numel()] * 2
+    if raw_process_noise is not None:
+        sizes.append(raw_process_noise.numel())
+    if raw_gain is not None:
+        sizes.append(1)
+    return sizes

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.kalman import Belief, predict, update
-from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.norms.statistics import in_full_precision
+from bkn_zoo.norms.running import KalmanArguments, RunningNorm
+from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 
 INITIAL_GAIN = 0.5
 INITIAL_PROCESS_NOISE = 1.0
@@ -75,8 +75,7 @@ class BatchKalmanNorm2d(RunningNorm):
             shapes = transition_shapes or [(num_features, prior_features)]
             blocks = [nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) for shape in shapes]
             self.transition: Any = blocks[0] if len(blocks) == 1 else nn.ParameterList(blocks)
-            full = blocks[0].shape == (num_features, prior_features)
-            self.fusible = type(self).fusible and full  # the kernels take a full A
+            self.kernels_predict = blocks[0].shape == (num_features, prior_features)  # they know a full A
             self.raw_process_noise = raw_process_noise
             self.raw_gain = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
             self.set_gain(self.initial_gain)
@@ -122,18 +121,23 @@ class BatchKalmanNorm2d(RunningNorm):
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if self.prior_features is None:
             return observed
-        prior = self._checked(prior, observed.mean.shape[0])
-        # A network in half precision keeps its beliefs in full.
-        blocks = [block.to(observed.mean.dtype) for block in self.transition_blocks]
-        return update(predict(prior, blocks, self.process_noise), observed, self.gain)
+        return update(self.predict(self._checked(prior, observed.mean.shape[0])), observed, self.gain)
 
-    def kalman_parameters(
-        self, prior: Belief | None, groups: int
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def predict(self, prior: Belief) -> Belief:
+        """What the belief of the layer below makes of this layer's channels."""
+        # A network in half precision keeps its beliefs in full.
+        prior = Belief(in_full_precision(prior.mean), in_full_precision(prior.var))
+        blocks = [block.to(prior.mean.dtype) for block in self.transition_blocks]
+        return predict(prior, blocks, self.process_noise)
+
+    def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
         if self.prior_features is None:
-            return None, None, None
-        self._checked(prior, groups)
-        return self.transition, self.raw_process_noise, self.raw_gain
+            return None, None, None, None, None
+        prior = self._checked(prior, groups)
+        if self.kernels_predict:
+            return *prior, self.transition, self.raw_process_noise, self.raw_gain
+        with without_autocast(prior.mean):
+            return *self.predict(prior), None, None, self.raw_gain
 
     def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:

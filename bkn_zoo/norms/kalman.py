@@ -42,14 +42,15 @@ def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """
     widths = [block.shape[-1] * (block.shape[0] if block.ndim == 3 else 1) for block in blocks]
     carried = []
-    for part, block in zip(rows.split(widths, dim=1), blocks, strict=True):
+    parts = rows.split(widths, dim=1) if len(blocks) > 1 else (rows,)  # a split, be it of one, is copied backward
+    for part, block in zip(parts, blocks, strict=True):
         if block.ndim == 1:
             carried.append(part * block)
         elif block.ndim == 2:
             carried.append(F.linear(part, block))
         else:
-            parts = part.unflatten(1, (block.shape[0], -1))
-            carried.append(torch.einsum("gbi,boi->gbo", parts, block).flatten(1))
+            rows_of_blocks = part.unflatten(1, (block.shape[0], -1))
+            carried.append(torch.einsum("gbi,boi->gbo", rows_of_blocks, block).flatten(1))
     return carried[0] if len(carried) == 1 else torch.cat(carried, dim=1)
 
 

@@ -29,6 +29,8 @@ AVERAGES = {"running_mean": 0.0, "running_var": 1.0, "image_mean": 0.0, "image_v
 REMEMBERED = (*AVERAGES, "num_batches_tracked", "skipped_steps")
 """All that a training step moves, as the kernels take it."""
 
+KalmanArguments = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 class RunningNorm(nn.Module):
     """Normalizes by a belief about the input, and remembers beliefs for inference.
@@ -192,8 +194,7 @@ class RunningNorm(nn.Module):
         self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Belief]:
         group = group_size(x.shape[0], statistics.group) if statistics.mode == "batch" else 1
-        transition, raw_process_noise, raw_gain = self.kalman_parameters(prior, x.shape[0] // group)
-        prior_mean, prior_var = prior if prior is not None and transition is not None else (None, None)
+        kalman = self.kalman_arguments(prior, x.shape[0] // group)
         running: list[Tensor] = []
         partners: list[Tensor] = []
         if statistics.mode == "batch" and self.remembers():
@@ -204,16 +205,17 @@ class RunningNorm(nn.Module):
             partners = [mean, var, spread]
         own = 0.0 if statistics.group is None else 1 / statistics.group
         y, mean, var = kernels.fused_norm(
-            x, self.weight, self.bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual,
-            running, group, self.eps, self.momentum or 0.0, relu, partners, own,
+            x, self.weight, self.bias, *kalman, residual, running, group, self.eps, self.momentum or 0.0, relu,
+            partners, own,
         )  # fmt: skip
         return y, Belief(mean, var)
 
-    def kalman_parameters(
-        self, prior: Belief | None, groups: int
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """A, raw R and raw q, for a prior that fits them; Nones where the belief is the observation."""
-        return None, None, None
+    def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
+        """The prior's mean and variance, A, raw R and raw q, as the kernels take them.
+
+        Without A and R the prior is predicted already; all is None where the belief is the observation.
+        """
+        return None, None, None, None, None
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         """The belief formed from this layer's observation and the belief of the layer below."""

@@ -1,4 +1,4 @@
-"""BKN with more to learn than the paper gives it. For ablations: neither the kernels nor the engines know it."""
+"""BKN with more to learn than the paper gives it. For ablations: the engines do not know it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
-from bkn_zoo.norms.kalman import Belief, predict, update
+from bkn_zoo.norms.kalman import Belief
 
 
 class BatchKalmanVariant2d(BatchKalmanNorm2d):
@@ -15,7 +15,6 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
     Where there is no layer below, there is neither, and this is batch normalization like BKN itself.
     """
 
-    fusible = False
     kalman = (*KALMAN, "prediction_bias")
     prediction_bias: Tensor | None
 
@@ -31,19 +30,18 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
         super().__init__(num_features, prior_features, **options)
         has_bias = prediction_bias and prior_features is not None
         self.prediction_bias = nn.Parameter(torch.zeros_like(self.transition[:, 0])) if has_bias else None
+        self.kernels_predict = not has_bias
         if gain_per_channel and prior_features is not None:
             self.raw_gain = nn.Parameter(self.raw_gain.detach().reshape(-1).repeat(num_features))
+            self.fusible = False  # the kernels know one gain
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.prediction_bias is not None:
             nn.init.zeros_(self.prediction_bias)
 
-    def believe(self, observed: Belief, prior: Belief | None) -> Belief:
-        if self.prior_features is None:
-            return observed
-        prior = self._checked(prior, observed.mean.shape[0])
-        predicted = predict(prior, self.transition.to(observed.mean.dtype), self.process_noise)
-        if self.prediction_bias is not None:
-            predicted = Belief(predicted.mean + self.prediction_bias, predicted.var)
-        return update(predicted, observed, self.gain)
+    def predict(self, prior: Belief) -> Belief:
+        predicted = super().predict(prior)
+        if self.prediction_bias is None:
+            return predicted
+        return Belief(predicted.mean + self.prediction_bias, predicted.var)
