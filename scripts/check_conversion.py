@@ -50,6 +50,8 @@ SEGMENTATION = ("deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "fcn_resne
 DETECTION = ("fasterrcnn_resnet50_fpn", "ssdlite320_mobilenet_v3_large")
 LARGEST_IN_FLOAT64, LARGEST = 100_000_000, 300_000_000
 """Parameters; of a larger network only the output is checked, in float32."""
+TOGETHER = 16
+"""Networks that the same processes check."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,12 @@ def try_check(name: str) -> dict[str, Any] | None:
 def main(names: list[str]) -> None:
     chosen = [f"{case.library} {case.name}" for case in cases() if not names or case.name in names]
     rows = []
-    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=8) as pool:
-        for row in filter(None, pool.map(try_check, chosen)):
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+    # New processes now and then, which give memory back. (By max_tasks_per_child, those of Python 3.11 end for good.)
+    for first in range(0, len(chosen), TOGETHER):
+        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+            for row in filter(None, pool.map(try_check, chosen[first : first + TOGETHER])):
+                print(json.dumps(row), flush=True)
+                rows.append(row)
     before = json.loads(OUTPUT.read_text()) if names and OUTPUT.exists() else {"rows": []}
     found = {(row["library"], row["name"]): row for row in [*before["rows"], *rows]}
     order = [(case.library, case.name) for case in cases()]
