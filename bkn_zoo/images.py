@@ -108,7 +108,8 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, np.ndarray):
         return _to_rgb(_from_array(source, max_pixels))
     if isinstance(source, Image.Image):
-        return _decode(source, "the image", "an image", max_pixels)
+        kind = "an image" if source.format is None else f"a {source.format} file"
+        return _decode(source, "the image", kind, max_pixels)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_bytes(bytes(source), "the image", max_pixels)
     if isinstance(source, str | os.PathLike):
@@ -118,10 +119,9 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     )
 
 
-def count_pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
-    """How many pixels a file has, by its header alone; whatever that shows to be wrong with it is an error here."""
-    width, height = _open(data, "the image", max_pixels).size
-    return width * height
+def open_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFile:
+    """A file as far as its header says what it is, for `open_image`; what that shows to be wrong is an error here."""
+    return _open(data, "the image", max_pixels)
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
@@ -137,7 +137,7 @@ def central_square(image: Image.Image, size: int, interpolation: str = "bilinear
     left, top = (image.width - side) / 2, (image.height - side) / 2
     method = Image.Resampling[interpolation.upper()]
     square = image.resize((size, size), method, box=(left, top, left + side, top + side))
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 255
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1).float().div_(255)
 
 
 def enlarge(pixels: Tensor, size: int, interpolation: str = "bilinear") -> Tensor:
@@ -153,7 +153,7 @@ def enlarge(pixels: Tensor, size: int, interpolation: str = "bilinear") -> Tenso
 def normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     """Images (images, 3, height, width) in [0, 1], by the mean and deviation of the config."""
     mean, std = (per_channel(values, pixels.device) for values in (preprocessing.mean, preprocessing.std))
-    return (pixels - mean) / std
+    return (pixels - mean).div_(std)
 
 
 @lru_cache

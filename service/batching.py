@@ -66,6 +66,7 @@ class Line:
     ) -> None:  # fmt: skip
         self.name, self.run, self.metrics = name, run, metrics
         self.length, self.max_batch, self.max_wait = length, max_batch, max_wait
+        self._length = metrics.queue_length.labels(name)
         self.admitted = 0
         self.used = time.monotonic()
         self._calls: deque[Call] = deque()
@@ -201,5 +202,5 @@ class Line:
                 self._noted()
 
     def _noted(self) -> None:
-        self.metrics.queue_length.labels(self.name).set(len(self._calls))
+        self._length.set(len(self._calls))
         self._change.notify_all()

@@ -176,7 +176,8 @@ class Connection(asyncio.Protocol):
         self._heard = bool(self.http.trailing_data[0])
         self._wait(self.settings.head_seconds if self._heard else self.settings.idle_seconds)
         self.read(True)
-        self._advance()
+        if self._heard or self._ended:
+            self._advance()
 
     def read(self, on: bool) -> None:
         """Take more from the client, or leave it to the network to hold it back."""
@@ -221,8 +222,9 @@ class Connection(asyncio.Protocol):
                 return self._close()
 
     def _begin(self, request: h11.Request) -> None:
-        names = [name for name, _ in request.headers]
-        length = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+        headers = list(request.headers)
+        names = [name for name, _ in headers]
+        length = len(request.target) + sum(len(name) + len(value) for name, value in headers)
         # Of two lengths, a proxy may have believed the other; h11 would take the second.
         if length > MAX_HEAD or (b"content-length" in names and b"transfer-encoding" in names):
             return self._refuse(MalformedRequestError(NOT_HTTP))
@@ -246,7 +248,7 @@ class Connection(asyncio.Protocol):
             "path": root + path,
             "raw_path": target,
             "query_string": query,
-            "headers": list(request.headers),
+            "headers": headers,
             "state": self.app_state.copy(),
         }
         last = self._in_a_row >= MAX_PIPELINED

@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from PIL.Image import Image
 from torch import Tensor
 
 from bkn_zoo.errors import ImageError, ImageTooLargeError
-from bkn_zoo.images import count_pixels
+from bkn_zoo.images import open_header
 from bkn_zoo.inference.classifier import Classifier
 
 from .errors import OverloadedError, ServiceError, of_the_image
@@ -49,7 +50,7 @@ class Decoders:
         left = self.max_pixels
         for image in images:
             try:
-                pixels = 0 if isinstance(image, ServiceError) else count_pixels(image, self.max_pixels)
+                pixels = 0 if isinstance(image, ServiceError) else _pixels(open_header(image, self.max_pixels))
                 if pixels > left:
                     raise ImageTooLargeError(
                         f"the images of a request may have {self.max_pixels:,} pixels together, and this one has "
@@ -68,8 +69,9 @@ class Decoders:
         return tensor
 
     def _prepare_if_small(self, classifier: Classifier, image: bytes) -> tuple[int, Tensor | None]:
-        pixels = count_pixels(image, self.max_pixels)
-        return pixels, classifier.prepare(image, self.max_pixels) if pixels <= SMALL else None
+        opened = open_header(image, self.max_pixels)
+        pixels = _pixels(opened)
+        return pixels, classifier.prepare(opened, self.max_pixels) if pixels <= SMALL else None
 
     def stop(self) -> None:
         self._small.stop()
@@ -110,22 +112,37 @@ class Lane:
             self._waiting -= 1
             self._waiting_weight -= weight
         self._free -= weight
-        loop, future = asyncio.get_running_loop(), self._threads.submit(work, *arguments)
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
 
-        def leave(_: Future[Result]) -> None:
+        def leave(future: Future[Result]) -> None:
             with suppress(RuntimeError):  # where the loop has ended before the thread
-                loop.call_soon_threadsafe(self._leave, weight)
+                loop.call_soon_threadsafe(self._leave, weight, future, result)
 
+        future = self._threads.submit(work, *arguments)
         # Whether or not anybody still waits for it: until it has ended it takes its share.
         future.add_done_callback(leave)
-        return await asyncio.wrap_future(future)
+        try:
+            return await result
+        finally:
+            future.cancel()  # if it has not begun
 
-    def _leave(self, weight: int) -> None:
+    def _leave(self, weight: int, future: Future[Result], result: asyncio.Future[Result]) -> None:
         self._free += weight
         self._freed.set()
+        if future.cancelled() or result.done():
+            result.cancel()
+        elif (error := future.exception()) is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(future.result())
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _pixels(image: Image) -> int:
+    return image.width * image.height
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:

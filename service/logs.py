@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+ENCODER = json.JSONEncoder(default=str)  # in ASCII: other letters may break lines, or turn them around
 PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
 
@@ -24,11 +25,12 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in record.__dict__.items() if name not in PLAIN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)  # in ASCII: other letters may break lines, or turn them around
+        return ENCODER.encode(line)
 
 
 def set_up_logs() -> None:
     """Everything goes to standard error."""
+    logging._srcfile = None  # as Python's manual has it where nobody asks from which line a record came
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.root.handlers = [handler]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Statistics = Literal["population", "sample", "expected"]
 TopK = Annotated[int, Field(ge=1, le=1000)]
@@ -20,7 +20,7 @@ class Options(BaseModel):
 
 class Prediction(BaseModel):
     label: str
-    score: float
+    score: FiniteFloat
 
 
 class Timing(BaseModel):

@@ -72,8 +72,10 @@ def _kind(request: Request) -> str:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    query = _options({name: request.query_params[name] for name in OPTIONS if name in request.query_params})
-    return query.model_dump(exclude_unset=True)
+    given = request.query_params
+    if not given:
+        return {}
+    return _options({name: given[name] for name in OPTIONS if name in given}).model_dump(exclude_unset=True)
 
 
 async def _read(request: Request) -> bytes:

@@ -172,9 +172,9 @@ class Classifier:
     def best(self, scores: Tensor, top_k: int = 5) -> tuple[Prediction, ...]:
         """The likeliest of one image's classes, from its row of `scores`."""
         _check_top_k(top_k)
-        ordered = scores.sort(descending=True, stable=True)
-        pairs = zip(ordered.indices[:top_k].tolist(), ordered.values[:top_k].tolist(), strict=True)
-        return tuple(Prediction(self._labels[k], score) for k, score in pairs)
+        row = scores.numpy()
+        order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's, for so few
+        return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
         """Each image prepared, or what is wrong with it; in order, and a few before they are asked for."""
