@@ -382,8 +382,12 @@ def test_with_api_keys_only_health_metrics_and_the_page_are_open() -> None:
     with TestClient(create_app(settings)) as client:
         for path in ("/", "/health/live", "/metrics", "/openapi.json"):
             assert client.get(path).status_code == 200
-        refused = client.get("/v1/models")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_key")
+        paths = client.get("/openapi.json").json()["paths"]
+        keyed = [(method, path) for path in paths if path.startswith(("/v1", "/models")) for method in paths[path]]
+        assert len(keyed) == 4
+        for method, path in keyed:
+            refused = client.request(method, path.format(name="first"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_key")
         for headers in ({"Authorization": "Bearer another"}, {"X-API-Key": "one"}):
             assert client.get("/v1/models", headers=headers).status_code == 200
         for headers in ({"Authorization": "Bearer anothe"}, {"Authorization": "Basic one"}, {"X-API-Key": "ä"}):
