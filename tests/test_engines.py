@@ -252,6 +252,14 @@ def test_an_engine_leaves_the_model_alone(small: Network, name: str) -> None:
     assert_close(dict(model.state_dict()), dict(before), atol=0, rtol=0)
 
 
+def test_a_preparation_shares_the_weights_that_it_runs_as_they_are(small: Network) -> None:
+    """Or a network would be in memory twice."""
+    mine = {weight.data_ptr(): name for name, weight in small.named_parameters()}
+    shared = {mine.get(weight.data_ptr()) for weight in prepare(small, Statistics("sample")).parameters()}
+    assert {"conv.conv.weight", "fc.weight"} <= shared
+    assert any(name is not None and name.endswith("norm.transition") for name in shared)
+
+
 @each_engine
 def test_the_oldest_preparation_gives_way(small: Network, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "KEPT", 2)

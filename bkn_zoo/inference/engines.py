@@ -51,7 +51,7 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
 class Engine:
     """Runs a network. Each mode is prepared when first used; threads may share an engine, and mix modes.
 
-    The weights are those that the model has when a mode is first used: after further training, make a new engine.
+    It shares those of the model's weights that it runs as they are: after further training, make a new engine.
     """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:

@@ -65,8 +65,10 @@ def _replace(network: Network, name: str, layer: nn.Module) -> None:
 
 
 def frozen(model: Network) -> Network:
-    """A copy in float32, in evaluation mode, without gradients."""
-    return copy.deepcopy(model).eval().float().requires_grad_(False)
+    """A copy in float32, in evaluation mode, without gradients, which shares the weights that stay as they are."""
+    shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
+    shared |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    return copy.deepcopy(model, shared).eval().float()
 
 
 def in_precision(network: Network, dtype: torch.dtype) -> Network:
