@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -473,9 +474,14 @@ def on_two_devices() -> nn.Module:
         (lambda: norm(4), "is a batch norm itself"),
         (lambda: nn.Sequential(conv(3, 4), norm(4)).requires_grad_(False).append(conv(4, 4)), "frozen"),
         (lambda: 3, "torch.nn.Module"),
+        (lambda: nn.DataParallel(small()), ".module"),
+        (lambda: torch.compile(small()), "._orig_mod"),
     ],
-    ids=["no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module"],
-)
+    ids=[
+        "no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module",
+        "parallel", "compiled",
+    ],
+)  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:
     given = model()
     before = repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None
@@ -493,6 +499,36 @@ def test_an_error_of_tracing_names_the_line_and_a_part_that_may_be_converted() -
     assert isinstance(converted.backbone, Converted)
     with pytest.raises(UnknownNameError, match="backbone"):
         convert(Branching(), only="body")
+
+
+def test_an_input_with_a_default_keeps_it_and_another_value_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.body(x if mask is None else x * mask)
+
+    model, images = Masked().eval(), torch.randn(2, 3, 8, 8)
+    converted = convert(model)
+    torch.testing.assert_close(converted(x=images), model(images))
+    for call in (lambda: converted(images, images), lambda: converted(images, mask=images)):
+        with pytest.raises(InputError, match="takes x alone"):
+            call()
+
+
+def test_a_pickle_is_refused_and_a_state_dict_loads_into_a_new_conversion(tmp_path: Path) -> None:
+    model, images = small(), torch.randn(2, 3, 8, 8)
+    converted = convert(model)
+    converted(images)
+    with pytest.raises(ConversionError, match="state_dict"):
+        torch.save(converted, tmp_path / "whole.pt")
+    torch.save(converted.state_dict(), tmp_path / "state.pt")
+    again = convert(small())
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for mode in MODES:
+        assert torch.equal(again.eval()(images, statistics=mode), converted.eval()(images, statistics=mode))
 
 
 def test_a_wrong_conversion_is_not_proved() -> None:

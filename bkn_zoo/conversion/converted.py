@@ -1,7 +1,6 @@
 """Any batch-normalized network becomes a BKN network with the same weights and names."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from bkn_zoo.conversion.plan import Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
-from bkn_zoo.conversion.rewrite import foldable, replace_norms, rewrite
+from bkn_zoo.conversion.rewrite import Forward, foldable, replace_norms, rewrite
 from bkn_zoo.conversion.trace import is_batchnorm, trace
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
 from bkn_zoo.norms.statistics import Statistics, choose_statistics
+
+WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""PyTorch's own, the last one by torch.compile, and where the network is in them."""
 
 
 class Converted(nn.Module):
@@ -35,7 +37,7 @@ class Converted(nn.Module):
     statistics_batch_size: int | None
     default_statistics: str
 
-    def __init__(self, original: nn.Module, in_training: Callable[..., Any], in_evaluation: Callable[..., Any]) -> None:
+    def __init__(self, original: nn.Module, in_training: Forward, in_evaluation: Forward) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(original))
         self._in_training, self._in_evaluation = in_training, in_evaluation
@@ -105,6 +107,8 @@ def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
     kind = type(model).__name__
+    if kind in WRAPPERS:
+        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
     modules = list(model.modules())
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise ConversionError(f"{kind} holds scripted code, which cannot be traced: pass the module as it was before.")

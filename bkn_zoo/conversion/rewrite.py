@@ -10,8 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.conversion.batchnorm import start_near_batchnorm
 from bkn_zoo.conversion.plan import NormCall, Plan
+from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from bkn_zoo.norms.kalman import Belief, concatenate
+from bkn_zoo.norms.statistics import Statistics
 
 AFTER_NORM = ("drop", "act")
 """What timm's norms hold beside the norm, in the order in which it is applied."""
@@ -122,9 +124,37 @@ def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
     return found
 
 
-def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Callable[..., Any]:
-    """The forward function of a model whose norms were replaced: of it, the statistics of the call, and the inputs."""
+class Forward:
+    """The forward function of a network whose norms were replaced: of it, the statistics of the call, and the inputs.
+
+    It is generated code: copies of the network share it, and a pickle cannot hold it.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: list[str]) -> None:
+        self.function, self.inputs = function, inputs
+
+    def __call__(self, model: nn.Module, statistics: Statistics, *inputs: Any, **named: Any) -> Any:
+        if len(inputs) > len(self.inputs) or any(name not in self.inputs for name in named):
+            raise InputError(
+                f"this converted network takes {' and '.join(self.inputs)} alone: an input with a default keeps it, so "
+                "give it the default that you need in the original, and convert that."
+            )
+        return self.function(model, statistics, *inputs, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
+        return self
+
+    def __reduce__(self) -> str:
+        raise ConversionError(
+            "a converted network cannot be pickled, since its forward is generated: save its state_dict(), and load "
+            "that into a new conversion of the original."
+        )
+
+
+def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Forward:
+    """What runs a model whose norms were replaced."""
     first = next(iter(graph.nodes))
+    inputs = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(first):
         statistics = graph.placeholder("statistics")
     beliefs: list[fx.Node] = []
@@ -155,4 +185,4 @@ def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Callable[..., Any]
         if not belief.users:
             graph.erase_node(belief)
     graph.lint()
-    return type(fx.GraphModule(model, graph)).forward
+    return Forward(type(fx.GraphModule(model, graph)).forward, inputs)
