@@ -17,13 +17,19 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are less aligned
 WORK = "work"  # the parameter by which kernels take the memory for what they hand to one another
 ARRIVED = "arrived"  # and that for counters, which they find at 0 and leave so
+DEFAULT_STREAM = 0
 
 _dtype = attrgetter("dtype")
 
 
 def observed_by_pytorch(x: Tensor) -> bool:
-    """Whether a compiler, a mode or a stand-in for a tensor has to see the operators."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a compiler, a mode, a transform or a stand-in for a tensor has to see the operators."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 class Kernel(NamedTuple):
@@ -125,7 +131,8 @@ class Launches:
 
         Args:
             alone: whether nobody looks at what memory is taken, so that what is kept for work can be used. A graph
-                that is being captured, for one, will run at times and on streams that nobody knows.
+                that is being captured, for one, will run at times and on streams that nobody knows. But on the
+                default stream nothing is ever captured, nor prepared for it.
         """
         device = tensors[0].get_device()
         if device < 0:
@@ -134,13 +141,14 @@ class Launches:
             with torch.cuda.device(device):
                 self(*tensors, alone=alone)
         else:
-            self._launch_again(device, tensors, alone and not torch.cuda.is_current_stream_capturing())
+            self._launch_again(device, tensors, alone)
 
     def _launch_again(self, device: int, tensors: tuple[Tensor, ...], alone: bool) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
-        own = _scratch.take(*self.memory, device, stream) if alone else memory(*self.memory, f"cuda:{device}")
+        kept = stream == DEFAULT_STREAM or (alone and not torch.cuda.is_current_stream_capturing())
+        own = _scratch.take(*self.memory, device, stream) if kept else memory(*self.memory, f"cuda:{device}")
         tensors = *own, *tensors
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = list(map(Tensor.data_ptr, tensors))
         if reduce(or_, pointers) % ALIGNMENT:
             self._launch(tensors)
             return

@@ -36,9 +36,8 @@ def _norm(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_library, "norm_backward", "CompositeExplicitAutograd")
-def _norm_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    found = norm_launch.backward(dy, *args, alone=False)
-    return tuple(dy.new_empty(0, dtype=torch.float32) if each is None else each for each in found)
+def _norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
+    return norm_launch.backward(*args, alone=False)
 
 
 @torch.library.register_fake("bkn_zoo::norm", lib=_library)
@@ -51,14 +50,11 @@ def _norm_backward_fake(
     dy: Tensor, dmean: Any, dvar: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, beliefs: Tensor,
     prior_mean: Tensor | None, prior_var: Any, transition: Tensor | None, raw_process_noise: Tensor | None,
     raw_gain: Tensor | None, *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    def floats(*shape: int) -> Tensor:
-        return beliefs.new_empty(shape)
-
-    dresidual = floats(0) if y is None else torch.empty_like(x)
-    dpriors = floats(0) if prior_mean is None else floats(2, *prior_mean.shape)
-    dtransition = floats(0) if transition is None else torch.empty_like(transition)
-    parameters = floats(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dresidual = None if y is None else torch.empty_like(x)
+    dpriors = None if prior_mean is None else beliefs.new_empty(2, *prior_mean.shape)
+    dtransition = None if transition is None else torch.empty_like(transition)
+    parameters = beliefs.new_empty(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
     return torch.empty_like(x), dresidual, dpriors, dtransition, parameters
 
 
@@ -92,6 +88,10 @@ class Norm(torch.autograd.Function):
         return gradients_of(ctx, *gradients)
 
 
+# What newer versions of PyTorch have as `Norm.apply` itself: older ones look for transforms in every argument first.
+_apply = super(torch.autograd.Function, Norm).apply
+
+
 def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
     """Of all arguments of `Norm`."""
     x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
@@ -107,7 +107,7 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
         dresidual = None
     elif kept is None:
         dresidual = dy.to(x.dtype)
-    _, _, transition, raw_process_noise, raw_gain = below
+    _, _, _, raw_process_noise, raw_gain = below
     if weight.dtype != torch.float32:
         dparameters = dparameters.to(weight.dtype)
     parts = torch.split_with_sizes(dparameters, parameter_sizes(weight, raw_process_noise, raw_gain))
@@ -115,8 +115,8 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
         return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
     dweight, dbias, *dnoise, dgain = parts
     return (
-        dx, dweight, dbias, dpriors[0], dpriors[1], None if transition is None else dtransition,
-        dnoise[0] if dnoise else None, dgain.view_as(raw_gain), dresidual, None, None, None, None, None,
+        dx, dweight, dbias, dpriors[0], dpriors[1], dtransition, dnoise[0] if dnoise else None, dgain, dresidual,
+        None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def fused_norm(
         eps, momentum, relu,
     )  # fmt: skip
     if torch.is_grad_enabled() and not partners:
-        return Norm.apply(*arguments)
+        return Norm.apply(*arguments) if observed_by_pytorch(x) else _apply(*arguments)
     launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
     y, beliefs = launch(*arguments, partners or [], own)
     return y, beliefs[0], beliefs[1]

@@ -1,7 +1,7 @@
 """Chooses tile sizes and launches the Triton kernels of one norm layer."""
 
 import math
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -111,13 +111,15 @@ def dense(x: Tensor) -> Tensor:
 
 def like(x: Tensor, other: Tensor) -> Tensor:
     """`other` in the dtype and memory layout of `x`; itself where it has them."""
+    if other.dtype == x.dtype and other.stride() == x.stride():
+        return other
     layout = torch.channels_last if channels_last(x) else torch.contiguous_format
     return other.to(x.dtype).contiguous(memory_format=layout)
 
 
 def slice_like(x: Tensor, dy: Tensor) -> Tensor:
     """`dy` as the backward kernels take it: laid out as `x`, or as a slice of the channels of such a tensor."""
-    if x.ndim != 4 or dy.dtype != x.dtype:
+    if x.ndim != 4 or dy.dtype != x.dtype or dy.stride() == x.stride():
         return like(x, dy)
     height, width = x.shape[2:]
     step = position_stride(dy) if channels_last(x) else 1
@@ -128,11 +130,6 @@ def slice_like(x: Tensor, dy: Tensor) -> Tensor:
 def position_stride(x: Tensor) -> int:
     """From position to position of a channels_last tensor, or of a slice of its channels."""
     return x.stride(3 if x.shape[3] > 1 else 2)
-
-
-def precision(x: Tensor) -> str:
-    """Of the products with beliefs: float32's, or tf32's for features in half precision, which have no more bits."""
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 def groups_per_tile(groups: int) -> int:
@@ -244,12 +241,25 @@ def describe(
     x: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None, group: int,
     residual: bool, relu: bool, eps: float,
 ) -> Shape:  # fmt: skip
-    images, channels = x.shape[:2]
+    inputs = 0 if transition is None else transition.shape[1]
+    noises = 0 if raw_process_noise is None else raw_process_noise.numel()
+    return _describe(
+        x.shape, channels_last(x), x.dtype, processors(x.device), raw_gain is not None, inputs, noises, group,
+        residual, relu, eps,
+    )  # fmt: skip
+
+
+@lru_cache(PLANS)
+def _describe(
+    size: torch.Size, channels_last: bool, dtype: torch.dtype, processors: int, has_prior: bool, inputs: int,
+    noises: int, group: int, residual: bool, relu: bool, eps: float,
+) -> Shape:  # fmt: skip
+    images, channels, *positions = size
+    # Of the products with beliefs: float32's, or tf32's for features in half precision, which have no more bits.
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
     return Shape(
-        images, channels, x.numel() // (images * channels), group, channels_last(x), raw_gain is not None,
-        0 if transition is None else transition.shape[1],
-        0 if raw_process_noise is None or raw_process_noise.numel() == 1 else 1,
-        residual, relu, eps, precision(x), processors(x.device),
+        images, channels, math.prod(positions), group, channels_last, has_prior, inputs, int(noises > 1), residual,
+        relu, eps, precision, processors,
     )  # fmt: skip
 
 
@@ -283,7 +293,7 @@ def forward(
     shape = describe(x, transition, raw_process_noise, raw_gain, group, residual is not None, relu, eps)
     launches = plan_forward(shape, bool(running), momentum, own if partners else None)
     y = torch.empty_like(x)
-    beliefs = torch.empty((4, shape.images // group, shape.channels), dtype=torch.float32, device=x.device)
+    beliefs = x.new_empty(4, shape.images // group, shape.channels, dtype=torch.float32)
     unused = beliefs  # stands for what the kernels, compiled without it, do not read
     below = (unused,) * 5
     if transition is not None:
@@ -326,15 +336,16 @@ def backward(
     shape = describe(x, transition, raw_process_noise, raw_gain, group, y is not None, relu, eps)
     step = position_stride(dy) if shape.channels_last else 1
     launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
-    floats = partial(torch.empty, dtype=torch.float32, device=x.device)
-    dx, dparameters = torch.empty_like(x), floats(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
+    dx = torch.empty_like(x)
+    dparameters = beliefs.new_empty(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
     dresidual = None if y is None else torch.empty_like(x)
     below, dpriors, dtransition = (beliefs,) * 5, None, None  # what the kernels, compiled without it, do not touch
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
-        dpriors, dtransition = floats((2, beliefs.shape[1], shape.inputs)), torch.empty_like(transition)
+        dpriors = beliefs.new_empty(2, beliefs.shape[1], shape.inputs)
+        dtransition = torch.empty_like(transition)
     elif raw_gain is not None:
-        below, dpriors = (*below[:4], raw_gain), floats((2, *beliefs.shape[1:]))
+        below, dpriors = (*below[:4], raw_gain), beliefs.new_empty(2, *beliefs.shape[1:])
     upper = (beliefs, beliefs) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
     launches(
         dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below, dx, x if dresidual is None else dresidual,
