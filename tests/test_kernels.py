@@ -489,6 +489,36 @@ def test_memory_for_work_grows_and_counters_are_never_work(monkeypatch):
     assert scratch.take(2, 2, 0, 98)[0] is not work
 
 
+@pytest.mark.parametrize(
+    ("stream", "alone", "capturing", "kept"),
+    [
+        (0, True, False, True),
+        (0, False, False, True),
+        (7, True, False, True),
+        (7, True, True, False),
+        (7, False, False, False),
+    ],
+)
+def test_memory_for_work_is_kept_where_nothing_is_captured_or_prepared_for_it(
+    stream, alone, capturing, kept, monkeypatch
+):
+    """A compiled network that is to be captured runs before that on a stream of its own, by the operators."""
+    taken = []
+    new = launch.memory(1, 1, "cpu")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(launch, "memory", lambda *_: taken.append("new") or new)
+    monkeypatch.setattr(launch, "_scratch", SimpleNamespace(take=lambda *_: taken.append("kept") or new))
+    launch.Launches([], (), {}, 1)._launch_again(0, (torch.ones(1),), alone)
+    assert taken == ["kept" if kept else "new"]
+
+
+def test_transforms_of_functions_are_refused_as_pytorch_does_it():
+    layer = BatchKalmanNorm2d(4).to(DEVICE)
+    with kernels.use("triton"), pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: layer(x)[0].sum())(torch.randn(2, 4, 3, 3, device=DEVICE))
+
+
 @pytest.mark.parametrize("scratch", [0, 64])
 def test_kernels_are_launched_as_tritons_own_launcher_would(scratch, monkeypatch):
     """Or by it, where a kernel wants memory of it; of a version that is not known too."""

@@ -147,12 +147,12 @@ class Launches:
         stream = torch._C._cuda_getCurrentRawStream(device)
         kept = stream == DEFAULT_STREAM or (alone and not torch.cuda.is_current_stream_capturing())
         own = _scratch.take(*self.memory, device, stream) if kept else memory(*self.memory, f"cuda:{device}")
+        key = device, *map(_dtype, tensors)
         tensors = *own, *tensors
         pointers = list(map(Tensor.data_ptr, tensors))
         if reduce(or_, pointers) % ALIGNMENT:
             self._launch(tensors)
             return
-        key = device, *map(_dtype, tensors)
         ready = self.ready.get(key)
         if ready is None:
             self.ready[key] = [

@@ -25,7 +25,7 @@ _library.define(
     "norm_backward(Tensor dy, Tensor? dbelief_mean, Tensor? dbelief_var, Tensor x, Tensor? y, Tensor weight, "
     "Tensor bias, Tensor beliefs, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
     "Tensor? raw_process_noise, Tensor? raw_gain, SymInt group, float eps, bool relu) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dpriors, Tensor dtransition, Tensor dparameters)",
+    "-> (Tensor dx, Tensor dresidual, Tensor dpriors, Tensor dparameters)",
     tags=torch.Tag.flexible_layout,
 )
 
@@ -53,9 +53,8 @@ def _norm_backward_fake(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     dresidual = None if y is None else torch.empty_like(x)
     dpriors = None if prior_mean is None else beliefs.new_empty(2, *prior_mean.shape)
-    dtransition = None if transition is None else torch.empty_like(transition)
-    parameters = beliefs.new_empty(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
-    return torch.empty_like(x), dresidual, dpriors, dtransition, parameters
+    dparameters = beliefs.new_empty(sum(parameter_sizes(weight, transition, raw_process_noise, raw_gain)))
+    return torch.empty_like(x), dresidual, dpriors, dparameters
 
 
 class Norm(torch.autograd.Function):
@@ -100,24 +99,22 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
         dvar = torch.zeros_like(beliefs[0]) if dvar is None else dvar.contiguous()
     dy = torch.zeros_like(x) if dy is None else dy
     launch: Any = torch.ops.bkn_zoo.norm_backward if observed_by_pytorch(x) else norm_launch.backward
-    dx, dresidual, dpriors, dtransition, dparameters = launch(
-        dy, dmean, dvar, x, kept, weight, bias, beliefs, *below, *ctx.settings
-    )
+    dx, dresidual, dpriors, dparameters = launch(dy, dmean, dvar, x, kept, weight, bias, beliefs, *below, *ctx.settings)
     if not ctx.has_residual:
         dresidual = None
     elif kept is None:
         dresidual = dy.to(x.dtype)
-    _, _, _, raw_process_noise, raw_gain = below
+    _, _, transition, raw_process_noise, raw_gain = below
     if weight.dtype != torch.float32:
         dparameters = dparameters.to(weight.dtype)
-    parts = torch.split_with_sizes(dparameters, parameter_sizes(weight, raw_process_noise, raw_gain))
-    if raw_gain is None:
-        return dx, *parts, None, None, None, None, None, dresidual, None, None, None, None, None
-    dweight, dbias, *dnoise, dgain = parts
-    return (
-        dx, dweight, dbias, dpriors[0], dpriors[1], dtransition, dnoise[0] if dnoise else None, dgain, dresidual,
-        None, None, None, None, None,
-    )  # fmt: skip
+    sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
+    dtransition, dweight, dbias, dnoise, dgain = torch.split_with_sizes(dparameters, sizes)
+    below = [None] * 5
+    if raw_gain is not None:
+        below = [*dpriors.unbind(), None, None, dgain]
+    if transition is not None:
+        below[2:4] = dtransition.view_as(transition), dnoise
+    return dx, dweight, dbias, *below, dresidual, None, None, None, None, None
 
 
 def fused_norm(

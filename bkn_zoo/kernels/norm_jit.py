@@ -630,7 +630,7 @@ def transition_gradient(
     at = o[:, None] * inputs + i[None, :]
     mask = (o < channels)[:, None] & (i < inputs)[None, :]
     a = tl.load(transition + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dtransition + at, (mean + 2 * a * var).to(dtransition.dtype.element_ty), mask=mask)
+    tl.store(dtransition + at, mean + 2 * a * var, mask=mask)
 
 
 @triton.jit
@@ -694,7 +694,7 @@ def finish_backward(
 )  # fmt: skip
 def gradient(
     dy, x, y, dresidual, dx, weight, bias, beliefs, work,
-    prior_mean, prior_var, transition, raw_noise, dpriors, dtransition, dparameters,
+    prior_mean, prior_var, transition, raw_noise, dpriors, dparameters,
     channels, positions, stride_c, stride_p, dy_size, dy_stride_p, pieces, groups, group, inputs, noise_stride,
     prior_tiles, transition_tiles, finish_tiles, eps, floor,
     HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
@@ -709,12 +709,13 @@ def gradient(
     rows = work + 2 * pieces * channels
     if ride >= 0:
         parts = rows + 6 * size
-        dnoise = dparameters + 2 * channels
+        dweight = dparameters + channels * inputs  # behind A's
+        dnoise = dweight + 2 * channels
         dgain = dnoise + 1 + (channels - 1) * noise_stride if PREDICTS else dnoise
         finish_backward(
             ride, rows, rows + size, parts, parts + groups * blocks, rows + 2 * size, rows + 3 * size,
             prior_mean, prior_var, transition, raw_noise,
-            dpriors, dpriors + groups * inputs, dtransition, dnoise, dgain, dparameters, dparameters + channels,
+            dpriors, dpriors + groups * inputs, dparameters, dnoise, dgain, dweight, dweight + channels,
             groups, inputs, channels, noise_stride, groups * blocks, prior_tiles, transition_tiles,
             HAS_PRIOR, PREDICTS, BLOCK_G, BLOCK_I, BLOCK_O, ROWS // 4, COLUMNS, PRECISION,
         )  # fmt: skip

@@ -29,7 +29,7 @@ FORWARD = (
 BACKWARD = (
     "dy", "x", "y", "weight", "bias", "beliefs", "upper_dmean", "upper_dvar",
     "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
-    "dx", "dresidual", "dpriors", "dtransition", "dparameters",
+    "dx", "dresidual", "dpriors", "dparameters",
 )  # fmt: skip
 
 
@@ -325,11 +325,11 @@ def backward(
     relu: bool,
     *,
     alone: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """Gradients of x, residual, both priors, A, and one after another weight, bias, raw R and raw q.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of x, residual and both priors, and of the parameters, one after another as in `parameter_sizes`.
 
-    The residual's is None without a `y`, those of priors without a q, and A's without an A. Few allocations: from
-    Python, each takes as long as a launch.
+    The residual's is None without a `y`, and those of priors without a q. Few allocations: from Python, each takes as
+    long as a launch.
     """
     x = dense(x)
     dy, y = slice_like(x, dy), y if y is None else like(x, y)
@@ -337,29 +337,29 @@ def backward(
     step = position_stride(dy) if shape.channels_last else 1
     launches = plan_backward(shape, dy.stride(0), step, dbelief_mean is not None)
     dx = torch.empty_like(x)
-    dparameters = beliefs.new_empty(sum(parameter_sizes(weight, raw_process_noise, raw_gain)))
+    dparameters = beliefs.new_empty(sum(parameter_sizes(weight, transition, raw_process_noise, raw_gain)))
     dresidual = None if y is None else torch.empty_like(x)
-    below, dpriors, dtransition = (beliefs,) * 5, None, None  # what the kernels, compiled without it, do not touch
+    below, dpriors = (beliefs,) * 5, None  # what the kernels, compiled without it, do not touch
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
         dpriors = beliefs.new_empty(2, beliefs.shape[1], shape.inputs)
-        dtransition = torch.empty_like(transition)
     elif raw_gain is not None:
         below, dpriors = (*below[:4], raw_gain), beliefs.new_empty(2, *beliefs.shape[1:])
     upper = (beliefs, beliefs) if dbelief_mean is None or dbelief_var is None else (dbelief_mean, dbelief_var)
     launches(
         dy, x, x if y is None else y, weight, bias, beliefs, *upper, *below, dx, x if dresidual is None else dresidual,
-        beliefs if dpriors is None else dpriors, beliefs if dtransition is None else dtransition, dparameters,
-        alone=alone,
+        beliefs if dpriors is None else dpriors, dparameters, alone=alone,
     )  # fmt: skip
-    return dx, dresidual, dpriors, dtransition, dparameters
+    return dx, dresidual, dpriors, dparameters
 
 
-def parameter_sizes(weight: Tensor, raw_process_noise: Tensor | None, raw_gain: Tensor | None) -> list[int]:
-    """Of the parts of the gradients that come together: of weight and bias, raw R and raw q."""
-    sizes = [weight.numel()] * 2
-    if raw_process_noise is not None:
-        sizes.append(raw_process_noise.numel())
-    if raw_gain is not None:
-        sizes.append(1)
-    return sizes
+def parameter_sizes(
+    weight: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None
+) -> list[int]:
+    """Of A, weight, bias, raw R and raw q, whose gradients come together; 0 where there is none.
+
+    A is the first, since its gradient is large, and faster to read from where an allocation begins.
+    """
+    noises = 0 if raw_process_noise is None else raw_process_noise.numel()
+    inner = 0 if transition is None else transition.numel()
+    return [inner, weight.numel(), weight.numel(), noises, 0 if raw_gain is None else 1]
