@@ -50,7 +50,6 @@ from .schemas import (
     Prediction,
     Several,
     Statistics,
-    Timing,
     upload,
     uploads,
 )
@@ -90,11 +89,13 @@ class Service:
         self._keys = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in settings.api_keys]
 
     def check_key(self, request: Request) -> None:
+        if not self._keys:
+            return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, however early one matches
-        if self._keys and not any(matches):
+        if not any(matches):
             raise KeyRefusedError("an API key is missing or wrong: send the header Authorization: Bearer KEY.")
 
     async def classify(self, request: Request, field: str, model: str | None = None) -> Classified:
@@ -176,13 +177,16 @@ class Service:
         tensor = await self.decoders.prepare(classifier, image)
         answer = await asyncio.wrap_future(line.submit(tensor, statistics))
         best = classifier.best(answer.scores, options.top_k)
-        return Classified(
-            predictions=[Prediction(label=prediction.label, score=prediction.score) for prediction in best],
-            model=line.name,
-            revision=classifier.revision,
-            statistics=statistics,
-            engine=classifier.engine_name,
-            timing_ms=Timing(queue=1000 * answer.queue_seconds, inference=1000 * answer.inference_seconds),
+        timing = {"queue": 1000 * answer.queue_seconds, "inference": 1000 * answer.inference_seconds}
+        return Classified.model_validate(
+            {
+                "predictions": [vars(prediction) for prediction in best],
+                "model": line.name,
+                "revision": classifier.revision,
+                "statistics": statistics,
+                "engine": classifier.engine_name,
+                "timing_ms": timing,
+            }
         )
 
 
@@ -326,7 +330,8 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         edge = self.service.edge
         config = uvicorn.Config(
-            app, settings.host, settings.port, log_config=None, access_log=False, server_header=False, ws="none",
+            app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
+            proxy_headers=False, ws="none",
             http=cast(Any, partial(Connection, edge)), backlog=min(256, edge.most),
             timeout_graceful_shutdown=math.ceil(settings.deadline),
         )  # fmt: skip

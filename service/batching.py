@@ -178,7 +178,8 @@ class Line:
         begun = time.perf_counter()
         statistics = batch[0].statistics
         try:
-            scores = self.run(torch.stack([call.image for call in batch]), statistics)
+            images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
+            scores = self.run(images, statistics)
         except Exception:
             requests = ", ".join(str(call.request) for call in batch)
             log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})

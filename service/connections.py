@@ -215,8 +215,11 @@ class Connection(asyncio.Protocol):
                 assert self.exchange is not None
                 self.edge.awaited.pop(self, None)
                 self.exchange.end()
+                more = bool(self.http.trailing_data[0])
                 if self.http.their_state is h11.MUST_CLOSE:
-                    self._surplus = bool(self.http.trailing_data[0])
+                    self._surplus = more
+                    return
+                if not more:
                     return
             else:  # the client's side has ended, and all that it asked is answered
                 return self._close()
