@@ -676,15 +676,17 @@ def finish_backward(
         tl.store(dweight + c, column_sum(dweight_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         tl.store(dbias + c, column_sum(dbias_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         if HAS_PRIOR:
-            if PREDICTS and noise_stride > 0:  # an R for every channel
-                total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
-                raw = tl.load(raw_noise + c, mask=c_mask, other=0.0).to(tl.float32)
-                tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
+            if PREDICTS:
+                if noise_stride > 0:  # an R for every channel
+                    total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
+                    raw = tl.load(raw_noise + c, mask=c_mask, other=0.0).to(tl.float32)
+                    tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
             if block == 0:
                 tl.store(dgain, total_of(dgain_parts, parts, BLOCK_R * BLOCK_C))
-                if PREDICTS and noise_stride == 0:
-                    raw = tl.load(raw_noise).to(tl.float32)
-                    tl.store(dnoise, total_of(dnoise_parts, parts, BLOCK_R * BLOCK_C) * tl.sigmoid(raw))
+                if PREDICTS:
+                    if noise_stride == 0:
+                        raw = tl.load(raw_noise).to(tl.float32)
+                        tl.store(dnoise, total_of(dnoise_parts, parts, BLOCK_R * BLOCK_C) * tl.sigmoid(raw))
 
 
 @triton.jit(
