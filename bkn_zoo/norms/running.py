@@ -198,7 +198,7 @@ class RunningNorm(nn.Module):
         running: list[Tensor] = []
         partners: list[Tensor] = []
         if statistics.mode == "batch" and self.remembers():
-            buffers: dict[str, Any] = self._buffers  # an attribute of a module takes ten times as long
+            buffers: dict[str, Any] = self._buffers  # as in `check`
             running = [buffers[name] for name in REMEMBERED]
         elif statistics.mode == "expected":
             (mean, var), spread = self.partners()
@@ -232,7 +232,7 @@ class RunningNorm(nn.Module):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(f"this layer normalizes {self.num_features} channels, but its input is {tuple(x.shape)}.")
-        weight = self.weight if self.affine else None
+        weight = self._parameters.get("weight")  # an attribute of a module takes ten times as long
         if weight is not None and x.device != weight.device:
             raise InputError(f"the input is on {x.device} but the layer on {weight.device}: move one of them.")
         if residual is not None and (residual.device != x.device or residual.shape != x.shape):
