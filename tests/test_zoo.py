@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import Run, read_evaluations, read_runs
+from bkn_zoo.publishing.cards import Run, but_for_twins, read_evaluations, read_runs
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +31,13 @@ def test_no_file_is_too_large_and_all_together_are_not() -> None:
 
 
 @each
-def test_its_gains_are_stored_as_numbers_and_the_outputs_are_those_that_they_gave(folder: Path) -> None:
-    """The files are of version 1 of the layer, whose gain had no dimensions: as in version 2, bit for bit."""
+def test_gains_that_are_stored_as_numbers_give_the_outputs_that_they_gave(folder: Path) -> None:
+    """The older files are of version 1 of the layer, whose gain had no dimensions: as in version 2, bit for bit."""
     files = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
     stored = {name: tensor for file in files for name, tensor in file.items() if name.endswith(".raw_gain")}
+    assert len(stored) > 10
+    if all(raw_gain.shape == (1,) for raw_gain in stored.values()):
+        pytest.skip("stored by version 2 of the layer")
     model = from_pretrained(folder)
     images = load_file(folder / "golden.safetensors")["input"]
     with torch.inference_mode():
@@ -44,7 +47,6 @@ def test_its_gains_are_stored_as_numbers_and_the_outputs_are_those_that_they_gav
             assert (raw_gain.shape, layer.raw_gain.shape) == ((), (1,))
             layer.raw_gain = torch.nn.Parameter(raw_gain)
         before = [model(images, statistics=mode) for mode in MODES]
-    assert len(stored) > 10
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, before, strict=True))
 
 
@@ -63,15 +65,18 @@ def test_its_card_shows_all_that_was_measured(folder: Path) -> None:
 
 @each
 def test_its_twins_were_trained_by_the_same_recipe(folder: Path) -> None:
-    """BN at the same statistics batch, and at whole batches or groups of 32."""
+    """BN at the same statistics batch, and at whole batches or groups of 32.
+
+    Of one image BN learns nothing, as shorter runs show (docs/results.md): there is no such twin.
+    """
 
     def by(run: Run) -> dict[str, Any]:
-        return {name: value for name, value in run["recipe"].items() if name not in ("model", "statistics_batch")}
+        return but_for_twins(run["recipe"]) | {"seed": run["seed"]}
 
     ours = next(run for run in RUNS if run["name"] == folder.name)
     network = ours["model"].removesuffix("_bkn")
     groups = [run["statistics_batch"] for run in RUNS if run["model"] == f"{network}_bn" and by(run) == by(ours)]
-    assert ours["statistics_batch"] in groups
+    assert ours["statistics_batch"] in (1, *groups)
     assert any(group in (None, 32) for group in groups)
 
 
@@ -87,7 +92,10 @@ def test_its_default_statistics_were_the_best_on_the_validation_images(folder: P
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_its_accuracy_is_that_of_the_evaluations_on_record(folder: Path, device: str) -> None:
     """Two files of this tree agree. Measuring again takes the test images: scripts/evaluate.py, as the record says."""
-    measured = json.loads((ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json").read_text())
+    record = ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json"
+    if device == "cuda" and not record.exists():
+        pytest.skip("measured on a GPU at the end of its training only")
+    measured = json.loads(record.read_text())
     assert ("NVIDIA" in measured["hardware"]) == (device == "cuda")
     accuracy = Config.read(folder / "config.json").accuracy
     assert [row["statistics"] for row in measured["rows"]] == list(accuracy)

@@ -5,6 +5,7 @@ A run is a record that scripts/train.py left in results/runs/; speed is results/
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
+from bkn_zoo.training.recipes import Recipe
 
 Run = Mapping[str, Any]
 
@@ -358,9 +360,9 @@ def sizes(run: Run) -> tuple[int, int]:
 
 
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What twins have in common."""
-    own = ("model", "norm_options", "statistics_batch", "seed")
-    return {name: value for name, value in recipe.items() if name not in own}
+    """What twins have in common; without the fields at their defaults, since older records lack the younger fields."""
+    own, defaults = ("model", "norm_options", "statistics_batch", "seed"), {f.name: f.default for f in fields(Recipe)}
+    return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, MISSING)}
 
 
 def _spread(values: list[float]) -> str:
@@ -389,8 +391,9 @@ def _training(config: Config, run: Run) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in training.get("versions", {}).items())
     took = f" in at most {duration(run['seconds'])}" if run else ""
     group = config.statistics_batch_size or "all"
+    images = "image" if group == 1 else "images"
     return (
-        f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} images per statistics "
+        f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} {images} per statistics "
         f"group, from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
         f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}.\n\n"
         f"```bash\n{training['command']}\n```\n\n"
