@@ -235,6 +235,7 @@ def train(args: argparse.Namespace) -> None:
                 rooflines.append(roofline(contestant, model, images))
         rows += [contestant.row for contestant in contestants]
         del contestants, contestant, images
+        shared_pool.cache_clear()  # it went with the last of its graphs
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ PERFORMANCE, RUNS, IMAGENET, CONVERSION = (
 FINETUNING = ROOT / "docs" / "finetuning.md"
 MODEL_CARD, README, PICTURE = ROOT / "MODEL_CARD.md", ROOT / "README.md", ROOT / "docs" / "headline.png"
 CHECKPOINTS, RESULTS = ROOT / "checkpoints", ROOT / "results"
-TRAIN_GPU = ("train", "train_inception", "train_16", "train_compiled")
+TRAIN_GPU = ("train", "train_inception", "train_16")
 """The files with training steps on a GPU, a network's own first."""
 
 INTRODUCTION = """\
