@@ -6,9 +6,9 @@ python scripts/check_conversion.py resnet18    # those whose names are given; th
 Writes results/conversion.json, which `scripts/report.py` puts into docs/conversion.md.
 """
 
+import argparse
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -183,4 +183,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name")
+    given = parser.parse_args().names
+    if unknown := set(given) - {case.name for case in cases()}:
+        parser.error(f"unknown network: {', '.join(sorted(unknown))}.")
+    main(given)
