@@ -65,8 +65,9 @@ class Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, prior_mean: Tensor | None, prior_var: Tensor | None,
         transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None,
         residual: Tensor | None, running: list[Tensor], group: int, eps: float, momentum: float, relu: bool,
+        observed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
+        launch = torch.ops.bkn_zoo.norm if observed else norm_launch.forward
         y, beliefs = launch(
             x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
             eps, momentum, relu, [], 0.0,
@@ -114,7 +115,7 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
         below = [*dpriors.unbind(), None, None, dgain]
     if transition is not None:
         below[2:4] = dtransition.view_as(transition), dnoise
-    return dx, dweight, dbias, *below, dresidual, None, None, None, None, None
+    return dx, dweight, dbias, *below, dresidual, None, None, None, None, None, None
 
 
 def fused_norm(
@@ -144,8 +145,9 @@ def fused_norm(
         x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
         eps, momentum, relu,
     )  # fmt: skip
+    observed = observed_by_pytorch(x)
     if torch.is_grad_enabled() and not partners:
-        return Norm.apply(*arguments) if observed_by_pytorch(x) else _apply(*arguments)
-    launch = torch.ops.bkn_zoo.norm if observed_by_pytorch(x) else norm_launch.forward
+        return Norm.apply(*arguments, True) if observed else _apply(*arguments, False)
+    launch = torch.ops.bkn_zoo.norm if observed else norm_launch.forward
     y, beliefs = launch(*arguments, partners or [], own)
     return y, beliefs[0], beliefs[1]

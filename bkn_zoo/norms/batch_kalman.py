@@ -135,7 +135,8 @@ class BatchKalmanNorm2d(RunningNorm):
             return None, None, None, None, None
         prior = self._checked(prior, groups)
         if self.kernels_predict:
-            return *prior, self.transition, self.raw_process_noise, self.raw_gain
+            transition, raw_process_noise, raw_gain = self.own(*KALMAN)
+            return *prior, transition, raw_process_noise, raw_gain
         with without_autocast(prior.mean):
             return *self.predict(prior), None, None, self.raw_gain
 

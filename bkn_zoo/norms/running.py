@@ -204,11 +204,20 @@ class RunningNorm(nn.Module):
             (mean, var), spread = self.partners()
             partners = [mean, var, spread]
         own = 0.0 if statistics.group is None else 1 / statistics.group
+        weight, bias = self.own("weight", "bias")
         y, mean, var = kernels.fused_norm(
-            x, self.weight, self.bias, *kalman, residual, running, group, self.eps, self.momentum or 0.0, relu,
+            x, weight, bias, *kalman, residual, running, group, self.eps, self.momentum or 0.0, relu,
             partners, own,
         )  # fmt: skip
         return y, Belief(mean, var)
+
+    def own(self, *names: str) -> list[Any]:
+        """Parameters. An attribute of a module takes ten times as long; but who wraps a layer may have them there."""
+        parameters = self._parameters
+        try:
+            return [parameters[name] for name in names]
+        except KeyError:
+            return [getattr(self, name) for name in names]
 
     def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
         """The prior's mean and variance, A, raw R and raw q, as the kernels take them.
