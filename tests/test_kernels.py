@@ -295,11 +295,14 @@ def test_what_is_predicted_before_the_kernels_is_in_full_precision_under_autocas
     assert all(map(torch.equal, belief, expected))
 
 
-def test_a_bias_in_the_prediction_runs_on_the_kernels():
+@pytest.mark.parametrize(
+    "options", [{"prediction_bias": True}, {"transition_shapes": ((2,), (2, 1))}], ids=["a bias", "blocks"]
+)
+def test_a_variant_runs_on_the_kernels(options):
     results = []
     for implementation in ("triton", "pytorch"):
         torch.manual_seed(0)
-        layer = BatchKalmanVariant2d(4, 3, prediction_bias=True)
+        layer = BatchKalmanVariant2d(4, 3, **options)
         for parameter in layer.parameters():
             nn.init.normal_(parameter)
         prior = Belief(torch.randn(2, 3, device=DEVICE), torch.rand(2, 3, device=DEVICE))
@@ -386,6 +389,36 @@ def test_a_layer_in_half_precision_gets_gradients_of_its_own_dtype(dtype):
         y, _ = layer(torch.randn(2, 4, 3, 3, device=DEVICE, dtype=dtype), prior, Statistics("batch", 1))
         y.square().sum().backward()
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {dtype}
+
+
+def step_of_a_layer(below, half=(), frozen=()):
+    """A layer after a step by the kernels; some of its parameters in half precision, or without a gradient."""
+    layer = BatchKalmanNorm2d(4, below).to(DEVICE)
+    for name in half:
+        getattr(layer, name).data = getattr(layer, name).data.bfloat16()
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    prior = Belief(torch.rand(2, below, device=DEVICE), torch.ones(2, below, device=DEVICE))
+    y, _ = layer(torch.randn(2, 4, 3, 3, device=DEVICE), prior, Statistics("batch", 1))
+    (y * torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y)).sum().backward()
+    return layer
+
+
+def test_a_gradient_is_as_exact_as_its_own_parameter_whatever_the_others_are():
+    with kernels.use("triton"):
+        torch.manual_seed(0)
+        layer = step_of_a_layer(8, half=("weight", "bias"))
+        torch.manual_seed(0)
+        other = step_of_a_layer(8)
+    assert (layer.weight.grad.dtype, layer.transition.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(layer.transition.grad, other.transition.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_where_a_is_frozen_its_gradient_is_not_kept():
+    with kernels.use("triton"):
+        layer = step_of_a_layer(64, frozen=("transition",))
+    assert layer.transition.grad is None
+    assert layer.bias.grad.untyped_storage().nbytes() < 4 * layer.transition.numel()
 
 
 def operands(prior):

@@ -124,6 +124,13 @@ def test_a_step_that_is_not_finite_does_not_count_in_a_cumulative_average() -> N
     assert_close(layer.running_mean, x.mean((0, 2, 3)))
 
 
+def test_the_device_is_checked_where_the_scale_is_no_parameter_of_the_layers_own_too() -> None:
+    layer = BatchKalmanNorm2d(3, device="meta")
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(InputError, match="on cpu but the layer on meta"):
+        layer(torch.randn(2, 3, 4, 4))
+
+
 def test_device_and_dtype_are_those_of_all_tensors_but_statistics_are_never_in_half_precision() -> None:
     layer = BatchKalmanNorm2d(3, 2, device="meta", dtype=torch.bfloat16)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}

@@ -106,10 +106,11 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
     elif kept is None:
         dresidual = dy.to(x.dtype)
     _, _, transition, raw_process_noise, raw_gain = below
-    if weight.dtype != torch.float32:
-        dparameters = dparameters.to(weight.dtype)
-    sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
-    dtransition, dweight, dbias, dnoise, dgain = torch.split_with_sizes(dparameters, sizes)
+    inner, *sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
+    dtransition, others = torch.split_with_sizes(dparameters, [inner, sum(sizes)])
+    if inner and not ctx.needs_input_grad[5]:
+        others = others.clone()  # A is frozen: the others' gradients do not keep the memory of its own
+    dweight, dbias, dnoise, dgain = torch.split_with_sizes(others, sizes)
     below = [None] * 5
     if raw_gain is not None:
         below = [*dpriors.unbind(), None, None, dgain]

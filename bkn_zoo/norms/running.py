@@ -241,7 +241,7 @@ class RunningNorm(nn.Module):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(f"this layer normalizes {self.num_features} channels, but its input is {tuple(x.shape)}.")
-        weight = self._parameters.get("weight")  # an attribute of a module takes ten times as long
+        (weight,) = self.own("weight")
         if weight is not None and x.device != weight.device:
             raise InputError(f"the input is on {x.device} but the layer on {weight.device}: move one of them.")
         if residual is not None and (residual.device != x.device or residual.shape != x.shape):

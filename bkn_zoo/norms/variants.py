@@ -30,7 +30,8 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
         super().__init__(num_features, prior_features, **options)
         has_bias = prediction_bias and prior_features is not None
         self.prediction_bias = nn.Parameter(torch.zeros_like(self.transition[:, 0])) if has_bias else None
-        self.kernels_predict = not has_bias
+        if has_bias:
+            self.kernels_predict = False
         if gain_per_channel and prior_features is not None:
             self.raw_gain = nn.Parameter(self.raw_gain.detach().reshape(-1).repeat(num_features))
             self.fusible = False  # the kernels know one gain
