@@ -24,6 +24,7 @@ from bkn_zoo import (
     UnknownNameError,
     create_model,
     list_models,
+    recalibrate,
 )
 from bkn_zoo.inference import engines, openvino_graph
 from bkn_zoo.inference.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
@@ -258,6 +259,20 @@ def test_a_preparation_shares_the_weights_that_it_runs_as_they_are(small: Networ
     shared = {mine.get(weight.data_ptr()) for weight in prepare(small, Statistics("sample")).parameters()}
     assert {"conv.conv.weight", "fc.weight"} <= shared
     assert any(name is not None and name.endswith("norm.transition") for name in shared)
+
+
+@each_engine
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_has_changed_is_prepared_anew(small: Network, name: str, mode: str) -> None:
+    """An engine shares some of its weights: without that, it would run old and new ones mixed."""
+    model, images = copy.deepcopy(small), photographs(2, 16)
+    engine = create_engine(model, name)
+    assert_agrees(engine, model, images, mode)
+    recalibrate(model, [3 * photographs(4, 16)])
+    assert_agrees(engine, model, images, mode)
+    with torch.no_grad():
+        model.load_state_dict({key: value * 1.1 for key, value in model.state_dict().items()})
+    assert_agrees(engine, model, images, mode)
 
 
 @each_engine

@@ -51,7 +51,8 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
 class Engine:
     """Runs a network. Each mode is prepared when first used; threads may share an engine, and mix modes.
 
-    It shares those of the model's weights that it runs as they are: after further training, make a new engine.
+    It shares those of the model's weights that it runs as they are. When the model has changed, by training, say, or by
+    other weights, all is prepared anew; while it changes nobody may use the engine.
     """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
@@ -61,6 +62,9 @@ class Engine:
         self.chooses = precision == "auto"
         self.precision = self._fastest_precision() if self.chooses else precision
         self.dtype = DTYPES[self.precision]
+        norms = [module for module in model.modules() if isinstance(module, RunningNorm) and module.track_running_stats]
+        ends = [*model.parameters(), *(norm.running_mean for norm in norms[:1])]
+        self._watched = [tensor for tensor in (*ends[:1], *ends[-2:]) if not tensor.is_inference()]
         self._prepared: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._locks: dict[Any, threading.Lock] = {}
@@ -89,6 +93,7 @@ class Engine:
 
     def _once(self, key: Any, prepare: Callable[[], Prepared]) -> Prepared:
         """What `prepare` made when `key` was first asked for; the oldest gives way when there are too many."""
+        key = key, *[tensor._version for tensor in self._watched]  # PyTorch counts the changes of a tensor
         found = self._prepared.get(key)
         if found is None:
             with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes side by side
