@@ -492,6 +492,34 @@ def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[],
     assert before == (repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None)
 
 
+def test_the_part_in_a_wrapper_can_be_converted_and_only_pytorchs_own_are_taken_for_wrappers() -> None:
+    assert isinstance(convert(nn.DataParallel(small()), only="module").module, Converted)
+
+    class DataParallel(nn.Module):  # of whoever wrote the network
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, model: Tensor) -> Tensor:
+            return self.body(model)
+
+    network, images = DataParallel().eval(), torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(convert(network)(model=images), network(images))
+
+
+def test_an_input_that_is_called_as_the_statistics_are_is_refused() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, x: Tensor, statistics: Tensor) -> Tensor:
+            return self.body(x) * statistics
+
+    with pytest.raises(ConversionError, match="an input called statistics"):
+        convert(Weighted())
+
+
 def test_an_error_of_tracing_names_the_line_and_a_part_that_may_be_converted() -> None:
     with pytest.raises(ConversionError, match=r"test_conversion\.py:\d+, .*only='backbone'"):
         convert(Branching())
@@ -513,8 +541,8 @@ def test_an_input_with_a_default_keeps_it_and_another_value_is_refused() -> None
     model, images = Masked().eval(), torch.randn(2, 3, 8, 8)
     converted = convert(model)
     torch.testing.assert_close(converted(x=images), model(images))
-    for call in (lambda: converted(images, images), lambda: converted(images, mask=images)):
-        with pytest.raises(InputError, match="takes x alone"):
+    for call, given in ((lambda: converted(images, images), "2"), (lambda: converted(images, mask=images), "mask")):
+        with pytest.raises(InputError, match=f"takes x, but got {given}:"):
             call()
 
 

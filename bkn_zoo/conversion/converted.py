@@ -81,7 +81,7 @@ def convert(
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: what normalizes at inference when a call does not say.
     """
-    _check(model)
+    _check(model, whole=only is None)
     choose_statistics(False, default_statistics, statistics_batch_size)
     whole = copy.deepcopy(model)
     try:
@@ -103,11 +103,11 @@ def convert(
     return whole
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, whole: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
     kind = type(model).__name__
-    if kind in WRAPPERS:
+    if whole and kind in WRAPPERS and type(model).__module__.startswith("torch."):
         raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
     modules = list(model.modules())
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):

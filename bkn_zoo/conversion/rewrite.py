@@ -133,11 +133,13 @@ class Forward:
     def __init__(self, function: Callable[..., Any], inputs: list[str]) -> None:
         self.function, self.inputs = function, inputs
 
-    def __call__(self, model: nn.Module, statistics: Statistics, *inputs: Any, **named: Any) -> Any:
-        if len(inputs) > len(self.inputs) or any(name not in self.inputs for name in named):
+    def __call__(self, model: nn.Module, statistics: Statistics, /, *inputs: Any, **named: Any) -> Any:
+        others = [name for name in named if name not in self.inputs]
+        if others or len(inputs) > len(self.inputs):
+            known, given = " and ".join(self.inputs), ", ".join(others) or len(inputs)
             raise InputError(
-                f"this converted network takes {' and '.join(self.inputs)} alone: an input with a default keeps it, so "
-                "give it the default that you need in the original, and convert that."
+                f"this converted network takes {known}, but got {given}: what has a default in the original keeps it, "
+                "so give it the default that you need there, and convert that."
             )
         return self.function(model, statistics, *inputs, **named)
 
@@ -155,6 +157,10 @@ def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Forward:
     """What runs a model whose norms were replaced."""
     first = next(iter(graph.nodes))
     inputs = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    if "statistics" in inputs:
+        raise ConversionError(
+            "the network has an input called statistics, which is what a converted one calls its own: rename it."
+        )
     with graph.inserting_before(first):
         statistics = graph.placeholder("statistics")
     beliefs: list[fx.Node] = []
