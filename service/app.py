@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import math
 import multiprocessing
 import os
@@ -24,12 +25,14 @@ from starlette.requests import ClientDisconnect
 import bkn_zoo
 from bkn_zoo.errors import BknZooError, InputError
 
+from .batching import FAILED
 from .connections import Connection, Edge
 from .decoding import Decoders
 from .envelope import Envelope
 from .errors import (
     CODES,
     DeadlineError,
+    InternalError,
     KeyRefusedError,
     ServiceError,
     error_body,
@@ -73,6 +76,7 @@ DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Norm
 statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
 (those that the image would have met in training)."""
 
+log = logging.getLogger("service")
 Result = TypeVar("Result")
 
 
@@ -163,6 +167,9 @@ class Service:
                     return await self._answer(loaded, image, options)
             except ServiceError as error:
                 return error
+            except Exception:
+                log.exception("an image of several failed")
+                return InternalError(FAILED)
 
         with loaded.line.place():
             async with self._until(deadline):
@@ -295,10 +302,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse([prediction.model_dump() for prediction in answer.predictions])
 
     @app.get("/v1/models", response_model=Models, responses=ERRORS)
-    def models(request: Request) -> Models:
+    async def models(request: Request) -> Models:
         """The models to choose from; the first is the default."""
-        service.check_key(request)
-        return Models.model_validate({"models": service.pool.describe()})
+        service.check_key(request)  # before a thread is taken
+        return Models.model_validate({"models": await asyncio.to_thread(service.pool.describe)})
 
     @app.get("/health/live", response_model=Health)
     async def live() -> Health:

@@ -28,7 +28,7 @@ from starlette.testclient import TestClient
 
 from bkn_zoo import Classifier, InputError
 from bkn_zoo.norms import MODES
-from service.app import create_app, main
+from service.app import Service, create_app, main
 from service.decoding import usable_cores
 from service.errors import MalformedRequestError, ServiceError
 from service.settings import Settings, read_settings
@@ -374,6 +374,27 @@ def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # an unknown name is looked for there
+
+
+@pytest.mark.usefixtures("bundled")
+def test_an_image_of_several_that_fails_here_leaves_the_others_their_answers(
+    photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, images = Service._answer, []
+
+    async def fails_once(self: Service, loaded: Any, image: bytes, options: Any) -> Any:
+        images.append(image)
+        if len(images) == 2:
+            raise ValueError("as a score that is no number would")
+        return await answer(self, loaded, image, options)
+
+    monkeypatch.setattr(Service, "_answer", fails_once)
+    text = base64.b64encode(photo.read_bytes()).decode()
+    with TestClient(create_app(read_settings(["--models", "first"]))) as client:
+        until_ready(client)
+        given = client.post("/v1/classify/batch", json={"images": [text] * 3})
+    assert given.status_code == 200
+    assert [result.get("error", {}).get("code") for result in given.json()["results"]] == [None, "internal", None]
 
 
 @pytest.mark.usefixtures("bundled")
