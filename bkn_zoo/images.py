@@ -108,7 +108,8 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, np.ndarray):
         return _to_rgb(_from_array(source, max_pixels))
     if isinstance(source, Image.Image):
-        kind = "an image" if source.format is None else f"a {source.format} file"
+        named = next((name for name, (_, file) in FORMATS.items() if isinstance(source, file)), source.format)
+        kind = "an image" if named is None else f"a {named} file"
         return _decode(source, "the image", kind, max_pixels)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_bytes(bytes(source), "the image", max_pixels)
