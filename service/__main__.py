@@ -1,6 +1,12 @@
+import gc
 import sys
 
-from .app import main
+gc.disable()  # nearly all that is imported stays: to look through it again and again takes half a second
+try:
+    from .app import main
+finally:
+    gc.freeze()
+    gc.enable()
 
 if __name__ == "__main__":  # workers import this file by another name
     sys.exit(main())

@@ -295,21 +295,21 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, app, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.app"), []
+    service, way_in, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.__main__"), []
 
     def main(arguments: list[str]) -> int:
         asked.append(arguments)
         return 3
 
-    app.main = main  # type: ignore[attr-defined]
+    way_in.main = main  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "bkn_zoo_service", service)
-    monkeypatch.setitem(sys.modules, "bkn_zoo_service.app", app)
+    monkeypatch.setitem(sys.modules, "bkn_zoo_service.__main__", way_in)
     assert call("serve", "--port", "1", "--help").code == 3
     assert asked == [["--port", "1", "--help"]]
 
 
 def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("bkn_zoo_service.app", "service.app"):
+    for name in ("bkn_zoo_service.__main__", "service.__main__"):
         monkeypatch.setitem(sys.modules, name, None)
     found = call("serve")
     assert found.code == 2

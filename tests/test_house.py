@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 import bkn_zoo
 
@@ -153,6 +154,14 @@ def test_the_layer_comes_without_the_hub_cards_or_images() -> None:
 def test_listing_checkpoints_imports_no_library() -> None:
     """PyTorch alone would take seconds."""
     assert loaded("import bkn_zoo.cli\nbkn_zoo.cli.main(['list'])").isdisjoint(HEAVY)
+
+
+def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on() -> None:
+    code = "import gc, service.__main__\nassert gc.isenabled() and gc.get_freeze_count() > 100_000"
+    modules = loaded(f"import os\nos.environ.pop('TRITON_INTERPRET', None)\n{code}")
+    assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
+    if not torch.cuda.device_count():
+        assert "triton" not in modules, "a quarter of a second and 100 MB for kernels that cannot run"
 
 
 def test_every_name_and_wing_of_the_package_is_there() -> None:

@@ -229,7 +229,7 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _serve(arguments: list[str]) -> int:
     for name in ("bkn_zoo_service", "service"):  # as it is installed, and as it stands in a checkout
         try:
-            return import_module(f"{name}.app").main(arguments)
+            return import_module(f"{name}.__main__").main(arguments)
         except ModuleNotFoundError as error:
             missing = error
             if error.name != name:
