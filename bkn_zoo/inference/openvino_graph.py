@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm
+from bkn_zoo.inference.openvino_parts import cut
 from bkn_zoo.models.network import Network
 
 try:
@@ -18,13 +20,15 @@ try:
 except ImportError:  # an optional extra
     ov = None
 
+OWN = "own"  # the name of the input that says how much an image's own statistics count
+
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with a request for each thread that uses it at the time."""
+    """A compiled OpenVINO graph for one image, in one part or several, with requests for each thread that uses it."""
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        self.idle: list[Any] = []
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+        self.idle: list[tuple[list[Any], np.ndarray]] = []
 
     def __call__(self, image: Tensor, own: float = 1.0) -> Tensor:
         """Logits.
@@ -33,13 +37,29 @@ class Graph:
             own: how much an image's own statistics count; a graph for the population's does not ask.
         """
         try:
-            request = self.idle.pop()
+            requests, share = self.idle.pop()
         except IndexError:
-            request = self.compiled.create_infer_request()
-        inputs = [image.contiguous().numpy()[None], np.array([own], np.float32)][: len(self.compiled.inputs)]
-        logits = request.infer(inputs, share_inputs=True)[0].copy()
-        self.idle.append(request)
-        return torch.from_numpy(logits)[0]
+            requests, share = self._connect()
+        share[0] = own
+        requests[0].set_input_tensor(0, ov.Tensor(image.contiguous().numpy()[None], shared_memory=True))
+        for request in requests:
+            request.infer()
+        logits = requests[-1].get_output_tensor(0).data[0].copy()
+        self.idle.append((requests, share))
+        return torch.from_numpy(logits)
+
+    def _connect(self) -> tuple[list[Any], np.ndarray]:
+        """A request for each part, which takes what the one before gives; and the share that all of them read."""
+        share = np.empty(1, np.float32)
+        requests = [part.create_infer_request() for part in self.parts]
+        for part, request in zip(self.parts, requests, strict=True):
+            for number, port in enumerate(part.inputs):
+                if port.get_node().get_friendly_name() == OWN:
+                    request.set_input_tensor(number, ov.Tensor(share, shared_memory=True))
+        for number, request in enumerate(requests[1:]):
+            for output in range(len(self.parts[number].outputs)):
+                request.set_input_tensor(output, requests[number].get_output_tensor(output))
+        return requests, share
 
 
 def compile_graph(network: Network, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Graph:
@@ -50,7 +70,7 @@ def compile_graph(network: Network, shape: tuple[int, ...], population: bool, op
     """
     inputs = [ops.parameter([1, *shape])]
     if not population:
-        inputs.append(ops.parameter([1]))
+        inputs.append(ops.parameter([1], name=OWN))
         for module in network.modules():
             if isinstance(module, ImageNorm):
                 module.weigh(Symbol(inputs[1]))
@@ -58,7 +78,8 @@ def compile_graph(network: Network, shape: tuple[int, ...], population: bool, op
     logits: Any = network.cpu()(stand_in, "population" if population else "expected")
     model = ov.Model([logits.node], inputs)
     _merge_products(model)
-    return Graph(core().compile_model(model, "CPU", options))
+    with ThreadPoolExecutor() as threads:
+        return Graph(*threads.map(lambda part: core().compile_model(part, "CPU", options), cut(model)))
 
 
 @functools.cache
