@@ -334,7 +334,7 @@ def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(small: Network) 
     model = copy.deepcopy(small)
     model.inception_b.branches[0][0].norm.image_var[3] = 1e4
     engine = create_engine(model, "openvino", precision="f16")
-    with pytest.raises(InputError, match=r"the variances at inception_b\.branches\.0\.0\.norm are too large"):
+    with pytest.raises(InputError, match=r"means or variances at inception_b\.branches\.0\.0\.norm are too large"):
         engine(photographs(1, 16), "sample")
     engine(photographs(1, 16), "population")
 
@@ -349,9 +349,9 @@ def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
     return torch.from_numpy(run_graph(y, parameter, x))
 
 
-def run_graph(y: Symbol, parameter: object, x: Tensor) -> object:
+def run_graph(y: Symbol, parameter: object, x: Tensor, precision: str = "f32") -> object:
     graph = engines.ov.Model([y.node], [parameter])
-    options = {"INFERENCE_PRECISION_HINT": "f32"}
+    options = {"INFERENCE_PRECISION_HINT": precision}
     return openvino_graph.core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
 
 
@@ -360,6 +360,32 @@ def test_large_means_do_not_spoil_the_variance(name: str) -> None:
     x = 1e3 + 0.1 * torch.randn(1, 5, 12, 12).contiguous(memory_format=torch.channels_last)
     exact, _ = BatchNorm2d(5).double().eval()(x.double(), None, Statistics("sample"))
     assert_close(image_norm(BatchNorm2d(5), x, name), exact.float(), atol=1e-2, rtol=0)
+
+
+@needs_openvino
+@pytest.mark.parametrize("precision", ["f16", "f32"])
+@pytest.mark.parametrize("shape", [(112, 112), (56, 57), (3, 5), (1, 300)])
+def test_many_positions_do_not_spoil_the_statistics(shape: tuple[int, int], precision: str) -> None:
+    """In f16, where a processor may sum them in f16 too."""
+    x = 2 + 10 * torch.randn(1, 8, *shape)
+    parameter = openvino_graph.ops.parameter(list(x.shape))
+    pointwise = nn.Conv2d(8, 8, 1, bias=False).requires_grad_(False)  # after which OpenVINO lays channels last
+    nn.init.eye_(pointwise.weight[:, :, 0, 0])
+    norm = ImageNorm(BatchNorm2d(8).requires_grad_(False), Statistics("sample"))
+    y = norm(pointwise(Symbol(parameter)), None, Statistics("sample"))[0]
+    found = torch.from_numpy(run_graph(y, parameter, x, precision))
+    tolerance = 0.01 if precision == "f16" else 1e-4
+    assert_close(found, F.batch_norm(x, None, None, training=True), atol=tolerance, rtol=tolerance)
+
+
+@needs_openvino
+@pytest.mark.parametrize(("side", "value"), [(64, 1.0), (8, 1100.0), (4, 5000.0)])
+def test_the_average_of_a_whole_map_in_f16_is_that_in_f32(side: int, value: float) -> None:
+    x = torch.full((1, 8, side, side), value)
+    parameter = openvino_graph.ops.parameter(list(x.shape))
+    y = F.avg_pool2d(Symbol(parameter), side)
+    found = torch.from_numpy(run_graph(y, parameter, x, "f16"))
+    assert_close(found, torch.full((1, 8, 1, 1), value), atol=0, rtol=2e-3)
 
 
 @each_engine

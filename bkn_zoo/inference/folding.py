@@ -228,13 +228,19 @@ def _observe_plainly(x: Tensor) -> Belief:
     """The same in operations that every runtime has, and that OpenVINO is fastest with: for an exported graph."""
     positions = x.shape[2:]
     if len(positions) == 2:
-        mean = F.avg_pool2d(x, positions)
+        mean = _spatial_mean(x)
         deviation = x - mean
-        return Belief(mean.flatten(1), F.avg_pool2d(deviation * deviation, positions).flatten(1))
+        return Belief(mean.flatten(1), _spatial_mean(deviation * deviation).flatten(1))
     x = x.flatten(2) if positions else x.unsqueeze(2)
     mean = x.mean(2, keepdim=True)
     deviation = x - mean
     return Belief(mean.squeeze(2), (deviation * deviation).mean(2))
+
+
+def _spatial_mean(x: Tensor) -> Tensor:
+    """The mean over all positions: of each row and then of these, since runtimes may sum f16 in f16."""
+    height, width = x.shape[2:]
+    return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
 
 
 def join(network: Network) -> Network:
