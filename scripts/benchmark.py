@@ -293,8 +293,9 @@ def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor) -> 
         eager = torch.inference_mode()(model)
         runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {("eager", "f32"): eager}
         for name in names:
-            for precision in ("f32", "f16") if name == "openvino" or device == "cuda" else ("f32",):
-                runs[name, precision] = engines.create_engine(model, name, device, precision)
+            for precision in ("f32", "auto"):  # one and the same where the hardware has nothing faster
+                engine = engines.create_engine(model, name, device, precision)
+                runs[name, engine.precision] = engine
         for (name, precision), run in runs.items():
             for mode in modes:
                 start = time.perf_counter()
@@ -406,7 +407,7 @@ def main() -> None:
     command.add_argument("--batches", nargs="+", type=int, default=[1])
     command.add_argument("--rounds", type=int, default=25)
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, default=Path("results/benchmark_infer.json"))
+    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_infer.{platform.machine()}.json"))
     command.set_defaults(run=infer)
     command = commands.add_parser("frontend", help="OpenVINO by its own frontend, beside the stand-in and PyTorch")
     command.add_argument(

@@ -14,7 +14,7 @@ from typing import Any
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_runs
+from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_evaluations, read_runs, read_speeds
 from bkn_zoo.publishing.finetuning import read_study, study_table
 from bkn_zoo.publishing.headline import Headline, draw_headline, headline_table, headlines
 from bkn_zoo.publishing.publish import card_from_results
@@ -90,7 +90,16 @@ The network as it was trained (*eager*), and prepared by each engine (`bkn_zoo/i
 the ratios are to `population` on the same engine, to the BN twin folded by the same engine, and to the PyTorch engine
 in the same mode. `max_difference` is that of the logits from the eager network's, whose weights are untrained here. A
 norm that takes an image's own statistics costs small operations and products with A, whose size does not depend on the
-image's: their share grows as images, networks or numbers (f16) get smaller.
+image's: their share grows as images, networks or numbers (f16) get smaller. A file for each kind of processor, with
+the precision that it is fastest in beside f32.
+"""
+
+PRECISION = """\
+## Precision on a CPU
+
+What each checkpoint gives and takes by OpenVINO in f32 and in less: top-1 on all test images (`results/evaluate/`), how
+far that is above f32's, and, for each kind of processor, milliseconds per image and their ratio to `population` in the
+same precision, from the tables above. A dash: not measured, or a precision that this processor is not fastest in.
 """
 
 FRONTEND = """\
@@ -162,13 +171,16 @@ def steps_of(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, An
 
 def performance() -> str:
     parts = [INTRODUCTION]
-    starts = sorted(path.stem.removeprefix("benchmark_") for path in RESULTS.glob("benchmark_start.*.json"))
+    starts, infers = (
+        sorted(path.stem.removeprefix("benchmark_") for path in RESULTS.glob(f"benchmark_{name}.*.json"))
+        for name in ("start", "infer")
+    )
     for title, names, batch, leave_out in [
         (LOOP, TRAIN_GPU, 16, ("images_per_s", "transition_gib")),
         (TRAIN, TRAIN_GPU, 256, ("images_per_s",)),
         (CPU, ("train_cpu",), None, ("images_per_s",)),
         (INFER_CUDA, ("infer_cuda",), None, ()),
-        (INFER, ("infer",), None, ()),
+        (INFER, infers, None, ()),
         (FRONTEND, ("frontend",), None, ()),
         (SERVE, ("serve",), None, ("image",)),
         (START, starts, None, ()),
@@ -181,7 +193,34 @@ def performance() -> str:
         rooflines = [row for result in results.values() for row in steps_of(result.get("rooflines", []), batch)]
         if rooflines and title == TRAIN:
             parts += [ROOFLINE, table(rooflines, columns(rooflines)) + "\n"]
+        if title == INFER:
+            rows = precisions()
+            parts += [PRECISION, table(rows, list(rows[0])) + "\n"]
     return "\n".join(parts)
+
+
+def precisions() -> list[dict[str, Any]]:
+    """Of each checkpoint, in each precision and mode that it was evaluated in: accuracy, and time by processor."""
+    rows = []
+    for folder in sorted(path.parent for path in CHECKPOINTS.glob("*/config.json")):
+        config = Config.read(folder / "config.json")
+        size = config.preprocessing.size if config.preprocessing else None
+        evaluations = read_evaluations(RESULTS / "evaluate", folder.name)
+        exact = {row["statistics"]: row["top1"] for found in evaluations[:1] for row in found["rows"]}
+        for found in evaluations:
+            precision = found.get("precision") or "f32"
+            for row in found["rows"]:
+                mode, top1 = row["statistics"], row["top1"]
+                line = {"checkpoint": folder.name, "precision": precision, "statistics": mode, "top1": f"{top1:.2f}"}
+                line["more than in f32"] = f"{top1 - exact[mode]:+.2f}" if precision != "f32" else None
+                for kind, speed in read_speeds(RESULTS).items():
+                    ran = (*config.architecture.rsplit("_", 1), "openvino", precision, mode, size)
+                    fields = ("model", "norm", "engine", "precision", "statistics", "size")
+                    time = next((r for r in speed["rows"] if tuple(r[field] for field in fields) == ran), {})
+                    line[f"ms, {kind}"] = time.get("ms_per_image")
+                    line[f"to population, {kind}"] = time.get("ratio_to_population")
+                rows.append(line)
+    return rows
 
 
 def imagenet() -> str:

@@ -1,6 +1,6 @@
 """Model cards: README.md of a checkpoint and MODEL_CARD.md of the zoo, written from configs and results/, never typed.
 
-A run is a record that scripts/train.py left in results/runs/; speed is results/benchmark_infer.json.
+A run is a record that scripts/train.py left in results/runs/; speed is results/benchmark_infer.*.json.
 """
 
 import json
@@ -87,9 +87,10 @@ def read_runs(folder: Path) -> list[Run]:
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda run: run["name"])
 
 
-def read_speed(path: Path) -> dict[str, Any]:
-    """The measurements of inference; empty if there are none."""
-    return json.loads(path.read_text()) if path.exists() else {}
+def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
+    """The measurements of inference on a CPU, by the kind of processor that a file is named after."""
+    paths = sorted(folder.glob("benchmark_infer.*.json"))
+    return {path.stem.partition(".")[2]: json.loads(path.read_text()) for path in paths}
 
 
 def read_evaluations(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -126,13 +127,14 @@ def checkpoint_card(
     config: Config,
     name: str,
     runs: Sequence[Run] = (),
-    speed: Mapping[str, Any] | None = None,
+    speeds: Mapping[str, Mapping[str, Any]] | None = None,
     ablations: Sequence[Run] = (),
     evaluations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """README.md of a checkpoint: what its config says and, where there are any, the runs and speeds of its network.
 
     Args:
+        speeds: by the kind of processor.
         ablations: the records of scripts/reproduce.py.
         evaluations: those of the checkpoint on a CPU, the first in f32.
     """
@@ -148,7 +150,7 @@ def checkpoint_card(
         _accuracy(config),
         _precisions(evaluations),
         _twins(config, runs, ablations),
-        _speed(config, speed or {}),
+        _speed(config, speeds or {}),
         _training(config, next((run for run in runs if run["name"] == name), {})),
         USE,
     ]
@@ -369,19 +371,21 @@ def _spread(values: list[float]) -> str:
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def _speed(config: Config, speed: Mapping[str, Any]) -> str:
+def _speed(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> str:
     network, _, norm = config.architecture.rpartition("_")
-    rows = [row for row in speed.get("rows", []) if (row["model"], row["norm"]) == (network, norm)]
-    if config.preprocessing is not None:
-        rows = [row for row in rows if row["size"] == config.preprocessing.size]
-    if not rows:
-        return ""
     columns = ["engine", "precision", "statistics", "batch", "size", "ms_per_image", "spread_ms"]
-    return (
-        f"## Speed\n\nMilliseconds per image on {speed['hardware']}, of the network with untrained weights "
-        f"(`results/benchmark_infer.json`, by `{speed['command']}`): the median over rounds, and the slowest "
-        f"round less the fastest.\n\n{table(rows, columns)}"
-    )
+    parts = []
+    for kind, speed in speeds.items():
+        rows = [row for row in speed["rows"] if (row["model"], row["norm"]) == (network, norm)]
+        if config.preprocessing is not None:
+            rows = [row for row in rows if row["size"] == config.preprocessing.size]
+        if rows:
+            parts.append(
+                f"Milliseconds per image on {speed['hardware']}, of the network with untrained weights "
+                f"(`results/benchmark_infer.{kind}.json`, by `{speed['command']}`): the median over rounds, and the "
+                f"slowest round less the fastest.\n\n{table(rows, columns)}"
+            )
+    return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 
 def _training(config: Config, run: Run) -> str:
