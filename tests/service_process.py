@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback
 
 
-def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, seed: int = 0) -> None:
-    """Write a network for 32 x 32 images and ten classes that has learned nothing, but whose answers tell much apart.
+def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, seed: int = 0, size: int = 32) -> None:
+    """Write a network for small images and ten classes that has learned nothing, but whose answers tell much apart.
 
     Images, modes and seeds differ in their scores by far more than a rounding error.
     """
@@ -36,13 +36,13 @@ def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, se
         model.statistics_batch_size = 2
         for _ in range(4):
             level, contrast = torch.randn(8, 3, 1, 1), torch.rand(8, 3, 1, 1)
-            model.train()(level + contrast * torch.randn(8, 3, 32, 32))
+            model.train()(level + contrast * torch.randn(8, 3, size, size))
         model.eval().fc.weight.mul_(12)
     bkn_zoo.save_pretrained(
         model,
         folder,
         label_names=label_names or [f"class {number}" for number in range(10)],
-        preprocessing=Preprocessing(32, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+        preprocessing=Preprocessing(size, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
         accuracy={mode: {"top1": 10.0 + place} for place, mode in enumerate(("population", "sample", "expected"))},
     )
 

@@ -30,7 +30,7 @@ IMAGES = 60
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder outside of the repository: a checkpoint, many images, some of odd names, and one that is broken."""
     work = tmp_path_factory.mktemp("work")
-    save_small_checkpoint(work / "mine", label_names=["a, b", 'c "d"', "e\nf", *"ghijklm"])
+    save_small_checkpoint(work / "mine", label_names=["a, b", 'c "d"', "e\nf", *"ghijklm"], size=16)
     photos = work / "photos"
     (photos / "deeper").mkdir(parents=True)
     random = np.random.default_rng(0)

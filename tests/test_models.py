@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import bkn_zoo
 from bkn_zoo import Network, create_model, list_models
 from bkn_zoo.models.inception import HalvingMaxPool, Inception
-from bkn_zoo.models.resnet import Bottleneck
+from bkn_zoo.models.resnet import Bottleneck, ResNet
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, Statistics
 from bkn_zoo.norms.running import RunningNorm
 
@@ -39,9 +39,14 @@ def size(model: Network) -> int:
 
 @pytest.fixture(scope="module", params=list_models())
 def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
-    """A network after a training step at (4, 2), its gradients still there, in evaluation mode."""
+    """A network after a training step at (4, 2), its gradients still there, in evaluation mode.
+
+    ResNet101 at its full depth with BKN; in the other norms without blocks that are like others, for the sake of time.
+    """
     torch.manual_seed(0)
     model = create_model(request.param, num_classes=CLASSES)
+    if isinstance(model, ResNet) and not model.name.endswith("_bkn"):
+        del model.layer3[2:]
     away_from_start(model)
     for module in model.modules():
         if isinstance(module, RunningNorm):
@@ -59,10 +64,10 @@ def double(trained: Network) -> Network:
 
 
 @pytest.fixture(scope="module")
-def seven(double: Network) -> tuple[Tensor, dict[str, Tensor]]:
-    """Seven images and their logits in each mode."""
+def four(double: Network) -> tuple[Tensor, dict[str, Tensor]]:
+    """Four images and their logits in each mode."""
     torch.manual_seed(1)
-    images = photographs(7, size(double)).double()
+    images = photographs(4, size(double)).double()
     with torch.no_grad():
         return images, {mode: double(images, statistics=mode) for mode in MODES}
 
@@ -133,10 +138,10 @@ def test_every_parameter_has_a_gradient(trained: Network) -> None:
 
 @modes
 def test_an_images_logits_do_not_depend_on_its_batch(
-    double: Network, seven: tuple[Tensor, dict[str, Tensor]], mode: str
+    double: Network, four: tuple[Tensor, dict[str, Tensor]], mode: str
 ) -> None:
-    images, together = seven[0], seven[1][mode]
-    order = [5, 0, 3]
+    images, together = four[0], four[1][mode]
+    order = [2, 0]
     with torch.no_grad():
         alone = double(images[[0]], statistics=mode)
         shuffled = double(images[order], statistics=mode)
@@ -146,9 +151,9 @@ def test_an_images_logits_do_not_depend_on_its_batch(
 
 
 def test_the_modes_differ_where_the_norm_holds_statistics(
-    double: Network, seven: tuple[Tensor, dict[str, Tensor]]
+    double: Network, four: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    population, sample, expected = seven[1].values()
+    population, sample, expected = four[1].values()
     if double.name.endswith("_gn"):
         assert_close(sample, population, rtol=0, atol=0)
         assert_close(expected, population, rtol=0, atol=0)
@@ -159,7 +164,7 @@ def test_the_modes_differ_where_the_norm_holds_statistics(
 
 
 def test_evaluation_changes_nothing_in_the_network(
-    trained: Network, double: Network, seven: tuple[Tensor, dict[str, Tensor]]
+    trained: Network, double: Network, four: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
     for (name, buffer), used in zip(trained.named_buffers(), double.buffers(), strict=True):
         assert_close(used.to(buffer.dtype), buffer, rtol=0, atol=0, msg=name)

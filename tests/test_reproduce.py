@@ -331,11 +331,11 @@ def test_every_record_is_of_a_run_of_the_plan(plan: Plan) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """CIFAR-100 in its own layout, with 32 images to train on and 8 to test."""
+    """CIFAR-100 in its own layout, with 16 images to train on and 4 to test."""
     folder = tmp_path / "data" / "cifar-100-python"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for file, count in (("train", 32), ("test", 8)):
+    for file, count in (("train", 16), ("test", 4)):
         pixels = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
         content = {b"data": pixels, b"fine_labels": rng.integers(0, 100, count).tolist()}
         (folder / file).write_bytes(pickle.dumps(content, protocol=3))

@@ -1,9 +1,12 @@
 """One of two processes that train together over gloo; test_fit.py starts both and judges what they leave.
 
-python tests/two_processes.py RANK FOLDER
+    python -m torch.distributed.run --nproc-per-node 2 tests/two_processes.py FOLDER ARGUMENTS
+
+First scripts/train.py with the arguments, then cases of their own: importing PyTorch twice takes longer than either.
 """
 
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -44,7 +47,7 @@ def network() -> Any:
 
 
 def batch() -> Batch:
-    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     return Batch(images, torch.eye(2)[torch.arange(8) % 2])
 
 
@@ -52,9 +55,9 @@ def data() -> Data:
     """Two classes, told apart by their brightness; 24 images, so 3 steps an epoch."""
     source = torch.Generator().manual_seed(2)
     labels = torch.arange(24) % 2
-    images = torch.randint(0, 100, (24, 3, 8, 8), dtype=torch.uint8, generator=source) + 100 * labels.view(-1, 1, 1, 1)
+    images = torch.randint(0, 100, (24, 3, 4, 4), dtype=torch.uint8, generator=source) + 100 * labels.view(-1, 1, 1, 1)
     everything = ArrayImages(images.to(torch.uint8), labels)
-    return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(8, (0.5,) * 3, (0.3,) * 3))
+    return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(4, (0.5,) * 3, (0.3,) * 3))
 
 
 def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
@@ -127,7 +130,10 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
     return {"message": message, "resumed_at": at, "weights": state.model.state_dict()}
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path, *arguments: str) -> None:
+    sys.argv[:] = [str(Path(__file__).parent.parent / "scripts" / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
     found |= {"sharded": sharded(rank)}
@@ -137,4 +143,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
