@@ -1,6 +1,7 @@
 """The models that the service offers, and those of them that are in memory."""
 
 import asyncio
+import ctypes
 import logging
 import math
 import time
@@ -38,6 +39,7 @@ class Loaded:
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
         self.classifier.scores(torch.zeros(1, 3, size, size))
+        _give_memory_back()
         self.since = time.monotonic()
         batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
         self.line = Line(
@@ -174,7 +176,7 @@ class Pool:
             line.close()
             line.join(self.settings.deadline)  # what it accepted, it answers
         leaving.clear()  # its memory goes before the other's comes
-        model = load(location)
+        model = load(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:
@@ -202,6 +204,13 @@ class Pool:
             "revision": loaded.classifier.revision if loaded else None,
             "precision": loaded.classifier.engine.precision if loaded else None,
         }
+
+
+def _give_memory_back() -> None:
+    """To the system, what preparing a model took and left: glibc would keep it."""
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # other systems have none
+    if trim is not None:
+        trim(0)
 
 
 def _public_name(source: str) -> str:

@@ -26,6 +26,7 @@ from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.conversion import load_batchnorm_weights
 from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d
 
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
@@ -172,6 +173,21 @@ def test_what_is_measured_is_what_is_stored_and_it_is_stored_with_its_accuracy_a
         save_pretrained(make(), folder, measure=fail)
     assert contents(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("name", ["torch", "openvino"])
+def test_weights_as_they_are_stored_run_as_those_in_float32(folder: Path, name: str) -> None:
+    """In the service: half the memory, and the same answers, whatever becomes of the file."""
+    if name == "openvino":
+        pytest.importorskip("openvino")
+    images = torch.randn(2, 3, 32, 32)
+    usual, stored = from_pretrained(folder), checkpoints.load(locate.locate(folder), as_stored=True)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+    assert {weight.dtype for weight in stored.parameters() if weight.ndim > 1} == {torch.float16}
+    assert not stored.training
+    for mode in MODES:
+        assert torch.equal(create_engine(stored, name)(images, mode), create_engine(usual, name)(images, mode)), mode
 
 
 def test_large_tensors_take_16_bits_and_the_rest_keep_theirs(folder: Path) -> None:

@@ -123,11 +123,16 @@ def from_pretrained(name: str | os.PathLike[str]) -> Network:
     return load(locate(name))
 
 
-def load(location: Location) -> Network:
-    """The same, by what `locate` gave: for those who need the folder too, or something done in between."""
+def load(location: Location, as_stored: bool = False) -> Network:
+    """The same, by what `locate` gave: for those who need the folder too, or something done in between.
+
+    Args:
+        as_stored: leave weights in the 16 bits that they are stored in: half the memory, for an engine alone, which
+            makes what it runs of them.
+    """
     name, folder, revision = location
     try:
-        model = load_folder(folder)
+        model = load_folder(folder, as_stored)
     except CheckpointError:
         file = remove_damaged(folder) if revision is not None else None
         if file is None:
@@ -141,8 +146,8 @@ def load(location: Location) -> Network:
     return model
 
 
-def load_folder(folder: Path) -> Network:
-    """The network of a checkpoint folder."""
+def load_folder(folder: Path, as_stored: bool = False) -> Network:
+    """The network of a checkpoint folder, as `load` gives it."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
     weights = of_today(read_weights(path))
@@ -165,7 +170,10 @@ def load_folder(folder: Path) -> Network:
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(weights[name])
+            if as_stored:
+                tensor.data = weights[name].clone()  # of the file, which may change
+            else:
+                tensor.copy_(weights[name])
     return model.eval()
 
 
