@@ -27,6 +27,7 @@ from .settings import Settings
 log = logging.getLogger("service")
 
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
+REST = 0.2  # seconds after which PyTorch's allocator on Arm takes what was freed for free
 IDLE = 5  # seconds after which a model that nobody asks for makes room at once
 
 
@@ -39,7 +40,6 @@ class Loaded:
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
         self.classifier.scores(torch.zeros(1, 3, size, size))
-        _give_memory_back()
         self.since = time.monotonic()
         batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
         self.line = Line(
@@ -165,7 +165,12 @@ class Pool:
             oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].line.used))
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
-        loaded = await loop.run_in_executor(self._loader, self._exchange, leaving, name, location)
+        thread = ThreadPoolExecutor(1, "loader of a model")  # which ends: allocators keep what was freed by thread
+        try:
+            loaded = await loop.run_in_executor(thread, self._exchange, leaving, name, location)
+        finally:
+            thread.shutdown(wait=False)
+        self._loader.submit(_give_memory_back)
         self._loaded[name] = loaded
         self.metrics.loaded.labels(name).set(1)
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
@@ -207,8 +212,10 @@ class Pool:
 
 
 def _give_memory_back() -> None:
-    """To the system, what preparing a model took and left: glibc would keep it."""
-    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # other systems have none
+    """To the system, what preparing a model took and left."""
+    time.sleep(REST)
+    torch.empty(2**25, dtype=torch.uint8)  # PyTorch's allocator on Arm looks through what it keeps when it is used
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # glibc's; other systems have none
     if trim is not None:
         trim(0)
 
