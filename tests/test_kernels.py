@@ -391,6 +391,12 @@ def test_a_layer_in_half_precision_gets_gradients_of_its_own_dtype(dtype):
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {dtype}
 
 
+def test_kernels_that_cannot_run_here_are_not_replaced_in_silence(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    with pytest.raises(bkn_zoo.InputError, match="neither a GPU nor TRITON_INTERPRET=1"), kernels.use("triton"):
+        pass
+
+
 def step_of_a_layer(below, half=(), frozen=()):
     """A layer after a step by the kernels; some of its parameters in half precision, or without a gradient."""
     layer = BatchKalmanNorm2d(4, below).to(DEVICE)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import UnknownNameError
+from bkn_zoo.errors import InputError, UnknownNameError
 
 # Where there is no GPU to run them nor an interpreter, importing Triton would take a quarter of a second and 100 MB.
 HAS_TRITON = find_spec("triton") is not None and (
@@ -49,6 +49,8 @@ def use(implementation: str) -> Iterator[None]:
     """
     if implementation not in ("pytorch", "triton"):
         raise UnknownNameError(f"unknown implementation {implementation!r}: choose pytorch or triton.")
+    if implementation == "triton" and not HAS_TRITON:
+        raise InputError("there is no Triton here, or neither a GPU nor TRITON_INTERPRET=1 to run its kernels by.")
     global _forced
     before, _forced = _forced, implementation
     try:
