@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +205,27 @@ def test_an_image_gets_the_same_logits_in_any_batch(engine: Engine, mode: str) -
     images = photographs(4, 16)
     alone = torch.cat([engine(image[None], mode) for image in images])
     assert_close(engine(images, mode), alone, atol=1e-5, rtol=0)
+
+
+@modes
+def test_an_image_in_any_layout_of_memory_is_read_while_it_is_there(engine: Engine, mode: str) -> None:
+    """A copy in the layout that OpenVINO takes must live until it has been read, whoever asks for memory meanwhile."""
+    images = photographs(8, 40)
+    expected = engine(images, mode)
+    stop = threading.Event()
+
+    def allocate() -> None:
+        while not stop.is_set():
+            torch.full((3, 40, 40), torch.nan)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(allocate)
+        try:
+            found = [engine(images.contiguous(memory_format=torch.channels_last), mode) for _ in range(10)]
+        finally:
+            stop.set()
+    for logits in found:
+        assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_without_a_choice_the_statistics_are_those_of_the_model(engine: Engine, small: Network) -> None:

@@ -41,7 +41,8 @@ class Graph:
         except IndexError:
             requests, share = self._connect()
         share[0] = own
-        requests[0].set_input_tensor(0, ov.Tensor(image.contiguous().numpy()[None], shared_memory=True))
+        pixels = image.contiguous().numpy()[None]  # may be a copy, which OpenVINO reads but does not keep
+        requests[0].set_input_tensor(0, ov.Tensor(pixels, shared_memory=True))
         for request in requests:
             request.infer()
         logits = requests[-1].get_output_tensor(0).data[0].copy()
