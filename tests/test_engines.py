@@ -27,7 +27,7 @@ from bkn_zoo import (
     list_models,
     recalibrate,
 )
-from bkn_zoo.inference import engines, openvino_graph, openvino_parts
+from bkn_zoo.inference import engines, openvino_graph
 from bkn_zoo.inference.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, JoinedInception, fold, prepare
 from bkn_zoo.inference.openvino_graph import Symbol
@@ -268,26 +268,6 @@ def test_threads_may_mix_modes_from_the_first_call_on(small: Network, name: str)
         assert_close(found, engine(images, mode), atol=1e-5, rtol=0)
 
 
-@needs_openvino
-@pytest.mark.parametrize("name", ["inception_v2_bkn", "resnet101_bkn"])
-def test_a_large_graph_runs_in_two_parts(
-    name: str, away_from_start: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are compiled at the same time; what the second takes is what the first gave to the same thread."""
-    monkeypatch.setattr(openvino_parts, "LARGE", 100)
-    model = trained_model(name, away_from_start)
-    engine = create_engine(model, "openvino")
-    images = photographs(6, 64)
-    calls = [(image, mode) for image in images.split(1) for mode in MODES]
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda call: engine(*call), calls))
-    for (image, mode), logits in zip(calls, found, strict=True):
-        with torch.inference_mode():
-            assert_close(logits, model(image, statistics=mode), atol=1e-3, rtol=1e-3)
-    counts = [[len(part.get_runtime_model().get_ops()) for part in graph.parts] for graph in engine._prepared.values()]
-    assert all(len(parts) == 2 and min(parts) > sum(parts) / 5 for parts in counts)
-
-
 @each_engine
 def test_an_engine_leaves_the_model_alone(small: Network, name: str) -> None:
     model = copy.deepcopy(small).train()
@@ -377,8 +357,8 @@ def image_norm(norm: RunningNorm, x: Tensor, name: str) -> Tensor:
 
 def run_graph(y: Symbol, parameter: object, x: Tensor, precision: str = "f32") -> object:
     graph = engines.ov.Model([y.node], [parameter])
-    options = {"INFERENCE_PRECISION_HINT": precision}
-    return openvino_graph.core().compile_model(graph, "CPU", options)([x.numpy()])[0].copy()
+    options = {engines.ov.properties.hint.inference_precision: precision}
+    return openvino_graph.compiled(graph, options)([x.numpy()])[0].copy()
 
 
 @each_engine
@@ -461,7 +441,7 @@ def test_openvino_states_its_precision(small: Network) -> None:
     engine = OpenVINOEngine(small)
     engine(photographs(1, 16))
     (graph,) = engine._prepared.values()
-    assert graph.parts[0].get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
+    assert graph.compiled.get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
 
 
 @needs_openvino
@@ -494,7 +474,7 @@ def test_where_f16_cannot_hold_the_statistics_auto_computes_them_in_f32(
     engine = create_engine(model, "openvino", precision="auto")
     engine(photographs(1, 16), "sample")
     (graph,) = engine._prepared.values()
-    assert graph.parts[0].get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
+    assert graph.compiled.get_property("INFERENCE_PRECISION_HINT") == engines.ov.Type.f32
     assert engine.precision == "f16"  # of all else
 
 
