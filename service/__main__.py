@@ -5,7 +5,6 @@ gc.disable()  # nearly all that is imported stays: to look through it again and 
 try:
     from .app import main
 finally:
-    gc.freeze()
     gc.enable()
 
 if __name__ == "__main__":  # workers import this file by another name
