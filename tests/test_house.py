@@ -157,7 +157,7 @@ def test_listing_checkpoints_imports_no_library() -> None:
 
 
 def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on() -> None:
-    code = "import gc, service.__main__\nassert gc.isenabled() and gc.get_freeze_count() > 100_000"
+    code = "import gc, service.__main__\nassert gc.isenabled()"
     modules = loaded(f"import os\nos.environ.pop('TRITON_INTERPRET', None)\n{code}")
     assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
     if not torch.cuda.device_count():
