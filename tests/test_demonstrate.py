@@ -274,8 +274,14 @@ def test_runs_leave_records_and_pictures_and_are_not_trained_again(
     demonstrate: ModuleType, data: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
-    words = ["--data", data, "--weights", weights, "--experiments", tmp_path / "small.toml", "--device", "cpu"]
-    words += ["--results", tmp_path / "results", "--output", tmp_path / "runs"]
+    assert demonstrate.main(["--data", str(data), "--pack", str(tmp_path / "packed")]) == 0
+    official, packed = (demonstrate.imagewoof_files(root / "imagewoof2-320") for root in (data, tmp_path / "packed"))
+    names = {split: [path.stem for path in paths] for split, paths in official.items()}
+    assert names == {split: [path.stem for path in paths] for split, paths in packed.items()}
+    assert all(names.values())
+    assert len(list((tmp_path / "packed").rglob("*.webp"))) == sum(map(len, names.values())) + 6  # and the scenes
+    words = ["--data", tmp_path / "packed", "--weights", weights, "--experiments", tmp_path / "small.toml"]
+    words += ["--device", "cpu", "--results", tmp_path / "results", "--output", tmp_path / "runs"]
     arguments = list(map(str, words))
     assert demonstrate.main(arguments) == 0
     assert "6 runs done, 0 failed" in capsys.readouterr().out

@@ -59,7 +59,7 @@ the same number of settings, one training each with seed 0: three learning rates
 of its own. The setting that is best on the validation images is trained with the other seeds. SGD with momentum, the
 same augmentation and the same number of images for all; the batch is one statistics group. BN and BKN are evaluated in
 all three [modes](paper.md); the mode, too, is chosen on the validation images, run by run. Figures are of the test
-images: the mean over seeds, and the standard deviation between them.
+images: the mean over seeds, and the standard deviation between them. Photographs are as `--pack` keeps them, in WebP.
 
 BKN's own option is where it starts. `batch` is where `convert` puts it, nearly at batch normalization: the gain is
 0.99, and A = 0 predicts a mean of zero. A number is the gain of a start nearly at frozen BN, at which the pretrained
@@ -70,9 +70,9 @@ is the right prediction.
 ABOUT = {
     "classification": """\
 `imagewoof2-320`, central squares brought to {size} pixels; {images:,} images are seen by each training. A tenth of the
-training images is for validation, and the data set's own validation images are the test images. Its classes and images
-are ImageNet's, so that most test images were seen in pretraining: what is compared is how well each norm keeps, and
-adapts, what the network knows already.
+training images is for validation and a half of the others is trained on; the data set's own validation images are the
+test images. Its classes and images are ImageNet's, so that most test images were seen in pretraining: what is compared
+is how well each norm keeps, and adapts, what the network knows already.
 """,
     "segmentation": """\
 CamVid as SegNet's tutorial has it: 367 images to train on, 101 for validation and 233 for the test, of 480 x 360 pixels
