@@ -11,7 +11,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import bkn_zoo
 from bkn_zoo import cli
@@ -106,6 +106,17 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
             wanted = model(images, mode)
             scale = wanted.abs().max().item()
             torch.testing.assert_close(engine(images, mode), wanted, atol=1e-4 * scale, rtol=0)
+
+
+def test_the_average_of_a_whole_map_in_f16_is_that_in_f32() -> None:
+    pytest.importorskip("openvino")
+    layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.AvgPool2d(112), nn.Flatten())
+    model = LibraryNetwork(bkn_zoo.convert(layers), "averages", 8, {}, 1).eval()
+    bright = torch.ones(1, 3, 112, 112)
+    with torch.no_grad():
+        wanted = model(bright, "population")
+    found = create_engine(model, "openvino", precision="f16")(bright, "population")
+    torch.testing.assert_close(found, wanted, atol=5e-3 * wanted.abs().max().item(), rtol=0)
 
 
 def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

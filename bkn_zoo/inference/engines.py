@@ -13,7 +13,7 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
-from bkn_zoo.inference.openvino_graph import Graph, compile_graph, core, ov
+from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
@@ -176,7 +176,7 @@ class OpenVINOEngine(Engine):
         network = prepare(self.model, statistics).cpu()
         if isinstance(network, LibraryNetwork):
             translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
-            return Graph(core().compile_model(translated, "CPU", options))
+            return Graph(compiled(translated, options))
         return compile_graph(network, shape[1:], statistics.mode == "population", options)
 
     def _precision_at(self, statistics: Statistics) -> str:

@@ -22,7 +22,7 @@ from bkn_zoo.checkpoints.weights import read_tensors
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
 from bkn_zoo.inference import FORMATS
 from bkn_zoo.inference.folding import in_precision, prepare
-from bkn_zoo.inference.openvino_graph import core
+from bkn_zoo.inference.openvino_graph import average_by_rows, core
 from bkn_zoo.inference.tracing import trace, translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import choose_statistics
@@ -175,6 +175,7 @@ def _write_openvino(path: Path, network: Network, mode: str, images: Tensor, abo
     import openvino
 
     model = translate(network, mode, images, any_number=True)
+    average_by_rows(model)  # whatever the weights are in: on Arm OpenVINO computes in f16 unless it is told not to
     model.input(0).set_names({"images"})
     model.output(0).set_names({"logits"})
     for key, value in about.items():

@@ -238,7 +238,10 @@ def _observe_plainly(x: Tensor) -> Belief:
 
 
 def _spatial_mean(x: Tensor) -> Tensor:
-    """The mean over all positions: of each row and then of these, since runtimes may sum f16 in f16."""
+    """The mean over all positions: of each row and then of these.
+
+    Who runs a file may compute in f16, and sum in f16 too: OpenVINO does on Arm unless it is told not to.
+    """
     height, width = x.shape[2:]
     return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
 

@@ -56,14 +56,15 @@ def compile_graph(network: Network, shape: tuple[int, ...], population: bool, op
                 module.weigh(Symbol(inputs[1]))
     stand_in: Any = Symbol(inputs[0])
     logits: Any = network.cpu()(stand_in, "population" if population else "expected")
-    return Graph(compiled(ov.Model([logits.node], inputs), options))
+    model = ov.Model([logits.node], inputs)
+    _merge_products(model)
+    return Graph(compiled(model, options))
 
 
 def compiled(model: Any, options: dict[Any, Any]) -> Any:
-    """A graph that was made of a network's own code, for the processor."""
-    _merge_products(model)
+    """A graph, whoever made it, for the processor."""
     if options.get(ov.properties.hint.inference_precision) == "f16":
-        _average_by_rows(model)
+        average_by_rows(model)
     return core().compile_model(model, "CPU", options)
 
 
@@ -245,7 +246,7 @@ def _merge_products(model: Any) -> None:
                 product.output(0).replace(part)
 
 
-def _average_by_rows(model: Any) -> None:
+def average_by_rows(model: Any) -> None:
     """Take averages of whole maps as those of their rows' averages.
 
     On Arm f16 is summed in f16: over 112 x 112 positions at once a variance was off by 8 %, and one of 6 infinite. In
@@ -254,9 +255,8 @@ def _average_by_rows(model: Any) -> None:
     for node in model.get_ordered_ops():
         if node.get_type_name() != "AvgPool":
             continue
-        height, width = node.input_value(0).shape[2:]
-        how = node.get_attributes()
-        whole = list(how["kernel"]) == [height, width] and not any((*how["pads_begin"], *how["pads_end"]))
-        if whole and height > 1 and width > 1:
-            rows = _avg_pool2d(node.input_value(0), [1, width])
-            node.output(0).replace(_avg_pool2d(rows, [height, 1]).output(0))
+        how, kernel = node.get_attributes(), list(node.get_attributes()["kernel"])
+        sizes = [size.get_max_length() for size in list(node.input_value(0).partial_shape)[2:]]
+        if kernel == sizes and len(kernel) == 2 and 1 not in kernel and not any(how["pads_begin"] + how["pads_end"]):
+            rows = _avg_pool2d(node.input_value(0), [1, kernel[1]])
+            node.output(0).replace(_avg_pool2d(rows, [kernel[0], 1]).output(0))
