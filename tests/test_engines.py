@@ -301,6 +301,33 @@ def test_a_model_that_has_changed_is_prepared_anew(small: Network, name: str, mo
     assert_agrees(engine, model, images, mode)
 
 
+@pytest.mark.parametrize("kind", ["conv.weight", "norm.weight", "transition", "raw_gain", "running_var", "fc.bias"])
+def test_a_change_of_one_kind_of_tensors_alone_is_seen(small: Network, kind: str) -> None:
+    model, images = copy.deepcopy(small), photographs(1, 16)
+    engine = create_engine(model, "torch")
+    mode = "population" if kind.startswith("running") else "sample"
+    before = engine(images, mode)
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if key.endswith(kind):
+                tensor.add_(0.5 * torch.rand_like(tensor))
+    assert_agrees(engine, model, images, mode)
+    assert (engine(images, mode) - before).abs().max() > 1e-2 * before.abs().max()
+    assert len(engine._prepared) == 1  # what was prepared before is gone
+
+
+def test_a_model_whose_tensors_are_replaced_is_prepared_anew(small: Network) -> None:
+    """By some that PyTorch does not count the changes of, too."""
+    model, images = copy.deepcopy(small).requires_grad_(False), photographs(1, 16)
+    engine = create_engine(model, "torch")
+    assert_agrees(engine, model, images, "sample")
+    for share in (1.1, 1.2):
+        with torch.inference_mode():
+            state = {key: value * share for key, value in small.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert_agrees(engine, model, images, "sample")
+
+
 @each_engine
 def test_the_oldest_preparation_gives_way(small: Network, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "KEPT", 2)
