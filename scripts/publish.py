@@ -2,11 +2,8 @@
 
 import sys
 
+from bkn_zoo.cli import ended
 from bkn_zoo.cli.publish import main
-from bkn_zoo.errors import BknZooError
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BknZooError as error:
-        sys.exit(f"publish.py: {error}")
+    sys.exit(ended("publish.py", lambda: main(sys.argv[1:])))

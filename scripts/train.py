@@ -2,14 +2,14 @@
 
 import sys
 
-from bkn_zoo.errors import BknZooError
+from bkn_zoo.cli import ended
+
+
+def train() -> None:
+    from bkn_zoo.cli.train import main  # here, since PyTorch comes with it, and Ctrl-C may come before that has
+
+    main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    try:
-        from bkn_zoo.cli.train import main  # here, since PyTorch comes with it, and Ctrl-C may come before that has
-
-        main(sys.argv[1:])
-    except BknZooError as error:
-        sys.exit(f"train.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(ended("train.py", train))

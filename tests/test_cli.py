@@ -23,6 +23,7 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.modes import MODES
 
+COMMAND = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
 LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
 
@@ -331,7 +332,7 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     with open(odd, "wb") as file:
         file.write((photos / "b.PNG").read_bytes())
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())",
+        [sys.executable, "-c", COMMAND,
          "classify", "--engine", "torch", "--model", str(root / "small"), odd, *[photos / "b.PNG"] * 200],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -341,3 +342,17 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/publish.py", "--help"]])
+def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
+    """Whatever is printed at the end only, and by whatever of the commands and scripts."""
+    gone, pipe = os.pipe()
+    os.close(gone)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, *arguments], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
+        cwd=Path(__file__).parent.parent, env=buffered | {"PYTHONPATH": "."},
+    )  # fmt: skip
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

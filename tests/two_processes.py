@@ -132,7 +132,11 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, *arguments: str) -> None:
     sys.argv[:] = [str(Path(__file__).parent.parent / "scripts" / "train.py"), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}

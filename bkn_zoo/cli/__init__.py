@@ -1,5 +1,5 @@
 """The command `bkn-zoo`."""
 
-from bkn_zoo.cli.command import main
+from bkn_zoo.cli.command import ended, main
 
-__all__ = ["main"]
+__all__ = ["ended", "main"]

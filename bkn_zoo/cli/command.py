@@ -67,21 +67,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
+    return ended("bkn-zoo", lambda: _run(arguments))
+
+
+def ended(name: str, run: Callable[[], int | None]) -> int:
+    """The exit code of a command or a script of this name, whose end is silent but for a sentence about an error."""
     try:
-        if arguments and arguments[0] in OTHERS:
-            return OTHERS[arguments[0]](arguments[1:])
-        args = _parser().parse_args(arguments)
-        code: int = args.run(args)
-        sys.stdout.flush()  # a closed pipe should show here, where it is expected
+        try:
+            code = run() or 0
+        except BknZooError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
+        finally:
+            sys.stdout.flush()  # a closed pipe should show here, where it is expected
         return code
-    except BknZooError as error:
-        print(f"bkn-zoo: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
         return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in OTHERS:
+        return OTHERS[arguments[0]](arguments[1:])
+    args = _parser().parse_args(arguments)
+    code: int = args.run(args)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
