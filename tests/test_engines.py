@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -419,6 +420,17 @@ def test_the_average_of_a_whole_map_in_f16_is_that_in_f32(side: int, value: floa
     y = F.avg_pool2d(Symbol(parameter), side)
     found = torch.from_numpy(run_graph(y, parameter, x, "f16"))
     assert_close(found, torch.full((1, 8, 1, 1), value), atol=0, rtol=2e-3)
+
+
+@needs_openvino
+def test_a_norm_takes_few_operations_of_a_graph(small: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile a graph takes time for each: with what all norms share made for each of them, they were 65."""
+    graphs: list[Any] = []
+    monkeypatch.setattr(openvino_graph, "compiled", lambda graph, options: graphs.append(graph))
+    network = prepare(small, Statistics("sample"))
+    openvino_graph.compile_graph(network, (3, 16, 16), False, {})
+    norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
+    assert len(graphs[0].get_ordered_ops()) <= 55 * len(norms)
 
 
 @each_engine

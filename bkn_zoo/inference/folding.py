@@ -161,7 +161,7 @@ class ImageNorm(nn.Module):
             partners, spread = norm.partners()
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
             self.image_spread = nn.Buffer(spread)
-            self.weigh(torch.tensor(1 / (statistics.group or 1)))
+            weigh([self], torch.tensor(1 / (statistics.group or 1)))
         if isinstance(norm, BatchKalmanNorm2d) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
@@ -169,18 +169,9 @@ class ImageNorm(nn.Module):
             self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
 
-    def weigh(self, own: Any) -> None:
-        """Let an image's own statistics be this share of what `expected` takes; where they are all, it is `sample`.
-
-        Args:
-            own: a number as a tensor, or as a value in a graph that is being built.
-        """
-        others = 1 - own
-        mean, var = others * self.image_mean, others * (self.image_var + others * self.image_spread)
-        weights = {"own": own, "others": others, "partners_mean": mean, "partners_var": var}
-        for name, value in weights.items():
-            self._buffers.pop(name, None)
-            setattr(self, name, nn.Buffer(value) if isinstance(value, Tensor) else value)
+    def partners(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As RunningNorm.partners."""
+        return self.image_mean, self.image_var, self.image_spread
 
     def forward(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
@@ -200,6 +191,25 @@ class ImageNorm(nn.Module):
         broadcast = mean.shape + (1,) * (x.ndim - 2)
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
         return finish(y, residual, relu).to(x.dtype), Belief(mean, var) if self.believes else None
+
+
+def weigh(norms: list[ImageNorm], own: Any) -> None:
+    """Let an image's own statistics be this share of what `expected` takes; where they are all, it is `sample`.
+
+    Of all norms at once: in a graph that is being built, every operation takes its time to compile.
+
+    Args:
+        own: a number as a tensor, or as a value in a graph that is being built.
+    """
+    others = 1 - own
+    mean, var, spread = (torch.cat(parts) for parts in zip(*map(ImageNorm.partners, norms), strict=True))
+    widths = [len(norm.image_mean) for norm in norms]
+    means, variances = (rows.split(widths, 0) for rows in (others * mean, others * (var + others * spread)))
+    for norm, partners_mean, partners_var in zip(norms, means, variances, strict=True):
+        weights = {"own": own, "others": others, "partners_mean": partners_mean, "partners_var": partners_var}
+        for name, value in weights.items():
+            norm._buffers.pop(name, None)
+            setattr(norm, name, nn.Buffer(value) if isinstance(value, Tensor) else value)
 
 
 def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.inference.folding import ImageNorm
+from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.models.network import Network
 
 try:
@@ -51,9 +51,9 @@ def compile_graph(network: Network, shape: tuple[int, ...], population: bool, op
     inputs = [ops.parameter([1, *shape])]
     if not population:
         inputs.append(ops.parameter([1]))
-        for module in network.modules():
-            if isinstance(module, ImageNorm):
-                module.weigh(Symbol(inputs[1]))
+        norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
+        if norms:
+            weigh(norms, Symbol(inputs[1]))
     stand_in: Any = Symbol(inputs[0])
     logits: Any = network.cpu()(stand_in, "population" if population else "expected")
     model = ov.Model([logits.node], inputs)
@@ -110,7 +110,10 @@ class Symbol:
         return self
 
     def reshape(self, shape: tuple[int, ...]) -> "Symbol":
-        return Symbol(ops.reshape(self.node, list(shape), False))
+        node = self.node.get_node()
+        # Of what was shaped before, one operation: the first is left out of the graph.
+        node = node.input_value(0) if node.get_type_name() == "Reshape" else self.node
+        return Symbol(ops.reshape(node, list(shape), False))
 
     def unsqueeze(self, dim: int) -> "Symbol":
         return self.reshape((*self.shape[:dim], 1, *self.shape[dim:]))
