@@ -96,15 +96,15 @@ def script(name: str, *arguments: str) -> Result:
     """A script's output, and what it exits with."""
     output = io.StringIO()
     sys.argv[:], old = [str(SCRIPTS / name), *arguments], list(sys.argv)
-    seen, message = len(tell("log")), None
+    seen, code = len(tell("log")), None
     try:
         with contextlib.redirect_stdout(output):
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        message = str(error)
+    except SystemExit as end:
+        code = end.code
     finally:
         sys.argv[:] = old
-    return {"output": output.getvalue(), "exit": message, "requests": tell("log")[seen:]}
+    return {"output": output.getvalue(), "exit": code, "requests": tell("log")[seen:]}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from hub_server import HubServer
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
@@ -25,7 +27,7 @@ import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
 from bkn_zoo.checkpoints.hub_client import ask
-from bkn_zoo.errors import HubError
+from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.publish import card_from_results
 
@@ -118,7 +120,7 @@ def asked(result: Result, start: str) -> list[str]:
 
 def test_a_dry_run_shows_what_would_change_and_changes_nothing(online: Result, folder: Path) -> None:
     dry = online["publishing"]["dry"]
-    assert dry["exit"] is None
+    assert dry["exit"] == 0
     for path in folder.iterdir():
         assert f"owner/{NAME}: added {path.name} ({path.stat().st_size:,} bytes)" in dry["output"]
     assert [request for request in dry["requests"] if not request.startswith(("GET", "HEAD"))] == []
@@ -128,7 +130,7 @@ def test_publishing_is_one_commit_with_the_versions_tag_verified_by_downloading(
     online: Result, server: HubServer, folder: Path
 ) -> None:
     first = online["publishing"]["first"]
-    assert first["exit"] is None
+    assert first["exit"] == 0
     assert len(asked(first, f"POST /api/models/owner/{NAME}/commit/main")) == 1
     commit = server.repositories[f"owner/{NAME}"].tags[f"v{bkn_zoo.__version__}"]
     assert f"v{bkn_zoo.__version__} is {commit}, verified" in first["output"]
@@ -141,7 +143,7 @@ def test_publishing_is_one_commit_with_the_versions_tag_verified_by_downloading(
 
 def test_publishing_twice_changes_nothing(online: Result, server: HubServer) -> None:
     second = online["publishing"]["second"]
-    assert second["exit"] is None
+    assert second["exit"] == 0
     assert "nothing to change" in second["output"]
     assert not asked(second, "PUT")
     assert not asked(second, f"POST /api/models/owner/{NAME}/")
@@ -160,7 +162,7 @@ def test_a_checkpoint_is_loaded_by_id_tag_commit_and_short_name_bit_for_bit(
 
 def test_a_trained_checkpoint_answers_from_the_hub_as_from_this_tree(online: Result) -> None:
     result = online["of_the_zoo"]
-    assert result.get("exit") is None, result
+    assert result.get("exit") == 0, result
     assert "verified by downloading it" in result["output"]
     assert result["same"]
     local, commit = result["revisions"]
@@ -212,12 +214,27 @@ def test_publishing_in_other_files_removes_the_old_ones_in_the_same_commit(onlin
     assert (replacing["now"]["revision"], replacing["old"]["revision"]) == (replacing["second"], replacing["first"])
 
 
+@pytest.mark.parametrize(
+    "name", ["a", "A_b.c-1", "_a", "net.photos-lr_0.02", "a" * 96, "a" * 97, "a=b", "a b", "\u00e9t\u00e9", "-a", "a-",
+    "a.", "a--b", "a..b", "a.git", ""],
+)  # fmt: skip
+def test_a_repository_s_name_is_refused_before_the_training_where_the_hub_s_client_would_after(name: str) -> None:
+    try:
+        validate_repo_id(f"me/{name}")
+    except HFValidationError:
+        with pytest.raises(InputError, match="the name in a command by --name"):
+            hub.check_repository(f"me/{name}")
+    else:
+        hub.check_repository(f"me/{name}")
+
+
 def test_training_ends_on_the_hub_if_asked_and_refuses_an_impossible_name_before_it_starts(
     online: Result, server: HubServer
 ) -> None:
     training = online["training"]
-    assert "'owner/not=a-repository' cannot be a repository" in training["refused"]["exit"]
-    assert training["done"]["exit"] is None, training["done"]
+    assert training["refused"]["exit"] == 2
+    assert "'owner/not=a-repository' cannot be a repository" in online["printed"]
+    assert training["done"]["exit"] == 0, training["done"]
     repository = server.repositories["owner/photos"]
     assert training["revision"] == {"is": repository.branches["main"]}
     assert repository.tags == {f"v{bkn_zoo.__version__}": repository.branches["main"]}

@@ -195,7 +195,7 @@ def test_a_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, pl
     done = commands("train", "--data", "photos", "--size", "32", "--epochs", "1", "--device", "cpu")
     assert done.code == 0, done.output
     assert "starting from inception_v2_bkn.tiny_imagenet" in done.output
-    name = "inception_v2_bkn.photos-epochs=1-size=32"
+    name = "inception_v2_bkn.photos-epochs_1-size_32"
     config = json.loads((place / "runs" / name / name / "config.json").read_text())
     assert config["training"]["init"] == "inception_v2_bkn.tiny_imagenet"
     assert config["label_names"] == ["dark", "light"]

@@ -1,6 +1,8 @@
 """`bkn-zoo train` and `bkn-zoo evaluate`, as scripts: from the command line to the files that they leave."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import runpy
 import shutil
@@ -17,6 +19,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
+from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, plot, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import read_recipe
@@ -27,12 +30,16 @@ Script = Callable[..., None]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
-    """Runs a script as the command line would, in an empty working directory."""
+    """Runs a script as the command line would, in an empty working directory; an exit code of 0 is no event."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *arguments: Any) -> None:
         monkeypatch.setattr(sys, "argv", [str(SCRIPTS / name), *map(str, arguments)])
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
     return run
 
@@ -67,7 +74,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
     script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "2", *more)
 
-    output = tmp_path / "runs" / "inception_cifar_bkn.photos-epochs=2-gradient_batch=8-lr=0.02-validation=0.3"
+    output = tmp_path / "runs" / "inception_cifar_bkn.photos-epochs_2-gradient_batch_8-lr_0.02-validation_0.3"
     model = bkn_zoo.from_pretrained(output / output.name)
     assert model.name == "inception_cifar_bkn"
     assert model.num_classes == 2
@@ -121,7 +128,7 @@ def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script: Script, tree: Path, tmp_path: Path
 ) -> None:
     script("train.py", "--data", tree, "--init", "inception_cifar_bkn.cifar10", "--epochs", "1", "--device", "cpu")
-    own = "inception_cifar_bkn.photos-epochs=1"
+    own = "inception_cifar_bkn.photos-epochs_1"
     folder = tmp_path / "runs" / own / own
     model = bkn_zoo.from_pretrained(folder)
     assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 2)
@@ -233,10 +240,11 @@ def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monke
     recipe = "recipes/resnet101_bkn.tiny_imagenet.toml --data D"
     assert name(recipe) == "resnet101_bkn.tiny_imagenet"
     twin = f"{recipe} --statistics_batch None --model resnet101_bn"
-    assert name(twin) == "resnet101_bkn.tiny_imagenet-model=resnet101_bn-statistics_batch=None"
+    assert name(twin) == "resnet101_bkn.tiny_imagenet-model_resnet101_bn-statistics_batch_None"
+    check_repository(f"me/{name(twin)}")
     assert name(f"{twin} --name twin") == "twin"
     assert name("--data some/photos --model resnet101_bn") == "resnet101_bn.photos"
-    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos-epochs=1"
+    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos-epochs_1"
     (tmp_path / "My photos").mkdir()
     monkeypatch.chdir(tmp_path / "My photos")
     assert name("--data .") == "resnet101_bn.My_photos"  # which can be a folder, a model of the service, a repository
@@ -312,9 +320,10 @@ def test_an_option_that_does_not_exist_or_lacks_its_value_is_refused(
 
 def sentence(script: Script, *arguments: Any) -> str:
     """What a script that cannot do its work says."""
-    with pytest.raises(SystemExit) as caught:
+    said = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(said):
         script(*arguments)
-    message = str(caught.value)
+    message = said.getvalue().removesuffix("\n")
     assert "\n" not in message
     return message
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 REACHABLE_SECONDS = 5
 """That the Hub has to answer a first question."""
 
-REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?", re.ASCII)
+"""As the Hub has it: its client would refuse others too, but at the end of a training."""
 
 
 def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
@@ -182,7 +183,8 @@ def check_repository(repository: str) -> None:
     """Refuse what cannot be the id of a repository."""
     if not REPOSITORY.fullmatch(repository):
         raise InputError(
-            f"{repository!r} cannot be a repository: give owner and name, as in owner/repo, of letters, digits and -_."
+            f"{repository!r} cannot be a repository: choose owner and name, as in owner/repo, of letters from a to z, "
+            "digits and -_. (the name in a command by --name)."
         )
 
 

@@ -218,8 +218,8 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
         told.pop("model", None)
     else:
         name = args.recipe.stem
-    name += "".join(f"-{field}={value}" for field, value in sorted(told.items()))
-    return re.sub(r"[^\w.=-]+", "_", name)
+    name += "".join(f"-{field}_{value}" for field, value in sorted(told.items()))
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
