@@ -4,6 +4,7 @@
     python scripts/demonstrate.py --data OFFICIAL --pack SMALL    # what they need of the data sets, in 100 MB
     python scripts/demonstrate.py --data SMALL --jobs 12          # train what is missing, twelve at a time on one GPU
     python scripts/demonstrate.py --data SMALL --only segmentation --minutes 8
+    python scripts/demonstrate.py --data SMALL --drift            # what the norms do to the pretrained features
     python scripts/demonstrate.py --table --plot                  # docs/pretrained.md and results/demonstrate/*.png
 
 OFFICIAL holds `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
@@ -39,13 +40,14 @@ from torch import Tensor, nn
 from torch.multiprocessing import get_context
 
 import bkn_zoo
+from bkn_zoo.conversion import start_near_population
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.publishing.demonstrations import Experiment, Run, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
-from bkn_zoo.publishing.results import environment, write_record
+from bkn_zoo.publishing.results import environment, write_record, write_results
 from bkn_zoo.training.augmentation import generator, vary
 from bkn_zoo.training.capture import captured
 from bkn_zoo.training.evaluation import measure
@@ -60,6 +62,7 @@ VOID = 11  # what is no class in CamVid
 VARIED, EVALUATED = 60, {"classification": 256, "segmentation": 16}  # images at a time
 QUALITY = {"classification": 90, "segmentation": 95}  # of what is packed
 LAYOUT = torch.channels_last
+DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01)  # images, and where BKN starts
 SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
 
 Splits = Mapping[str, tuple[Tensor, Tensor]]
@@ -306,24 +309,6 @@ def kalman_normalized(model: nn.Module, run: Run) -> nn.Module:
     return converted
 
 
-@torch.no_grad()
-def start_near_population(model: Any, gain: float) -> None:
-    """With a low gain, put BKN nearly where frozen norms are: what is predicted are the pretrained statistics.
-
-    With A = 0 the prediction is N(0, R). R is the pretrained variance already; that the mean is zero, too, is left to
-    the convolution below, which gets what is missing as its bias. (Batch normalization would take it out again.)
-    """
-    for row in model.report.rows:
-        norm = model.get_submodule(row.norm)
-        if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
-            conv = model.get_submodule(row.path[-1])
-            conv.bias = nn.Parameter(-norm.running_mean)
-            norm.running_mean.zero_()
-            norm.image_mean.zero_()
-            norm.raw_process_noise.copy_(inverse_softplus(norm.running_var.clamp_min(norm.eps)))
-            norm.set_gain(gain)
-
-
 ARMS: dict[str, Callable[[nn.Module, Run], nn.Module]] = {
     "bn": batch_normalized,
     "frozen": frozen,
@@ -446,6 +431,41 @@ def save_truth(splits: Splits, folder: Path) -> None:
     Image.fromarray(torch.cat(rows, 1).permute(1, 2, 0).numpy()).save(folder / "images.jpg", quality=90)
 
 
+# Before any training.
+
+
+@torch.no_grad()
+def drift(experiment: Experiment, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """How much is left of the pretrained features in the first pass of a training, by where BKN starts.
+
+    That is their correlation with those of frozen norms over validation images, both less their mean over the images.
+    """
+    images, _ = load(args.output / f"{experiment.name}.pt", torch.device("cpu"))["validation"]
+    images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
+    pixels = normalize(enlarge(images.float() / 255, experiment.size or NATIVE), preprocessing(1))
+
+    def features(run: Run) -> Tensor:
+        torch.manual_seed(0)
+        model: Any = build(run, 2, args.weights or weights_file()).train()
+        found: list[Tensor] = []
+        model.classifier.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        for norm in frozen_norms(model, run):
+            norm.eval()
+        for batch in pixels.split(run.batch):
+            model(batch)
+        return torch.cat(found) - torch.cat(found).mean(0)
+
+    rows = []
+    for batch in experiment.batches:
+        wanted = features(experiment.run("frozen", batch, {"lr": 0.0}, 0))
+        for start in STARTS:
+            given = features(experiment.run("bkn", batch, {"lr": 0.0, "start": start}, 0))
+            rows.append(
+                {"batch": batch, "start": start, "similarity": F.cosine_similarity(given, wanted).mean().item()}
+            )
+    return rows
+
+
 # Many runs: processes that take one after another.
 
 
@@ -502,6 +522,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--plot", action="store_true", help="draw the pictures")
     parser.add_argument("--data", type=Path, help="train what is missing, on the data sets in this folder")
     parser.add_argument("--pack", type=Path, help="instead, put what is needed of them into this folder")
+    parser.add_argument("--drift", action="store_true", help="instead, compare features before any training")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="experiments: classification, segmentation")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none that would end after as many")
@@ -515,8 +536,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--jobs must be at least 1")
     if not (args.list or args.table or args.plot or args.data):
         parser.error("nothing to do: --list, --data, --table or --plot")
-    if args.pack and not args.data:
-        parser.error("--pack needs --data, the folder of the official data sets")
+    if (args.pack or args.drift) and not args.data:
+        parser.error("--pack and --drift need --data, the folder of the data sets")
     return args
 
 
@@ -545,6 +566,10 @@ def main(arguments: list[str]) -> int:
             prepare(each, args)
             if each.name == "segmentation":
                 save_truth(load(args.output / f"{each.name}.pt", torch.device("cpu")), args.results / "predictions")
+        if args.drift:
+            (dogs,) = (each for each in there if each.name == "classification")
+            write_results(args.results / "drift" / "drift.json", drift(dogs, args), 0)
+            return 0
         failed = work(there, args)
     records = read_records(args.results)
     if args.list:

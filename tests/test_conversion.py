@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
-from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove
+from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
 from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
@@ -77,6 +77,44 @@ def priors(converted: nn.Module) -> dict[str, dict[str, int]]:
 
 
 # Ten families, and one more
+
+
+@every_family
+def test_near_the_population_a_network_gives_what_it_gave(family: str) -> None:
+    original = stir(FAMILIES[family]()).double().eval()
+    converted = convert(original)
+    started = start_near_population(converted, gain=0.3)
+    norms = {name: norm for name, norm in converted.named_modules() if name in started}
+    assert norms
+    assert set(norms) == set(started)
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    torch.testing.assert_close(converted(images), original(images), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(converted(images, statistics="expected").isfinite().all(), torch.tensor(True))
+    for norm in norms.values():
+        assert isinstance(norm, BatchKalmanNorm2d)
+        assert norm.gain.item() == pytest.approx(0.3)
+        assert not norm.running_mean.any()
+        torch.testing.assert_close(norm.process_noise, norm.running_var)
+
+
+def test_near_the_population_training_is_nearly_that_of_frozen_norms() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
+    original = stir(layers).double().eval()
+    converted = convert(original, statistics_batch_size=1)
+    assert start_near_population(converted, gain=1e-12) == ["4"]
+    converted.train().get_submodule("1").eval()  # a first norm predicts nothing
+    images = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    torch.testing.assert_close(converted(images), original(images))
+    whole = nn.Module().eval()
+    whole.part = copy.deepcopy(original)
+    assert start_near_population(convert(whole, only="part")) == ["part.4"]
+
+
+def test_what_was_never_trained_has_no_population_to_start_from() -> None:
+    with pytest.raises(InputError, match="convert a pretrained one, whose norms follow convolutions"):
+        start_near_population(convert(FAMILIES["resnet"]()))
+    with pytest.raises(InputError, match="whose norms follow"):
+        start_near_population(FAMILIES["resnet"]())
 
 
 @every_family

@@ -301,6 +301,10 @@ def test_runs_leave_records_and_pictures_and_are_not_trained_again(
     assert "0 runs done, 0 failed" in output
     assert "batch 1, BKN        1 of 1 settings tried, 2 of 2 seeds done" in output
     assert (tmp_path / "results" / "segmentation_predictions.png").stat().st_size > 5_000
+    assert demonstrate.main([*arguments, "--drift"]) == 0
+    rows = json.loads((tmp_path / "results" / "drift" / "drift.json").read_text())["rows"]
+    assert [(row["batch"], row["start"]) for row in rows] == [(2, start) for start in demonstrate.STARTS]
+    assert len({row["similarity"] for row in rows if -1 <= row["similarity"] <= 1}) == len(rows)
 
 
 def test_no_run_starts_that_could_not_be_finished_in_time(

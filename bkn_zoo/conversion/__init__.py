@@ -1,6 +1,6 @@
 """From batch normalization to BKN."""
 
-from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights
+from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights, start_near_population
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.conversion.libraries import LibraryNetwork, create_model, from_library, is_model
 from bkn_zoo.conversion.proof import Proof, prove
@@ -15,5 +15,6 @@ __all__ = [
     "is_model",
     "LibraryNetwork",
     "load_batchnorm_weights",
+    "start_near_population",
     "BATCHNORM_GAIN",
 ]

@@ -1,10 +1,10 @@
 """From the weights of a batch normalization network to its BKN twin."""
 
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
@@ -14,6 +14,9 @@ from bkn_zoo.norms.running import RunningNorm
 
 BATCHNORM_GAIN = 0.99
 """q after `load_batchnorm_weights`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
+
+POPULATION_GAIN = 0.1
+"""q after `start_near_population`."""
 
 
 def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
@@ -57,3 +60,50 @@ def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
     if layer.raw_process_noise.shape == layer.running_var.shape:
         # A dead channel has no variance, where the inverse of softplus would be minus infinity.
         layer.raw_process_noise.copy_(inverse_softplus(layer.running_var.clamp_min(layer.eps)))
+
+
+@torch.no_grad()
+def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> list[str]:
+    """Let the training of a converted, pretrained network start near frozen batch normalization.
+
+    What a norm predicts are then the statistics of the pretraining, and with a low gain they are most of what it
+    believes: with so few images in a group, their own statistics would destroy what the network knows. With A = 0 a
+    norm predicts N(0, R): R is the pretrained variance, and the pretrained mean is taken away by the convolution right
+    below, as its bias. So `population` outputs stay what they were, but a state dict of the original fits no more: load
+    it before.
+
+    Args:
+        model: from `convert`, or one with a part that is.
+        gain: q, how far observations are trusted at the start.
+
+    Returns:
+        The names of the norms that start so. Others have no convolution of their own, nobody below, or were never
+        trained; they start as `convert` has them.
+    """
+    started = []
+    for prefix, converted in model.named_modules():
+        for name, below in getattr(converted, "convolutions", {}).items():
+            norm, conv = converted.get_submodule(name), converted.get_submodule(below)
+            if isinstance(norm, RunningNorm) and _has_prior(norm) and _is_trained(norm):
+                _predict_population(norm, conv)
+                norm.set_gain(gain)
+                started.append(f"{prefix}.{name}".lstrip("."))
+    if not started:
+        raise InputError(
+            "no norm of this network can start near its population: convert a pretrained one, whose norms follow "
+            "convolutions, by bkn_zoo.convert."
+        )
+    return started
+
+
+def _is_trained(norm: RunningNorm) -> bool:
+    return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
+
+
+def _predict_population(norm: BatchKalmanNorm2d, conv: Any) -> None:
+    mean = norm.running_mean.to(conv.weight.dtype)
+    bias = -mean if conv.bias is None else conv.bias - mean
+    conv.bias = nn.Parameter(bias, requires_grad=conv.weight.requires_grad)
+    norm.image_mean -= norm.running_mean
+    norm.running_mean.zero_()
+    start_near_batchnorm(norm)

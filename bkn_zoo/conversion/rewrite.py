@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.conversion.batchnorm import start_near_batchnorm
 from bkn_zoo.conversion.plan import NormCall, Plan
@@ -109,8 +110,8 @@ def _gather(plan: Plan, call: NormCall, norm: _BatchNorm) -> nn.Module:
     return Gather(channels, total, norm.running_mean.device)
 
 
-def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
-    """The norms that one convolution could take in, since nothing else gets what it gives; with its name."""
+def convolutions_below(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
+    """The norms that are all that gets what a convolution gives, with its name."""
     called = [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
     found = {}
     for call in plan.calls:
@@ -118,7 +119,7 @@ def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
         if before.op != "call_module" or len(before.users) > 1 or call.rows:
             continue
         conv = model.get_submodule(str(before.target))
-        plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and not (conv._forward_pre_hooks or conv._forward_hooks)
+        plain = isinstance(conv, _ConvNd) and not (conv._forward_pre_hooks or conv._forward_hooks)
         if plain and all(called.count(module) == 1 for module in (conv, model.get_submodule(call.name))):
             found[call.name] = str(before.target)
     return found

@@ -89,7 +89,10 @@ def _convolutions(network: Network) -> dict[str, tuple[nn.Conv2d, bool]]:
     of the modules have to say it.
     """
     if isinstance(network, LibraryNetwork):
-        return {name: (cast(nn.Conv2d, network.get_submodule(conv)), False) for name, conv in network.foldable.items()}
+        convolutions = {name: network.get_submodule(conv) for name, conv in network.convolutions.items()}
+        # Of a library's own kinds nobody knows what they make of their weights.
+        plain = {name: conv for name, conv in convolutions.items() if type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+        return {name: (cast(nn.Conv2d, conv), False) for name, conv in plain.items()}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
     alive = []  # an id is a tensor's own only while the tensor lives

@@ -1,5 +1,6 @@
 """docs/pretrained.md and its pictures, from the records of scripts/demonstrate.py."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -38,9 +39,12 @@ import torch
 import torchvision
 
 import bkn_zoo
+from bkn_zoo.conversion import start_near_population
 
 network = torchvision.models.mobilenet_v3_small(num_classes=10)  # yours, with weights="DEFAULT" or your own
+network(torch.randn(2, 3, 64, 64))  # here, where there are no weights: norms that have seen something
 model = bkn_zoo.convert(network, statistics_batch_size=1)  # as many images as your batches have
+start_near_population(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 for images, labels in [(torch.randn(1, 3, 64, 64), torch.tensor([3]))]:  # your data
     optimizer.zero_grad()
@@ -83,6 +87,25 @@ BN it has BN or GroupNorm, whichever is better on the validation images.
 }
 
 
+DRIFT = """\
+How much is left of the pretrained features in the first pass of a training, before any step (the correlation of the
+features below the classifier with those of frozen BN, over 60 validation images; `python scripts/demonstrate.py --data
+SMALL --drift`). The statistics of so few images are not those that the network was trained with, layer upon layer, and
+what is lost by them has to be learned again. These images are of the kind that the network was pretrained on, for which
+the frozen statistics are the right ones already: the nearer a norm starts to them, the more is left.
+"""
+
+
+def _drift(rows: Sequence[Mapping[str, Any]]) -> str:
+    batches = sorted({row["batch"] for row in rows})
+    found = {(row["start"], row["batch"]): row["similarity"] for row in rows}
+    shown = [
+        {"start of BKN": str(start), **{f"batch {batch}": f"{found[start, batch]:.2f}" for batch in batches}}
+        for start in dict.fromkeys(row["start"] for row in rows)
+    ]
+    return table(shown, list(shown[0])) + "\n"
+
+
 def page(experiments: Sequence[Experiment], records: Mapping[str, Record], root: Path) -> str:
     """docs/pretrained.md; shows those pictures that are drawn."""
     parts = [INTRODUCTION]
@@ -92,6 +115,13 @@ def page(experiments: Sequence[Experiment], records: Mapping[str, Record], root:
         for name, text in ((each.name, each.title), (f"{each.name}_predictions", "Predictions beside the truth")):
             if (root / "results" / "demonstrate" / f"{name}.png").exists():
                 parts += [f"![{text}](../results/demonstrate/{name}.png)\n"]
+        drift = root / "results" / "demonstrate" / "drift" / "drift.json"
+        if each.name == "classification" and drift.exists():
+            parts += [
+                "### What a norm does to pretrained features\n",
+                DRIFT,
+                _drift(json.loads(drift.read_text())["rows"]),
+            ]
         parts += ["### In each mode\n", _modes(each, records), "### What was tried\n", _tried(each, records)]
     return "\n".join(parts)
 
