@@ -423,6 +423,26 @@ def test_the_average_of_a_whole_map_in_f16_is_that_in_f32(side: int, value: floa
 
 
 @needs_openvino
+@pytest.mark.parametrize(("precision", "kind"), [("f16", "f16"), ("f32", "f32"), ("bf16", "f32")])
+@pytest.mark.parametrize("mode", ["population", "sample"])
+def test_a_graph_has_weights_as_it_computes_with_them(
+    small: Network, monkeypatch: pytest.MonkeyPatch, precision: str, kind: str, mode: str
+) -> None:
+    """OpenVINO takes long to convert them, and in f16 keeps what is stored without a copy."""
+    graphs: list[Any] = []
+    monkeypatch.setattr(openvino_graph, "compiled", lambda graph, options: graphs.append(graph))
+    options = {engines.ov.properties.hint.inference_precision: precision}
+    stored = copy.deepcopy(small)
+    for weight in stored.parameters():
+        weight.data = weight.data.half() if weight.ndim > 1 else weight.data
+    network = prepare(stored, Statistics(mode), as_stored=True)
+    openvino_graph.compile_graph(network, (3, 16, 16), mode == "population", options)
+    constants = [node for node in graphs[0].get_ordered_ops() if node.get_type_name() == "Constant"]
+    weights = [node for node in constants if len(node.shape) > 1 and max(node.shape) > 1]
+    assert {node.get_element_type().get_type_name() for node in weights} == {kind}
+
+
+@needs_openvino
 def test_a_norm_takes_few_operations_of_a_graph(small: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """To compile a graph takes time for each: with what all norms share made for each of them, they were 65."""
     graphs: list[Any] = []

@@ -185,7 +185,7 @@ class OpenVINOEngine(Engine):
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
-        network = prepare(self.model, statistics).cpu()
+        network = prepare(self.model, statistics, as_stored=not isinstance(self.model, LibraryNetwork)).cpu()
         if isinstance(network, LibraryNetwork):
             translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
             return Graph(compiled(translated, options))

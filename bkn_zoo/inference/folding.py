@@ -25,11 +25,15 @@ from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 
 @torch.no_grad()
-def prepare(model: Network, statistics: Statistics) -> Network:
-    """A copy of `model` that is lean at the given statistics; the one for `sample` is for `expected` too."""
+def prepare(model: Network, statistics: Statistics, as_stored: bool = False) -> Network:
+    """A copy of `model` that is lean at the given statistics; the one for `sample` is for `expected` too.
+
+    Args:
+        as_stored: leave weights that are not folded in the 16 bits that `model` has them in, for who converts them.
+    """
     if statistics.mode == "population":
         return join(fold(model))
-    network = frozen(model)
+    network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
             _replace(network, name, ImageNorm(module, statistics))
@@ -64,11 +68,20 @@ def _replace(network: Network, name: str, layer: nn.Module) -> None:
     network.set_submodule(name, layer)
 
 
-def frozen(model: Network) -> Network:
-    """A copy in float32, in evaluation mode, without gradients, which shares the weights that stay as they are."""
+def frozen(model: Network, as_stored: bool = False) -> Network:
+    """A copy in float32, in evaluation mode, without gradients, which shares the weights that stay as they are.
+
+    Args:
+        as_stored: leave those of two dimensions and more, which checkpoints have in 16 bits, as they are.
+    """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     shared |= {id(buffer): buffer.detach() for buffer in model.buffers()}
-    return copy.deepcopy(model, shared).eval().float()
+    network = copy.deepcopy(model, shared).eval()
+    for tensor in (*network.parameters(), *network.buffers()):
+        stays = tensor.dtype == torch.float32 or (as_stored and tensor.dtype == torch.float16 and tensor.ndim > 1)
+        if tensor.is_floating_point() and not stays:
+            tensor.data = tensor.data.float()
+    return network
 
 
 def in_precision(network: Network, dtype: torch.dtype) -> Network:
@@ -168,7 +181,9 @@ class ImageNorm(nn.Module):
         if isinstance(norm, BatchKalmanNorm2d) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
-            squares = [nn.Parameter((1 - norm.gain) * block.square(), False) for block in norm.transition_blocks]
+            squares = [
+                nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
+            ]
             self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
 
