@@ -231,8 +231,8 @@ def test_a_plan_says_what_a_row_does_not_take(tmp_path: Path) -> None:
 def test_published_runs_count_for_the_plan_and_others_do_not(plan: Plan) -> None:
     records = read_records(ROOT / "results" / "runs")
     done = {run.name for run in plan.runs()} - {run.name for run in missing(plan, records)}
-    assert "tiny.bkn.256-4.seed=0" in done
-    assert "tiny.bkn.256-4.seed=1" not in done
+    assert "tiny_full.bkn.256-4.seed=0" in done
+    assert "tiny_full.bkn.256-4.seed=1" not in done
     assert "cifar100.bkn.128-2.seed=0" not in done  # whose epochs are fewer than the published run's
 
 
