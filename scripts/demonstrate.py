@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from torch.multiprocessing import get_context
 
 import bkn_zoo
+from bkn_zoo.cli import ended
 from bkn_zoo.conversion import start_near_population
-from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.errors import InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
@@ -583,7 +584,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BknZooError as error:
-        sys.exit(f"demonstrate.py: {error}")
+    sys.exit(ended("demonstrate.py", lambda: main(sys.argv[1:])))

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bkn_zoo.cli import ended
 from bkn_zoo.publishing.finetuning import ARMS, CHECKPOINT, ORIGINAL, PROBE, SEEDS, SETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -305,4 +306,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended("finetune_study.py", lambda: main(sys.argv[1:])))

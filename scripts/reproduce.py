@@ -27,7 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.cli import ended
+from bkn_zoo.errors import InputError
 from bkn_zoo.publishing.replication import Plan, Record, Run, missing, read_plan, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -373,7 +374,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BknZooError as error:
-        sys.exit(f"reproduce.py: {error}")
+    sys.exit(ended("reproduce.py", main))
