@@ -212,11 +212,10 @@ def test_an_image_gets_the_same_logits_in_any_batch(engine: Engine, mode: str) -
     assert_close(engine(images, mode), alone, atol=1e-5, rtol=0)
 
 
-@modes
-def test_an_image_in_any_layout_of_memory_is_read_while_it_is_there(engine: Engine, mode: str) -> None:
+def test_an_image_in_any_layout_of_memory_is_read_while_it_is_there(engine: Engine) -> None:
     """A copy in the layout that OpenVINO takes must live until it has been read, whoever asks for memory meanwhile."""
     images = photographs(8, 40)
-    expected = engine(images, mode)
+    expected = engine(images, "population")  # an image is handed over in the same way in every mode
     stop = threading.Event()
 
     def allocate() -> None:
@@ -226,7 +225,7 @@ def test_an_image_in_any_layout_of_memory_is_read_while_it_is_there(engine: Engi
     with ThreadPoolExecutor(1) as pool:
         pool.submit(allocate)
         try:
-            found = [engine(images.contiguous(memory_format=torch.channels_last), mode) for _ in range(10)]
+            found = [engine(images.contiguous(memory_format=torch.channels_last), "population") for _ in range(10)]
         finally:
             stop.set()
     for logits in found:

@@ -102,7 +102,7 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
     engine = bkn_zoo.Classifier(model, "mine", engine=name, precision="f32").engine
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        for mode in MODES if name == "torch" else ("population", "expected"):  # which has all that `sample` has
+        for mode in MODES if name == "torch" else ("expected",):  # which takes seconds, and has all that others have
             wanted = model(images, mode)
             scale = wanted.abs().max().item()
             torch.testing.assert_close(engine(images, mode), wanted, atol=1e-4 * scale, rtol=0)
