@@ -182,13 +182,17 @@ def _mean(rows: Any) -> Any:
 
 def _max_pool2d(x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, **_: Any) -> Any:
     kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
-    ends = list(pads)
-    if ceil_mode:
-        # OpenVINO is slow at rounding sizes up; padding as far as the last window reaches does the same.
-        for axis, (size, k, s, p) in enumerate(zip(x.shape[2:], kernel, strides, pads, strict=True)):
-            last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)  # the last to begin before the end's padding
-            ends[axis] = max(p, last * s + k - size - p)
+    ends = _rounded_up(x.shape[2:], kernel, strides, pads) if ceil_mode else pads
     return ops.max_pool(x, strides, _pair(dilation), pads, ends, kernel).output(0)
+
+
+def _rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
+    """The padding by which maps have the size that PyTorch rounds up to: as far as the last window reaches."""
+    ends = []
+    for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):
+        last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)  # the last to begin before the end's padding
+        ends.append(max(p, last * s + k - size - p))
+    return ends
 
 
 def _avg_pool2d(
@@ -270,6 +274,21 @@ def _store_weights(model: Any, halves: bool) -> None:
         elif not halves and node.get_type_name() == "Convert":
             widened = ops.constant(_constant(node).data.astype(np.float32), shared_memory=True)
             node.output(0).replace(widened.output(0))
+
+
+def round_up_by_padding(model: Any) -> None:
+    """Have no pooling round its size up, which OpenVINO does by a hundred times slower code: it is padded instead."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MaxPool":
+            continue
+        how, x = node.get_attributes(), node.input_value(0)
+        sizes = list(x.partial_shape)[2:]
+        plain = set(how["dilations"]) == {1} and not node.output(1).get_target_inputs()
+        if how["rounding_type"] == "ceil_torch" and plain and all(size.is_static for size in sizes):
+            kernel, strides, pads = (list(how[name]) for name in ("kernel", "strides", "pads_begin"))
+            ends = _rounded_up([size.get_length() for size in sizes], kernel, strides, pads)
+            pooled = ops.max_pool(x, strides, [1] * len(kernel), pads, ends, kernel)
+            node.output(0).replace(pooled.output(0))
 
 
 def average_by_rows(model: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.inference.openvino_graph import round_up_by_padding
 from bkn_zoo.models.network import Network
 
 
@@ -37,6 +38,7 @@ def translate(network: Network, mode: str, images: Tensor, any_number: bool = Fa
         with warnings.catch_warnings(action="ignore"):  # of PyTorch's, about what OpenVINO does with it
             model = openvino.convert_model(program)
             model.reshape([-1 if any_number else len(images), *images.shape[1:]])  # it comes with open sizes
+            round_up_by_padding(model)
             return model
     except Exception as error:  # one of many kinds, as it comes out of another language
         raise _refused("OpenVINO", network, error) from error
