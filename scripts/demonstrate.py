@@ -45,7 +45,7 @@ from bkn_zoo.conversion import start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
 from bkn_zoo.publishing.demonstrations import Experiment, Run, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
 from bkn_zoo.publishing.results import environment, write_record, write_results
@@ -137,7 +137,7 @@ def pack(experiment: Experiment, root: Path, target: Path) -> None:
     else:
         files = [path for split in ("train", "val", "test") for path in images_in(root / split)]
         for folder in root.glob("*annot"):
-            shutil.copytree(folder, target / folder.name)
+            shutil.copytree(folder, target / folder.name, dirs_exist_ok=True)
     with ThreadPoolExecutor() as pool:
         list(pool.map(save, files))
 
@@ -265,7 +265,7 @@ def batch_normalized(model: nn.Module, run: Run) -> nn.Module:
         norm.momentum = run.settings["momentum"]
         if norm.prior_features is not None:
             norm.prior_features = None
-            for name in norm.kalman:
+            for name in KALMAN:
                 delattr(norm, name)
     return converted
 
@@ -529,7 +529,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none that would end after as many")
     parser.add_argument("--device", default=None, help="default: cuda where there is one")
     parser.add_argument("--weights", type=Path, help="file of the pretrained weights; default: the package's")
-    parser.add_argument("--output", type=Path, default=Path("runs/demonstrate"), help="where decoded images are kept")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demonstrate"), help="where the decoded images of --data are kept"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the records of runs go")
     parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, help="another file of what is trained")
     args = parser.parse_args(arguments)
@@ -568,8 +570,10 @@ def main(arguments: list[str]) -> int:
             if each.name == "segmentation":
                 save_truth(load(args.output / f"{each.name}.pt", torch.device("cpu")), args.results / "predictions")
         if args.drift:
-            (dogs,) = (each for each in there if each.name == "classification")
-            write_results(args.results / "drift" / "drift.json", drift(dogs, args), 0)
+            dogs = [each for each in there if each.name == "classification"]
+            if not dogs:
+                raise InputError("--drift compares features of the dogs: name a folder that holds imagewoof2-320.")
+            write_results(args.results / "drift" / "drift.json", drift(dogs[0], args), 0)
             return 0
         failed = work(there, args)
     records = read_records(args.results)

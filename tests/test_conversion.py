@@ -18,7 +18,8 @@ import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
 from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, Belief
+from bkn_zoo.norms.centered import Centered2d
 
 timm = pytest.importorskip("timm")
 
@@ -84,17 +85,15 @@ def test_near_the_population_a_network_gives_what_it_gave(family: str) -> None:
     original = stir(FAMILIES[family]()).double().eval()
     converted = convert(original)
     started = start_near_population(converted, gain=0.3)
-    norms = {name: norm for name, norm in converted.named_modules() if name in started}
-    assert norms
-    assert set(norms) == set(started)
+    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm2d)}
+    assert started == [name for name, norm in norms.items() if norm.prior_features is not None]
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     torch.testing.assert_close(converted(images), original(images), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(converted(images, statistics="expected").isfinite().all(), torch.tensor(True))
-    for norm in norms.values():
-        assert isinstance(norm, BatchKalmanNorm2d)
-        assert norm.gain.item() == pytest.approx(0.3)
-        assert not norm.running_mean.any()
-        torch.testing.assert_close(norm.process_noise, norm.running_var)
+    for name in started:
+        assert norms[name].gain.item() == pytest.approx(0.3)
+        torch.testing.assert_close(norms[name].process_noise, norms[name].running_var)
+        torch.testing.assert_close(norms[name].center, norms[name].running_mean, check_dtype=False)
+    assert {f"{name}.center" for name in started} <= converted.no_weight_decay()
 
 
 def test_near_the_population_training_is_nearly_that_of_frozen_norms() -> None:
@@ -110,11 +109,49 @@ def test_near_the_population_training_is_nearly_that_of_frozen_norms() -> None:
     assert start_near_population(convert(whole, only="part")) == ["part.4"]
 
 
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_center_is_a_shift_of_the_features_below(mode: str | None) -> None:
+    plain, centered = (kind(4, 3).double().train(mode is None) for kind in (BatchKalmanNorm2d, Centered2d))
+    center, x = torch.randn(4).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for tensor in (plain.transition, plain.weight, plain.bias, plain.image_mean, plain.running_mean):
+            tensor.normal_()
+        plain.set_gain(0.3)
+        centered.load_state_dict(plain.state_dict())
+        centered.set_center(center)
+        centered.image_mean += center
+        centered.running_mean += center
+    groups = 1 if mode is None else 2
+    prior = Belief(torch.randn(groups, 3).double(), torch.rand(groups, 3).double())
+    wanted, given = plain(x, prior, mode), centered(x + center[:, None, None], prior, mode)
+    torch.testing.assert_close(given, wanted)
+    torch.testing.assert_close(centered.running_mean, plain.running_mean + center)
+
+
+def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> None:
+    converted = convert(stir(FAMILIES["resnet"]())).eval()
+    start_near_population(converted)
+    again = convert(FAMILIES["resnet"]()).eval()
+    again.load_state_dict(converted.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    for mode in MODES:
+        torch.testing.assert_close(again(images, statistics=mode), converted(images, statistics=mode), rtol=0, atol=0)
+    with pytest.raises(InputError, match="must lie in"):
+        start_near_population(again, gain=0.0)
+    network = bkn_zoo.create_model("timm:test_resnet", num_classes=10).eval()
+    network.load_state_dict(converted.state_dict())
+    bkn_zoo.save_pretrained(network, tmp_path / "network", label_names=[str(k) for k in range(10)])
+    stored = bkn_zoo.from_pretrained(tmp_path / "network")
+    for mode in MODES:
+        torch.testing.assert_close(
+            stored(images, statistics=mode), converted(images, statistics=mode), rtol=0.02, atol=0.02
+        )
+
+
 def test_what_was_never_trained_has_no_population_to_start_from() -> None:
-    with pytest.raises(InputError, match="convert a pretrained one, whose norms follow convolutions"):
-        start_near_population(convert(FAMILIES["resnet"]()))
-    with pytest.raises(InputError, match="whose norms follow"):
-        start_near_population(FAMILIES["resnet"]())
+    for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):
+        with pytest.raises(InputError, match=r"pass a pretrained one that bkn_zoo\.convert made"):
+            start_near_population(network)
 
 
 @every_family
@@ -341,7 +378,8 @@ def test_every_kind_of_batch_norm(layer: nn.Module, shape: tuple[int, ...], kind
     converted = convert(stir(model))
     prove(model, converted, torch.randn(shape))
     last = converted.get_submodule("4")
-    assert type(last) is kind
+    assert isinstance(last, kind)
+    assert last.dims == kind.dims
     assert (last.eps, last.momentum, last.affine) == (layer.eps, layer.momentum, layer.affine)
     assert last.gain.item() == pytest.approx(BATCHNORM_GAIN)
     torch.testing.assert_close(last.process_noise, last.running_var)

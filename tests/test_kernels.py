@@ -19,6 +19,7 @@ import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
+from bkn_zoo.norms.centered import Centered2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
@@ -295,14 +296,25 @@ def test_what_is_predicted_before_the_kernels_is_in_full_precision_under_autocas
     assert all(map(torch.equal, belief, expected))
 
 
-@pytest.mark.parametrize(
-    "options", [{"prediction_bias": True}, {"transition_shapes": ((2,), (2, 1))}], ids=["a bias", "blocks"]
-)
-def test_a_variant_runs_on_the_kernels(options):
+def centered():
+    layer = Centered2d(4, 3)
+    layer.set_center(torch.zeros(4))
+    return layer
+
+
+VARIANTS = {
+    "a bias": lambda: BatchKalmanVariant2d(4, 3, prediction_bias=True),
+    "blocks": lambda: BatchKalmanNorm2d(4, 3, transition_shapes=((2,), (2, 1))),
+    "a center": centered,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_runs_on_the_kernels(variant):
     results = []
     for implementation in ("triton", "pytorch"):
         torch.manual_seed(0)
-        layer = BatchKalmanVariant2d(4, 3, **options)
+        layer = VARIANTS[variant]()
         for parameter in layer.parameters():
             nn.init.normal_(parameter)
         prior = Belief(torch.randn(2, 3, device=DEVICE), torch.rand(2, 3, device=DEVICE))

@@ -217,7 +217,7 @@ class Odd(torch.nn.Module):
 
 def test_a_norm_is_folded_only_where_nothing_else_sees_the_convolution() -> None:
     converted = bkn_zoo.convert(Odd())
-    assert converted.convolutions == {"one": "first"}
+    assert converted.foldable == {"one": "first"}
     model = LibraryNetwork(converted, "mine:odd", 3, {}, 8)
     model.train()(torch.randn(4, 3, 8, 8))
     images = torch.randn(2, 3, 8, 8)

@@ -39,6 +39,7 @@ from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, Input
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
+from bkn_zoo.norms.centered import take_centers
 from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.version import __version__
 
@@ -160,6 +161,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             f"{rows} rows: restore both from the original checkpoint."
         )
     model = _build(config, folder / CONFIG)
+    take_centers(model, weights)
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
     for name, tensor in tensors.items():

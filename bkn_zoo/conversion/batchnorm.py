@@ -1,7 +1,7 @@
 """From the weights of a batch normalization network to its BKN twin."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, inverse_softplus
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, check_gain, inverse_softplus
+from bkn_zoo.norms.centered import Centered2d
 from bkn_zoo.norms.running import RunningNorm
 
 BATCHNORM_GAIN = 0.99
@@ -67,43 +68,34 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
     """Let the training of a converted, pretrained network start near frozen batch normalization.
 
     What a norm predicts are then the statistics of the pretraining, and with a low gain they are most of what it
-    believes: with so few images in a group, their own statistics would destroy what the network knows. With A = 0 a
-    norm predicts N(0, R): R is the pretrained variance, and the pretrained mean is taken away by the convolution right
-    below, as its bias. So `population` outputs stay what they were, but a state dict of the original fits no more: load
-    it before.
+    believes: of so few images in a group, the statistics would destroy what the network knows. With A = 0, R is the
+    pretrained variance, and the pretrained mean a parameter `center`. `population` outputs stay what they are. Make the
+    optimizer afterwards, since there are new parameters.
 
     Args:
         model: from `convert`, or one with a part that is.
-        gain: q, how far observations are trusted at the start.
+        gain: q, how far observations are trusted at the start; in (0, 1].
 
     Returns:
-        The names of the norms that start so. Others have no convolution of their own, nobody below, or were never
-        trained; they start as `convert` has them.
+        The names of the norms that start so. Others have no norm below, or were never trained; they start as `convert`
+        has them.
     """
-    started = []
-    for prefix, converted in model.named_modules():
-        for name, below in getattr(converted, "convolutions", {}).items():
-            norm, conv = converted.get_submodule(name), converted.get_submodule(below)
-            if isinstance(norm, RunningNorm) and _has_prior(norm) and _is_trained(norm):
-                _predict_population(norm, conv)
-                norm.set_gain(gain)
-                started.append(f"{prefix}.{name}".lstrip("."))
-    if not started:
+    norms = {
+        name: norm
+        for name, norm in model.named_modules()
+        if isinstance(norm, Centered2d) and norm.prior_features is not None and _is_trained(norm)
+    }
+    if not norms:
         raise InputError(
-            "no norm of this network can start near its population: convert a pretrained one, whose norms follow "
-            "convolutions, by bkn_zoo.convert."
+            "no norm of this network can start near its population: pass a pretrained one that bkn_zoo.convert made."
         )
-    return started
+    check_gain(gain)
+    for norm in norms.values():
+        start_near_batchnorm(norm)
+        norm.set_gain(gain)
+        norm.set_center(norm.running_mean)
+    return list(norms)
 
 
 def _is_trained(norm: RunningNorm) -> bool:
     return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
-
-
-def _predict_population(norm: BatchKalmanNorm2d, conv: Any) -> None:
-    mean = norm.running_mean.to(conv.weight.dtype)
-    bias = -mean if conv.bias is None else conv.bias - mean
-    conv.bias = nn.Parameter(bias, requires_grad=conv.weight.requires_grad)
-    norm.image_mean -= norm.running_mean
-    norm.running_mean.zero_()
-    start_near_batchnorm(norm)

@@ -11,7 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from bkn_zoo.conversion.plan import Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
-from bkn_zoo.conversion.rewrite import Forward, convolutions_below, replace_norms, rewrite
+from bkn_zoo.conversion.rewrite import Forward, foldable, replace_norms, rewrite
 from bkn_zoo.conversion.trace import is_batchnorm, trace
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
@@ -29,11 +29,11 @@ class Converted(nn.Module):
         statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
             inference; None means the whole batch.
         default_statistics: what normalizes at inference when a call does not say.
-        convolutions: norms that are all that gets what a convolution gives, with its name.
+        foldable: norms that a convolution can take in at inference with population statistics, with its name.
     """
 
     report: Report
-    convolutions: dict[str, str]
+    foldable: dict[str, str]
     statistics_batch_size: int | None
     default_statistics: str
 
@@ -156,10 +156,10 @@ def _convert(model: nn.Module, left: dict[str, str]) -> Converted:
     rows = tuple(_rows(model, *plans))
     for plan in plans:
         replace_norms(model, plan)
-    convolutions = convolutions_below(model, graphs[1], plans[1])
+    folding = foldable(model, graphs[1], plans[1])
     in_training, in_evaluation = (rewrite(model, graph, plan) for graph, plan in zip(graphs, plans, strict=True))
     converted = Converted(model, in_training, in_evaluation)
-    converted.convolutions = convolutions
+    converted.foldable = folding
     guesses = tuple(dict.fromkeys(guess for plan in plans for guess in plan.guesses))
     converted.report = Report(rows, guesses, 0, 0)
     return converted

