@@ -344,6 +344,14 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
+def test_a_broken_pipe_of_something_else_is_told() -> None:
+    def run() -> int:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        cli.ended("bkn-zoo", run)
+
+
 @pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/reproduce.py", "--list"]])
 def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
     """Whatever is printed at the end only, and by whatever of the commands and scripts."""

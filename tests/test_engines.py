@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from bkn_zoo import (
@@ -326,6 +327,38 @@ def test_a_model_whose_tensors_are_replaced_is_prepared_anew(small: Network) -> 
             state = {key: value * share for key, value in small.state_dict().items()}
         model.load_state_dict(state, assign=True)
         assert_agrees(engine, model, images, "sample")
+
+
+def test_what_was_prepared_of_a_model_that_has_changed_meanwhile_is_not_kept(small: Network) -> None:
+    model, images = copy.deepcopy(small), photographs(1, 16)
+    engine = create_engine(model, "torch")
+    prepare = engine._prepare
+
+    def slowly(statistics: Statistics) -> Network:
+        found = prepare(statistics)
+        if statistics.mode == "population":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            engine(images, "sample")  # another thread's, which sees the change
+        return found
+
+    engine._prepare = slowly
+    engine(images, "population")
+    engine._prepare = prepare
+    assert_agrees(engine, model, images, "population")
+
+
+def test_a_tensor_that_something_took_the_place_of_is_a_change(small: Network) -> None:
+    model, images = copy.deepcopy(small), photographs(1, 16)
+    engine = create_engine(model, "torch")
+    assert_agrees(engine, model, images, "population")
+    convolution = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    prune.random_unstructured(convolution, "weight", amount=0.9)  # it is a parameter of another name now
+    engine._notice_changes()
+    assert not engine._prepared
+    prune.remove(convolution, "weight")
+    assert_agrees(engine, model, images, "population")
 
 
 @each_engine

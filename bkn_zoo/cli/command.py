@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
@@ -73,19 +74,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ended(name: str, run: Callable[[], int | None]) -> int:
     """The exit code of a command or a script of this name, whose end is silent but for a sentence about an error."""
     try:
-        try:
-            code = run() or 0
-        except BknZooError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
-        finally:
-            sys.stdout.flush()  # a closed pipe should show here, where it is expected
-        return code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
-        return PIPE_CLOSED
+        code = run() or 0
+    except BknZooError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code = INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # of a print, or after --help, say; or of something else, which is told
+        if _is_read():
+            raise
+        return PIPE_CLOSED
+    return code if _is_read() else PIPE_CLOSED
+
+
+def _is_read() -> bool:
+    """Whether there is still someone who reads what is printed."""
+    try:
+        sys.stdout.flush()
+        if not _is_broken(sys.stdout):
+            return True
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
+    return False
+
+
+def _is_broken(stream: TextIO) -> bool:
+    """Whether it is a pipe without a reader: what could not be written is lost, and a flush would not notice."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (AttributeError, OSError, ValueError):  # no such thing on this system, no file, or a closed one
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(arguments: list[str]) -> int:

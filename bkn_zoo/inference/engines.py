@@ -53,7 +53,8 @@ class Engine:
 
     It shares those of the model's weights that it runs as they are. When the model has changed, by training, say, or by
     other weights, all is prepared anew; while it changes nobody may use the engine. Of each kind of parameter and
-    buffer it looks at the first and the last: a change of nothing but some between takes a new engine.
+    buffer it looks at the first and the last: a change of nothing but some between takes a new engine, and so do those
+    that PyTorch does not count (to a tensor's `.data`, or by a captured step) and modules that were replaced.
     """
 
     def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
@@ -94,9 +95,9 @@ class Engine:
 
     def _notice_changes(self) -> None:
         """Forget what was prepared of the model as it was before it changed."""
-        tensors = [place[name] for place, name in self._watched]
+        tensors = [place.get(name) for place, name in self._watched]  # None where something took the tensor's place
         # PyTorch counts the changes of a tensor, unless it was made in inference mode.
-        seen = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        seen = [(id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version) for tensor in tensors]
         if seen == self._seen:
             return
         with self._lock:
@@ -111,12 +112,14 @@ class Engine:
             with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes side by side
                 found = self._prepared.get(key)
                 if found is None:
+                    seen = self._seen
                     with waiting(f"preparing {self.model.name}"):
                         found = prepare()
                     with self._lock:
-                        if len(self._prepared) == KEPT:
-                            del self._prepared[next(iter(self._prepared))]
-                        self._prepared[key] = found
+                        if seen is self._seen:  # else the model has changed meanwhile
+                            if len(self._prepared) == KEPT:
+                                del self._prepared[next(iter(self._prepared))]
+                            self._prepared[key] = found
         return found
 
 

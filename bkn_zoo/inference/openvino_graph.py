@@ -12,6 +12,8 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.models.network import Network
 
+LARGEST_HALF = np.finfo(np.float16).max
+
 try:
     import openvino as ov
     from openvino import opset13 as ops
@@ -269,7 +271,8 @@ def _store_weights(model: Any, halves: bool) -> None:
     for node in model.get_ordered_ops():
         full = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32 and len(node.shape) > 1
         if halves and full:
-            stored = ops.constant(node.data.astype(np.float16), shared_memory=True)
+            within = np.clip(node.data, -LARGEST_HALF, LARGEST_HALF)  # as OpenVINO does, instead of infinity
+            stored = ops.constant(within.astype(np.float16), shared_memory=True)
             node.output(0).replace(ops.convert(stored, "f32").output(0))
         elif not halves and node.get_type_name() == "Convert":
             widened = ops.constant(_constant(node).data.astype(np.float32), shared_memory=True)
