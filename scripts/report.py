@@ -49,10 +49,9 @@ groups of *statistics_batch*. `ratio_to_bn` is to BN run in the same way, `ratio
 table.
 
 *launch* says whether Python launches the kernels one by one or replays them from a CUDA graph. Where Python launches
-them (*eager*), a step at a micro-batch is as long as Python takes, on this processor five to ten times what the GPU
-needs, and BKN pays for three more parameters and its own launches in each layer. Compiled with *reduce-overhead* the
-network is replayed and Python runs the optimizer only; a captured step ([training.md](training.md)) has no Python in
-it, and there BKN is faster than BN.
+them (*eager*), a step at a micro-batch is as long as Python takes, on this processor several times what the GPU needs,
+and BKN pays for three more parameters and its own launches in each layer. A captured step
+([training.md](training.md)) has no Python in it.
 """
 
 TRAIN = """\
@@ -79,8 +78,8 @@ The PyTorch version of BKN against BN, the small network, float32.
 INFER_CUDA = """\
 ## Inference on a GPU
 
-One image at a time. *eager* is the network as it was trained, launched from Python; *torch* is the PyTorch engine,
-which replays CUDA graphs. Columns are as on a CPU, below.
+One image at a time, and 32. *eager* is the network as it was trained, launched from Python; *torch* is the PyTorch
+engine, which replays CUDA graphs. Columns are as on a CPU, below.
 """
 
 INFER = """\

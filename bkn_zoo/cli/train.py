@@ -63,7 +63,7 @@ from bkn_zoo.training.state import (
 )
 
 FINE_TUNING = {
-    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.01, "precision": "float32",
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.003, "precision": "float32",
     "keep": "best", "augmentation.crop": 0.1,
 }  # fmt: skip
 """Where there is no recipe; a checkpoint to start from and the number of images change some of it."""

@@ -90,7 +90,7 @@ SPEED = """\
 
 The paper's Table 2 has 325.74 for BN and 320.94 for BKN, 0.985 of it. From `results/benchmark_train.json` and
 `benchmark_train_inception.json` ([docs/performance.md](performance.md)): training steps of 256 images of 224 px on one
-{hardware}, both replayed from a CUDA graph, BN's by the fastest way that is there (compiled, for ResNet101).
+{hardware}, both replayed from a CUDA graph, BN's by the fastest way that is there (compiled).
 """
 
 
