@@ -80,7 +80,7 @@ def priors(converted: nn.Module) -> dict[str, dict[str, int]]:
 # Ten families, and one more
 
 
-@every_family
+@pytest.mark.parametrize("family", ["densenet", "mobilenet_v3", "resnet"])
 def test_near_the_population_a_network_gives_what_it_gave(family: str) -> None:
     original = stir(FAMILIES[family]()).double().eval()
     converted = convert(original)
