@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +102,8 @@ def serving(command: list[str], log: Path, root: Path) -> Iterator["subprocess.P
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # where it ended by itself, why is what is to be told
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
