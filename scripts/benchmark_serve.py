@@ -169,7 +169,8 @@ def _beside(server: str, found: list[float], rates: dict[tuple[str, int], list[f
 
 def serve(args: argparse.Namespace) -> None:
     rows = []
-    earlier = json.loads(args.output.read_text()) if args.before else {}
+    earlier = json.loads(args.output.read_text()) if args.output.exists() else {}
+    kept = {"before": earlier["before"]} if "before" in earlier else {}
     for case in args.cases:
         network, size, side = case.split(":")
         found = race(args, network, int(size), make_image(int(side)))
@@ -178,7 +179,7 @@ def serve(args: argparse.Namespace) -> None:
             earlier["before"] = {**environment(0), "load": os.getloadavg()[1], "rows": rows}
             args.output.write_text(json.dumps(earlier, indent=1) + "\n")
         else:
-            write_results(args.output, rows, 0, weights="untrained: the time does not depend on them")
+            write_results(args.output, rows, 0, weights="untrained: the time does not depend on them", **kept)
     compared = ["fraction_of_before", "cpu_ms_per_image"] if args.before else []
     print(table(rows, [*COLUMNS[:7], *compared, *COLUMNS[7:]]))
 
