@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import in_full_precision
@@ -36,15 +35,8 @@ class Centered2d(BatchKalmanNorm2d):
         if self.center is not None:
             nn.init.zeros_(self.center)
 
-    def forward(
-        self,
-        x: Tensor,
-        prior: Belief | None = None,
-        statistics: Statistics | str | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:
-        y, belief = super().forward(x, prior, statistics, residual, relu)
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, Belief | None]:
+        y, belief = super().forward(*inputs, **named)
         if belief is not None and self.center is not None:
             belief = Belief(belief.mean - in_full_precision(self.center), belief.var)
         return y, belief
