@@ -21,8 +21,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "5 epochs": ("--epochs", "5"),
     "last epoch": ("--keep", "last"),
     "frozen backbone": ("--freeze",),
-    "lr 0.003": ("--lr", "0.003"),
-    "lr 0.03": ("--lr", "0.03"),
+    "frozen backbone at lr 0.01": ("--freeze", "--lr", "0.01"),
+    "lr 0.001": ("--lr", "0.001"),
+    "lr 0.01": ("--lr", "0.01"),
 }
 """What each changes of `bkn-zoo train`, in the order in which they are run; the second and third are no trainings."""
 
