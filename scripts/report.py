@@ -50,7 +50,8 @@ table.
 
 *launch* says whether Python launches the kernels one by one or replays them from a CUDA graph. Where Python launches
 them (*eager*), a step at a micro-batch is as long as Python takes, on this processor several times what the GPU needs,
-and BKN pays for three more parameters and its own launches in each layer. A captured step
+and BKN pays for three more parameters and its own launches in each layer. Compiled with *reduce-overhead* the forward
+and the backward pass are graphs; gradients and optimizer are Python's still, for BKN's parameters too. A captured step
 ([training.md](training.md)) has no Python in it.
 """
 
