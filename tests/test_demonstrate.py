@@ -1,6 +1,7 @@
 """Pretrained networks with tiny batches: the arms, the runner on small images, the plan, and docs/pretrained.md."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,11 +160,15 @@ def test_a_scene_and_its_classes_are_varied_alike(demonstrate: ModuleType, exper
 # The plan.
 
 
-def test_every_arm_tries_as_many_settings_and_the_same_learning_rates(experiments: list[Experiment]) -> None:
+def test_every_arm_chooses_among_as_many_settings_and_the_same_learning_rates(experiments: list[Experiment]) -> None:
+    """Where BKN tries a start from the batch beside two others, it is never the one that is chosen."""
+    records = read_records(ROOT / "results" / "demonstrate")
     for each in experiments:
         assert list(each.arms) == ["bn", "frozen", "gn", "bkn"]
-        assert len({len(settings) for settings in each.arms.values()}) == 1
-        assert len({tuple(sorted(one["lr"] for one in settings)) for settings in each.arms.values()}) == 1
+        arms = {arm: [one for one in settings if one.get("start") != "batch"] for arm, settings in each.arms.items()}
+        assert len({tuple(sorted(one["lr"] for one in settings)) for settings in arms.values()}) == 1
+        chosen = [each.chosen("bkn", batch, records) for batch in each.batches]
+        assert all(best is None or best.settings["start"] != "batch" for best in chosen)
 
 
 def invented(experiment: Experiment, wanted: list[Any]) -> dict[str, Record]:
@@ -188,7 +193,7 @@ def test_first_all_settings_are_tried_then_the_best_is_repeated(experiments: lis
     experiment, records = experiments[0], dict[str, Record]()
     first = experiment.wanted(records)
     assert {run.seed for run in first} == {0}
-    assert len(first) == 3 * 4 * 6
+    assert len(first) == 3 * sum(map(len, experiment.arms.values()))
     assert experiment.chosen("bkn", 1, records) is None
     records |= invented(experiment, first)
     then = experiment.wanted(records)
@@ -196,8 +201,8 @@ def test_first_all_settings_are_tried_then_the_best_is_repeated(experiments: lis
     assert {run.settings["lr"] for run in then if run.arm == "bkn"} == {max(s["lr"] for s in experiment.arms["bkn"])}
     records |= invented(experiment, then)
     assert experiment.wanted(records) == []
-    assert measured(experiment, "bkn", 4, records) == pytest.approx([71, 72, 73])
-    assert "batch 4, BKN        6 of 6 settings tried, 3 of 3 seeds done" in experiment.state(records)
+    assert measured(experiment, "bkn", 4, records) == pytest.approx([119, 120, 121])
+    assert "batch 4, BKN        12 of 12 settings tried, 3 of 3 seeds done" in experiment.state(records)
 
 
 def test_the_learning_rate_grows_with_the_batch_and_the_images_stay(experiments: list[Experiment]) -> None:
@@ -223,19 +228,19 @@ def test_the_page_holds_what_the_records_say(experiments: list[Experiment], tmp_
         records |= invented(experiments[0], experiments[0].wanted(records))
     text = page(experiments, records, tmp_path)
     dogs, roads = text.split("## CamVid")
-    assert "| BN | does not train | 67.0 ± 1.0 | 67.0 ± 1.0 |" in dogs
-    assert "| BKN | 72.0 ± 1.0 | 72.0 ± 1.0 | 72.0 ± 1.0 |" in dogs
-    assert "- 1 image a batch: +5.0 ± 0.8, BKN is ahead." in dogs
-    assert "| BKN | 2 | 72.0 ± 1.0 | 71.0 ± 1.0 | 70.0 ± 1.0 |" in dogs
-    assert "| BKN | lr = 0.0016, start = batch | **71.0** | **71.0** | **71.0** |" in dogs
+    assert "| BN | does not train | 115.0 ± 1.0 | 115.0 ± 1.0 |" in dogs
+    assert "| BKN | 120.0 ± 1.0 | 120.0 ± 1.0 | 120.0 ± 1.0 |" in dogs
+    assert "- 1 image a batch: +5.0 ± 0.8 to frozen BN, BKN is ahead." in dogs
+    assert "| BKN | 2 | 120.0 ± 1.0 | 119.0 ± 1.0 | 118.0 ± 1.0 |" in dogs
+    assert "| BKN | lr = 0.0064, start = batch | **119.0** | **119.0** | **119.0** |" in dogs
     assert "runs are done (a GPU, torch 2.11); none is missing." in dogs
     assert "| BN | 1 | does not train | does not train | does not train |" in dogs
     last = next(run for run in experiments[0].shown("bkn", 1, records) if run.seed == 2)
     records[last.key] = {name: records[last.key][name] for name in ("run", "hardware", "versions")} | {"failed": "inf"}
     dogs = page(experiments, records, tmp_path).split("## CamVid")[0]
-    assert "| BKN | 71.5 ± 0.7 (1 of 3 diverged) | 72.0 ± 1.0 | 72.0 ± 1.0 |" in dogs
+    assert "| BKN | 119.5 ± 0.7 (1 of 3 diverged) | 120.0 ± 1.0 | 120.0 ± 1.0 |" in dogs
     assert "- 1 image a batch:" not in dogs
-    assert "- 2 images a batch: +5.0 ± 0.8, BKN is ahead." in dogs
+    assert "- 2 images a batch: +5.0 ± 0.8 to BN, BKN is ahead." in dogs
     assert "No run is done yet" in roads
     assert "| BKN | not run yet | not run yet | not run yet |" in roads
 
@@ -320,7 +325,7 @@ def test_no_run_starts_that_could_not_be_finished_in_time(
     assert demonstrate.main([*map(str, words), "--only", "classification"]) == 1
     output = capsys.readouterr().out
     assert "failed: RuntimeError: it broke" in output
-    assert "0 runs done, 72 failed" in output
+    assert re.search(r"^0 runs done, [1-9]\d* failed", output, re.MULTILINE)
 
 
 def test_what_cannot_be_done_is_one_sentence(
