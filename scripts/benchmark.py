@@ -55,7 +55,7 @@ KERNELS = ("moments", "believe", "normalize", "sums", "disbelieve", "gradient")
 
 class Contestant(NamedTuple):
     row: dict[str, Any]
-    step: Callable[[], None]
+    step: Callable[..., None]
 
 
 def timed(step: Callable[[], None], steps: int) -> float:
@@ -103,20 +103,41 @@ def build(network: str, norm: str, statistics_batch: int | None) -> torch.nn.Mod
 
 def training_step(
     model: torch.nn.Module, mode: str, images: torch.Tensor, labels: torch.Tensor
-) -> Callable[[], None]:  # fmt: skip
-    """The loop that people write: autocast, loss, backward, a fused optimizer."""
+) -> Callable[..., None]:  # fmt: skip
+    """The loop that people write: autocast, loss, backward, a fused optimizer. It says what it has passed, if asked."""
     device = images.device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
     run = model if mode == "eager" else torch.compile(model, mode=None if mode == "compiled" else mode)
 
-    def step() -> None:
+    def step(passed: Callable[[str], None] = lambda part: None) -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
             loss = F.cross_entropy(run(images), labels)
+        passed("forward")
         loss.backward()
+        passed("backward")
         optimizer.step()
+        passed("optimizer")
 
     return step
+
+
+def parts_of(step: Callable[..., None], steps: int = 10) -> dict[str, float]:
+    """Milliseconds until Python has launched each part of a step, which is most of it where kernels are small."""
+    taken: dict[str, list[float]] = {}
+    for _ in range(steps):
+        synchronize()
+        last = time.perf_counter()
+
+        def passed(part: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            taken.setdefault(f"{part}_launch_ms", []).append(1e3 * (now - last))
+            last = now
+
+        step(passed)
+    synchronize()
+    return {part: statistics.median(values) for part, values in taken.items()}
 
 
 def enter(network: str, contestant: str, images: torch.Tensor, labels: torch.Tensor) -> list[Contestant]:
@@ -230,6 +251,8 @@ def train(args: argparse.Namespace) -> None:
         race(contestants, args.rounds, args.steps)
         for contestant in contestants:
             row = contestant.row
+            if row["launch"] == "python":
+                row |= parts_of(contestant.step)
             if (row["norm"], row["mode"], row["launch"]) == ("bkn", "eager", "graph"):
                 model = build(network, "bkn", row["statistics_batch"]).cuda().to(memory_format=torch.channels_last)
                 rooflines.append(roofline(contestant, model, images))
