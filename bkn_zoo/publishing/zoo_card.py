@@ -55,8 +55,8 @@ UNTESTED = """\
 
 - Data sets other than those in the table; images of another kind, size or quality than the training images.
 - Robustness to noise, corruption or attack, and fairness between groups of people.
-- Detection and video, and segmentation but for one trial with a converted network ([docs/pretrained.md](docs/pretrained.md)):
-  the networks here classify.
+- Detection and video: the networks here classify. Segmentation was tried once, with a converted network
+  ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known."""
 
