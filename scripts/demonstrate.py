@@ -142,9 +142,14 @@ def pack(experiment: Experiment, root: Path, target: Path) -> None:
         list(pool.map(save, files))
 
 
+def decoded(name: str, args: argparse.Namespace) -> Path:
+    """Where all images of an experiment are, as they are in this folder of data."""
+    return args.output / f"{name}.{zlib.crc32(str(args.data.resolve()).encode()):08x}.pt"
+
+
 def prepare(experiment: Experiment, args: argparse.Namespace) -> None:
     """Decode all images into one file, which every process then maps into its memory."""
-    path = args.output / f"{experiment.name}.pt"
+    path = decoded(experiment.name, args)
     if not path.exists():
         splits = {"classification": imagewoof, "segmentation": camvid}[experiment.name](args.data / experiment.data)
         args.output.mkdir(parents=True, exist_ok=True)
@@ -324,7 +329,7 @@ ARMS: dict[str, Callable[[nn.Module, Run], nn.Module]] = {
 def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Train, measure, and leave the record."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    splits = load(args.output / f"{run.experiment}.pt", device)
+    splits = load(decoded(run.experiment, args), device)
     torch.manual_seed(run.seed)
     classes = VOID if run.experiment == "segmentation" else int(splits["train"][1].max()) + 1
     model = build(run, classes, args.weights or weights_file()).to(device).to(memory_format=LAYOUT)
@@ -441,7 +446,7 @@ def drift(experiment: Experiment, args: argparse.Namespace) -> list[dict[str, An
 
     That is their correlation with those of frozen norms over validation images, both less their mean over the images.
     """
-    images, _ = load(args.output / f"{experiment.name}.pt", torch.device("cpu"))["validation"]
+    images, _ = load(decoded(experiment.name, args), torch.device("cpu"))["validation"]
     images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
     pixels = normalize(enlarge(images.float() / 255, experiment.size or NATIVE), preprocessing(1))
 
@@ -568,7 +573,7 @@ def main(arguments: list[str]) -> int:
         for each in there:
             prepare(each, args)
             if each.name == "segmentation":
-                save_truth(load(args.output / f"{each.name}.pt", torch.device("cpu")), args.results / "predictions")
+                save_truth(load(decoded(each.name, args), torch.device("cpu")), args.results / "predictions")
         if args.drift:
             dogs = [each for each in there if each.name == "classification"]
             if not dogs:
