@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed, and norms and networks away from the values at which they start."""
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported: lets test_kernels.py run them here
 
+from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
 
@@ -40,6 +43,31 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         with suppress(ValueError):  # not the main thread, which alone may set handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def hasten_triton_s_interpreter() -> None:
+    """Leave out what takes it half of its time for nothing.
+
+    It checks every sum of integers for overflow, and drops what it finds unless it debugs; and it looks through all of
+    triton.language for what to replace whenever a kernel calls a function, as it did when the kernel was launched.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    prepared = set()
+
+    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+        if function.fn not in prepared:
+            interpreter._patch_lang(function.fn)
+            prepared.add(function.fn)
+        return function.rewrite()(*arguments, **named)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if kernels.HAS_TRITON and not torch.cuda.is_available():
+    hasten_triton_s_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -63,15 +63,12 @@ def runtime(path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
     return lambda images: torch.from_numpy(compiled({"images": images.numpy()})["logits"]), about
 
 
-# Each takes seconds: both networks and, of the modes, one that folds and one that does not, in each format.
-CASES = [("onnx", CONVERTED, "population"), ("onnx", CONVERTED, "expected"), ("openvino", CONVERTED, "sample")]
-CASES += [("openvino", OWN, "expected")]
-
-
-@pytest.mark.parametrize(("format", "name", "mode"), CASES)
+# Each takes seconds: the network that has more, in modes that do not fold; the other, folded, is below in f16.
+@pytest.mark.parametrize(("format", "mode"), [("onnx", "expected"), ("openvino", "sample")])
 def test_a_file_gives_the_network_s_logits_for_any_number_of_images(
-    format: str, name: str, mode: str, folders: dict[str, Path], tmp_path: Path
+    format: str, mode: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    name = CONVERTED
     path = bkn_zoo.export(folders[name], tmp_path / f"mine{SUFFIXES[format]}", format=format, statistics=mode)
     assert sorted(file.suffix for file in tmp_path.iterdir()) == ([".onnx"] if format == "onnx" else [".bin", ".xml"])
     run, about = runtime(path)
@@ -98,8 +95,10 @@ def assert_half_as_large(path: Path, checkpoint: Path) -> None:
     assert sum(file.stat().st_size for file in path.parent.iterdir()) < 1.1 * 2 * folded + 2**17
     run, about = runtime(path)
     assert about["precision"] == "f16"
-    logits = run(torch.randn(2, 3, SIZE, SIZE))
-    assert (logits.dtype, logits.shape) == (torch.float32, (2, 4))
+    images = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        wanted = network(images, "population")
+    assert_close(run(images), wanted, atol=0.05 * wanted.abs().max().item(), rtol=0)
 
 
 def test_in_f16_a_file_is_half_as_large(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -912,13 +912,14 @@ def environment() -> dict[str, str]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left in a folder: a training as docs/imagenet.md has it, and cases of their own.
 
-    That training is of smaller images and batches, and a tree of two classes.
+    That training is of a smaller network, smaller images and batches, and a tree of two classes.
     """
     folder = tmp_path_factory.mktemp("pair")
     write_tree(folder / "tree", 12)
     command = [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/two_processes.py", folder,
-        "recipes/inception_v2_bkn.imagenet.toml", "--data", folder / "tree", "--statistics_batch", "2",
+        "recipes/inception_v2_bkn.imagenet.toml", "--data", folder / "tree", "--model", "inception_cifar_bkn",
+        "--statistics_batch", "2",
         "--name", "pair", "--device", "cpu", "--precision", "float32", "--epochs", "1", "--size", "32",
         "--gradient_batch", "8", "--validation", "0.25",
         "--output", folder / "run", "--results", folder / "results",

@@ -68,7 +68,9 @@ def imports(module: str, file: Path) -> Iterator[str]:
                     yield inner if inner in MODULES else base
 
 
-ARROWS = {module: set(imports(module, file)) - {module} for module, file in MODULES.items()}
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    return {module: set(imports(module, file)) - {module} for module, file in MODULES.items()}
 
 
 def floor(module: str) -> tuple[int, str]:
@@ -87,8 +89,8 @@ def allowed(module: str, other: str) -> bool:
     return here < there
 
 
-def test_no_import_leads_upward_or_across() -> None:
-    wrong = [(module, other) for module, arrows in ARROWS.items() for other in arrows if not allowed(module, other)]
+def test_no_import_leads_upward_or_across(arrows: dict[str, set[str]]) -> None:
+    wrong = [(module, other) for module, others in arrows.items() for other in others if not allowed(module, other)]
     assert wrong == []
 
 
@@ -98,9 +100,9 @@ def test_the_service_does_not_name_itself() -> None:
     assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
 
 
-def test_no_import_leads_in_a_circle() -> None:
+def test_no_import_leads_in_a_circle(arrows: dict[str, set[str]]) -> None:
     try:
-        list(TopologicalSorter(ARROWS).static_order())
+        list(TopologicalSorter(arrows).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -110,12 +112,12 @@ def test_no_import_hides_behind_a_name_but_the_front_doors_and_that_of_the_servi
     assert hidden == {"bkn_zoo", "bkn_zoo.cli.command"}
 
 
-def test_the_imports_are_read() -> None:
+def test_the_imports_are_read(arrows: dict[str, set[str]]) -> None:
     """So that a change of the reader cannot quietly leave nothing to judge."""
-    assert "bkn_zoo.modes" in ARROWS["bkn_zoo.norms.statistics"]
-    assert "bkn_zoo.inference.classifier" in ARROWS["bkn_zoo.cli.classify"], "imports within functions count"
-    assert "bkn_zoo.kernels" in ARROWS["bkn_zoo.norms.running"], "a module may be imported from its package"
-    assert "bkn_zoo.models" not in ARROWS["bkn_zoo"], "those for the type checker do not"
+    assert "bkn_zoo.modes" in arrows["bkn_zoo.norms.statistics"]
+    assert "bkn_zoo.inference.classifier" in arrows["bkn_zoo.cli.classify"], "imports within functions count"
+    assert "bkn_zoo.kernels" in arrows["bkn_zoo.norms.running"], "a module may be imported from its package"
+    assert "bkn_zoo.models" not in arrows["bkn_zoo"], "those for the type checker do not"
 
 
 def test_contributing_shows_every_room_and_every_test_file() -> None:

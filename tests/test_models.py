@@ -41,12 +41,17 @@ def size(model: Network) -> int:
 def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
     """A network after a training step at (4, 2), its gradients still there, in evaluation mode.
 
-    ResNet101 at its full depth with BKN; in the other norms without blocks that are like others, for the sake of time.
+    Without blocks that are like others, for the sake of time: of ResNet101, which test_checkpoints.py trains at its full
+    depth with BKN, and of InceptionV2 in the other norms.
     """
     torch.manual_seed(0)
     model = create_model(request.param, num_classes=CLASSES)
-    if isinstance(model, ResNet) and not model.name.endswith("_bkn"):
-        del model.layer3[2:]
+    if isinstance(model, ResNet):
+        del model.layer2[2:], model.layer3[2:]
+    elif not model.name.endswith("_bkn"):
+        for name in ("inception_4b", "inception_4d", "inception_5b"):
+            if hasattr(model, name):
+                delattr(model, name)
     away_from_start(model)
     for module in model.modules():
         if isinstance(module, RunningNorm):
