@@ -20,8 +20,8 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-# Without the plugin of schemathesis, which no test uses and every process would take three seconds to import.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis
+# Without the plugins of schemathesis and hypothesis, which no test uses and every process would take seconds to import.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest
 
 unit: $(READY)
 	$(PYTEST)

@@ -160,7 +160,7 @@ def test_weights_that_cannot_be_had_are_an_error_of_one_sentence(monkeypatch: py
         ("os:system", {}, UnknownNameError, "unknown library"),
         ("timm:hf-hub:someone/something", {}, UnknownNameError, "no classifier"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UnknownNameError, "no classifier"),
-        ("torchvision:vgg11", {}, bkn_zoo.BknZooError, "no batch norm"),
+        ("torchvision:squeezenet1_1", {}, bkn_zoo.BknZooError, "no batch norm"),
         (NETWORK, {"pretrained": True}, InputError, "is not built with pretrained"),
         (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "is not built with checkpoint_path"),
         (NETWORK, {"act_layer": "relu"}, InputError, "options are numbers"),

@@ -41,8 +41,8 @@ def size(model: Network) -> int:
 def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
     """A network after a training step at (4, 2), its gradients still there, in evaluation mode.
 
-    Without blocks that are like others, for the sake of time: of ResNet101, which test_checkpoints.py trains at its full
-    depth with BKN, and of InceptionV2 in the other norms.
+    Without blocks that are like others, for the sake of time: of ResNet101, which test_checkpoints.py trains with BKN
+    at its full depth, and of InceptionV2 in the other norms.
     """
     torch.manual_seed(0)
     model = create_model(request.param, num_classes=CLASSES)

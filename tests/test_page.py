@@ -279,13 +279,13 @@ def test_a_busy_service_is_asked_again_when_it_says_so_and_at_most_twice(visit: 
     def answer(route: sync_api.Route) -> None:
         asked.append(route)
         if len(asked) == 1 or len(asked) > 3:  # population: busy once; expected: busy for good
-            route.fulfill(status=429, headers={"Retry-After": "3"}, json=error)
+            route.fulfill(status=429, headers={"Retry-After": "2"}, json=error)
         else:
             route.continue_()
 
     visit.page.route("**/v1/classify", answer)
     visit.choose("waves.png", picture())
-    sync_api.expect(visit.page.get_by_test_id("timing-population")).to_contain_text("trying again in 3 s")
+    sync_api.expect(visit.page.get_by_test_id("timing-population")).to_contain_text("trying again in 2 s")
     sync_api.expect(visit.page.locator("[data-mode=sample]")).to_have_attribute("data-state", "done")
     sync_api.expect(visit.page.get_by_test_id("error-expected")).to_have_text(error["error"]["message"])
     assert [len(visit.read(mode)) for mode in MODES] == [5, 5, 0]

@@ -89,9 +89,7 @@ def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 # Ctrl-C
 
 
-def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(
-    commands: Commands, place: Path
-) -> None:
+def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(commands: Commands, place: Path) -> None:
     """By Ctrl-C, once and twice, then by a signal that nothing can be done about; what goes on is stopped again."""
     train = ("train", "--data", "photos", *TINY, "--epochs", "3", "--ema", "0.9", "--augmentation.mixup", "0.2")
     whole = commands(*train, "--name", "whole")
