@@ -55,6 +55,16 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", 
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
 
+def image_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of all images in a folder and those within, in order; what is hidden is left out."""
+    found = []
+    for place, inner, names in os.walk(folder):
+        inner[:] = (name for name in inner if not name.startswith("."))
+        shown = (name for name in names if not name.startswith("."))
+        found += [os.path.join(place, name) for name in shown if os.path.splitext(name)[1].lower() in SUFFIXES]
+    return sorted(found, key=lambda name: name.split(os.sep))
+
+
 class _GifImage(GifImageFile):
     """Prepares no background for a second frame: that would be allocated before the frame's size can be checked."""
 

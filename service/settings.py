@@ -108,9 +108,20 @@ class Settings(BaseSettings):
         return value
 
 
+def _in_one(arguments: list[str]) -> list[str]:
+    """With what follows --models as one argument, separated by commas, as shells' patterns do not give it."""
+    joined: list[str] = []
+    for argument in arguments:
+        if argument.startswith("-") or len(joined) < 2 or joined[-2] != "--models":
+            joined.append(argument)
+        else:
+            joined[-1] += f",{argument}"
+    return joined
+
+
 def read_settings(arguments: list[str]) -> Settings:
     """From flags and the environment; raises InputError in one sentence. --model is --models for who has but one."""
-    arguments = [re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments]
+    arguments = _in_one([re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments])
     try:
         return CliApp.run(Settings, cli_args=arguments)
     except ValidationError as error:

@@ -122,7 +122,9 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
         reason = (
             error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be told apart"
         )
-        raise MalformedRequestError(f"the form cannot be read ({reason}): send multipart/form-data.") from None
+        many = reason.startswith("Too many files")
+        advice = "send several images to /v1/classify/batch, fewer at a time" if many else "send multipart/form-data"
+        raise MalformedRequestError(f"the form cannot be read ({reason}): {advice}.") from None
     images = [await file.read() if isinstance(file, UploadFile) else b"" for file in form.getlist(field)]
     if not images:
         raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")

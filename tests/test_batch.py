@@ -159,6 +159,11 @@ def test_whatever_moment_a_file_was_cut_at_its_whole_rows_are_found_and_nothing_
         assert same(path.read_bytes(), data)
 
 
+def test_what_is_printed_is_what_a_file_would_hold(whole: dict[str, bytes], capsysbinary: Any) -> None:
+    assert cli.main(arguments("")[:-2]) == 0
+    assert same(capsysbinary.readouterr().out, whole["csv"])
+
+
 def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
     whole: dict[str, bytes], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

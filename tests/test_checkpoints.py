@@ -25,6 +25,7 @@ from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained, verify_
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.conversion import load_batchnorm_weights
 from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN
+from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d
@@ -849,6 +850,23 @@ def test_a_folder_is_taken_by_relative_path_string_or_path(folder: Path, monkeyp
         assert isinstance(from_pretrained(path).config, Config)
     save_pretrained(make(), "relative/new")
     assert verify_golden("relative/new")
+
+
+def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(make(), "runs/mine/mine")
+    for path in ("runs/mine", "runs/mine/", Path("runs/mine"), "runs/mine/mine"):
+        assert find(path).resolve() == tmp_path / "runs" / "mine" / "mine"
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    assert find("runs/mine") == Path("runs/mine")
+
+
+def test_a_mistyped_folder_is_not_only_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(HubError, match=r"there is no folder runs/mien; on the Hub: "):
+        locate.locate("runs/mien")
 
 
 # Weights from batch normalization.

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,33 @@ def test_a_tree_with_splits_is_tested_on_val(tmp_path: Path) -> None:
     assert len(data.test) == 4
     assert {path.parent.parent.name for path in data.test.paths} == {"val"}
     assert {path.parent.parent.name for path in [*data.train.paths, *data.validation.paths]} == {"train"}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_beside_a_test_set_val_is_what_choices_are_made_on(tmp_path: Path, name: str) -> None:
+    for split, count in (("train", 6), (name, 3), ("test", 2)):
+        write_tree(tmp_path / split, count)
+    data = load_data("folder", tmp_path)
+    for images, split, count in ((data.train, "train", 12), (data.validation, name, 6), (data.test, "test", 4)):
+        assert len(images) == count
+        assert {path.parent.parent.name for path in images.paths} == {split}
+    assert not data.held_out
+    shutil.rmtree(tmp_path / "test")
+    assert {path.parent.parent.name for path in load_data("folder", tmp_path).test.paths} == {name}
+
+
+def test_two_sets_for_choices_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "val", "valid"):
+        write_tree(tmp_path / split)
+    with pytest.raises(InputError, match="holds val and valid: leave one for choices"):
+        load_data("folder", tmp_path)
+
+
+def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
+    write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
+    assert len(load_data("folder", tmp_path).split("all")) == 12
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
@@ -639,8 +667,14 @@ def test_the_validation_share_must_leave_something_on_both_sides(tmp_path: Path,
 
 
 def test_one_image_cannot_be_split(tmp_path: Path) -> None:
-    write_tree(tmp_path, per_class=1, classes=("only",))
+    write_tree(tmp_path, per_class=1)
     with pytest.raises(InputError, match="too few images"):
+        load_data("folder", tmp_path)
+
+
+def test_one_class_is_taken_for_a_wrong_folder(tmp_path: Path) -> None:
+    write_tree(tmp_path / "photos")
+    with pytest.raises(InputError, match="holds one class only, 'photos': name the folder that has one for each class"):
         load_data("folder", tmp_path)
 
 

@@ -18,8 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from forked_commands import ROOT, Answer, Commands
 from PIL import Image
+
+from service.app import create_app
+from service.settings import read_settings
 
 TINY = ("--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
 
@@ -167,9 +171,12 @@ def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_pu
         assert f"\n# {name}\n" in (folder / "README.md").read_text()
         record = json.loads((place / "runs" / name / "results" / "runs" / f"{name}.json").read_text())
         assert record["name"] == name
-    measured = commands("evaluate", "runs/second/second", "--data", "photos", "--output", "measured.json")
+    measured = commands("evaluate", "runs/second", "--data", "photos", "--output", "measured.json")
     assert measured.code == 0, measured.output
     assert json.loads((place / "measured.json").read_text())["checkpoint"] == "second"
+    served = [str(place / "runs" / name / name) for name in ("first", "second")]
+    with TestClient(create_app(read_settings(["--models", *served]))) as client:
+        assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["first", "second"]
     for name in ("first", "second"):
         published = commands("publish", f"runs/{name}/{name}", "--namespace", "me", "--dry-run")
         assert f"me/{name}: runs/{name}/{name} loads, repeats its outputs and is what its card and its record say" in (
@@ -203,7 +210,8 @@ def test_what_is_called_test_was_not_chosen_by_and_every_accuracy_has_its_interv
     commands: Commands, place: Path
 ) -> None:
     write_photos(place / "split" / "train", dark=10, light=10)
-    write_photos(place / "split" / "val", dark=5, light=5)
+    write_photos(place / "split" / "val", dark=3, light=3)
+    write_photos(place / "split" / "test", dark=5, light=5)
     options = ("--init", "inception_cifar_bkn.cifar10", "--device", "cpu", "--epochs", "3", "--patience", "1")
     for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
         done = commands("train", "--data", data, "--name", data, *options, "--freeze")
@@ -220,9 +228,28 @@ def test_what_is_called_test_was_not_chosen_by_and_every_accuracy_has_its_interv
         record = json.loads((place / f"{data}.json").read_text())
         assert (record["split"], record["rows"][0]["images"]) == (measured, count)
         assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
-    everything = commands("evaluate", "runs/split/split", "--data", "photos", "--split", "all", "--output", "all.json")
-    assert everything.code == 0, everything.output
-    assert json.loads((place / "all.json").read_text())["rows"][0]["images"] == 28
+    assert "20 images of 2 classes, 6 more to choose by and 10 to test by" in done.output
+    for data, split, count in (("photos", "all", 28), ("split", "validation", 6)):
+        found = commands("evaluate", "runs/split", "--data", data, "--split", split, "--output", f"{split}.json")
+        assert found.code == 0, found.output
+        assert json.loads((place / f"{split}.json").read_text())["rows"][0]["images"] == count
+
+
+def test_what_cannot_be_done_is_said_before_the_work_begins(commands: Commands, place: Path) -> None:
+    (place / "file").write_text("in the way")
+    evaluate = ("evaluate", "inception_cifar_bkn.cifar10", "--data", "photos")
+    train = ("train", "--data", "photos", *TINY, "--name", "never")
+    for command, code, says in [
+        ((*evaluate, "--report", "file"), 2, "file cannot be made for the results (File exists)"),
+        ((*evaluate, "--output", "file/out.json"), 2, "file cannot be made for the results"),
+        ((*evaluate, "--device", "warp"), 2, "--device warp is nothing that PyTorch finds here"),
+        ((*train, "--device", "warp"), 2, "--device warp is nothing that PyTorch finds here"),
+        ((*train, "--publish", "me"), 1, "HF_HUB_OFFLINE forbids to ask the Hub"),
+    ]:
+        done = commands(*command)
+        assert (done.code, says in done.output) == (code, True), done.output
+        assert "Traceback" not in done.output
+    assert not (place / "runs" / "never").exists()
 
 
 def test_a_publication_says_within_seconds_that_the_hub_does_not_answer(place: Path) -> None:

@@ -151,6 +151,10 @@ def test_a_request_of_several_images_is_bounded_as_one_of_a_single_is(running: S
         body, kind = data if isinstance(data, tuple) else (json.dumps(data).encode(), "application/json")
         return ask(f"{running.url}/v1/classify/batch", body, Content_Type=kind)[:2]
 
+    body, kind = form(*[("image", photo.read_bytes())] * 2)
+    status, answer, _ = ask(f"{running.url}/v1/classify", body, Content_Type=kind)
+    assert status == 400
+    assert "send several images to /v1/classify/batch" in answer["error"]["message"]
     text = base64.b64encode(photo.read_bytes()).decode()
     assert asked({"images": [text] * 32})[0] == 200
     for bad in (
@@ -451,6 +455,7 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.models == ["one", "owner/two@main"]
     assert "secret" not in repr(settings)
     assert read_settings(["--queue-length", "5", "--model", "three"]).models == ["three"]
+    assert read_settings(["--models", "one", "two,three", "--queue-length", "5"]).models == ["one", "two", "three"]
     assert read_settings(["--queue-length", "5"]).queue_length == 5
     assert Settings().host == "127.0.0.1"
 

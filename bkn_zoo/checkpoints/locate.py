@@ -49,18 +49,24 @@ def locate(name: str | os.PathLike[str]) -> Location:
     except HubError as error:
         if unknown:
             raise UnknownNameError(f"{unknown}; on the Hub: {error}") from None
+        if os.path.isdir(text.partition("/")[0]):
+            raise type(error)(f"there is no folder {text}; on the Hub: {error}") from None
         raise
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint that is on this machine, by its path or its name; the Hub is not asked."""
+    """The folder of a checkpoint that is on this machine, by its path or its name; the Hub is not asked.
+
+    The folder of a run leads to the checkpoint in it, which has the same name.
+    """
     text = os.fspath(name)
     available = ", ".join(list_checkpoints()) or "(none)"
     if is_folder(name):
         folder = Path(text).expanduser()
         if not folder.is_dir():
             raise CheckpointError(f"there is no folder {text}: correct the path, or choose from {available}.")
-        return folder
+        of_run = folder / folder.resolve().name
+        return of_run if (of_run / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
     roots = _roots()
     found = [root / text for root in roots if text and (root / text).is_dir()]
     if not found:

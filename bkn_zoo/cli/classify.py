@@ -88,20 +88,16 @@ def classify(args: argparse.Namespace) -> int:
 
 def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
     """Names rather than paths, which take several times the memory: there may be hundreds of thousands."""
-    from bkn_zoo.images import SUFFIXES
+    from bkn_zoo.images import image_files
 
     for path in paths:
         if not path.is_dir():
             yield str(path)
             continue
-        found = []
-        for folder, inner, names in os.walk(path):
-            inner[:] = (name for name in inner if not name.startswith("."))
-            shown = (name for name in names if not name.startswith("."))
-            found += [os.path.join(folder, name) for name in shown if os.path.splitext(name)[1].lower() in SUFFIXES]
+        found = image_files(path)
         if not found:
             failures[str(path)] = f"{path} holds no images: name a folder that does."
-        for name in sorted(found, key=lambda name: name.split(os.sep)):
+        for name in found:
             yield name.removeprefix(f".{os.sep}")
 
 
@@ -119,6 +115,7 @@ def _results(
     # The bar steps aside for what is printed.
     aside = nullcontext if args.output else tqdm.external_write_mode
     begun = told = time.monotonic()
+    revision = _revision(classifier)
     results = _spread(classifier, files, args) if args.ray else classifier.each(files, args.statistics, args.top_k)
     with tqdm(total=total, initial=before, unit="image", disable=total < 2 or not terminal) as bar:
         for count, (name, result) in enumerate(zip(files, results, strict=True), start=1):
@@ -126,7 +123,7 @@ def _results(
                 if isinstance(result, ImageError):
                     failures[name] = str(result)
                 else:
-                    yield name, result
+                    yield name, dataclasses.replace(result, revision=revision)
             bar.update()
             if not terminal and time.monotonic() >= told + EVERY:
                 told = time.monotonic()
@@ -166,8 +163,7 @@ def _to_file(
         try:
             file.truncate(end)
             results = _results(classifier, todo, args, failures, len(files) - len(todo))
-            signed = ((name, dataclasses.replace(result, revision=made.revision)) for name, result in results)
-            for text in _texts(form, signed, bool(done)):
+            for text in _texts(form, results, bool(done)):
                 file.write(_bytes(text))
                 file.flush()  # of an image all or nothing, but for what kills in the middle of that
                 count += 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.cli.checks import check_device, make_folder
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.engines import create_engine
@@ -55,8 +56,12 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.engine == "eager" and args.precision != "f32":
         raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
-    if args.report:
-        check_matplotlib()  # rather than after the evaluation
+    check_device(args.device)
+    if args.report:  # now, rather than after the evaluation
+        check_matplotlib()
+        make_folder(args.report)
+    if args.output:
+        make_folder(args.output.parent)
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.training.get("recipe", {})
     dataset = args.dataset or recipe.get("dataset", "folder")
@@ -74,6 +79,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     if (
         split == "validation"
         and dataset == "folder"
+        and data.held_out
         and model.config.training.get("validation_split") != "of each class"
     ):
         raise InputError(
@@ -92,7 +98,9 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     said = {
         "test": "the test images",
         "validation": f"the {recipe.get('validation', 0.1):.0%} of images that a training on this folder holds out "
-        "to choose by (--split all if it was trained on another)",
+        "to choose by (--split all if it was trained on another)"
+        if data.held_out
+        else "the validation images",
         "all": "all images",
     }
     print(f"{said[split]} of {args.data}; top1 with its 95 % interval (Wilson)\n")

@@ -38,9 +38,10 @@ import torch.distributed as dist
 
 from bkn_zoo.checkpoints.config import norm_of
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
-from bkn_zoo.checkpoints.hub import check_repository
+from bkn_zoo.checkpoints.hub import check_reachable, check_repository
+from bkn_zoo.cli.checks import check_device
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library
-from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.models import Network
 from bkn_zoo.publishing.publish import card_of, publish
@@ -239,7 +240,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "init": args.init,
         "test_images": split,
         "kept_epoch": kept["epoch"],
-        "validation_split": "of each class" if recipe.dataset == "folder" else "of all",
+        "validation_split": _validation_split(data),
     }
     about: dict[str, Any] = {
         "label_names": data.label_names,
@@ -266,7 +267,8 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
             chosen = ", chosen on the validation images" if mode == best else ""
             print(f"{split}, {mode}: top-1 {shown(metrics)}{chosen}")
         if split == "validation":
-            print(f"there are no test images, by which to know how much the choices flatter it: {args.data} has no val")
+            missing = f"{args.data} has no val or test"
+            print(f"there are no test images, by which to know how much the choices flatter it: {missing}")
         accuracy = {mode: {k: round(metrics[k], 3) for k in ACCURACY} for mode, metrics in test.items()}
         return accuracy, card_of(dataclasses.replace(stored.config, accuracy=accuracy), name, args.results.parent)
 
@@ -274,7 +276,18 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     plot(training.history, kept["epoch"], args.output / "curves.png", name)
     print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
-        publish(folder, name, args.publish, args.results.parent)
+        try:
+            publish(folder, name, args.publish, args.results.parent)
+        except HubError as error:
+            command = shlex.join(["bkn-zoo", "publish", str(folder), "--namespace", args.publish])
+            raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
+
+
+def _validation_split(data: Data) -> str:
+    """Where the validation images come from: what `evaluate` has to know to find them again."""
+    if not data.held_out:
+        return "its own"
+    return "of each class" if data.name == "folder" else "of all"
 
 
 def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> None:
@@ -366,6 +379,7 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     args.output = args.output or Path("runs") / name
     args.found = _stamp(args.output / STATE)
     args.results = args.results or args.output / "results" / "runs"
+    check_device(args.device)
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         if args.device == "cuda":
@@ -373,13 +387,15 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     device = torch.device(args.device)
-    if args.publish:
-        check_repository(f"{args.publish}/{name}")  # now, rather than after hours of training
+    if args.publish:  # now, rather than after hours of training
+        check_repository(f"{args.publish}/{name}")
+        check_reachable(f"{args.publish}/{name}")
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     if args.recipe is None:
         recipe = fitted(recipe, len(data.train), given)
         images = (
             f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
+            + ("" if data.test is None else f" and {len(data.test)} to test by")
         )
         groups = recipe.statistics_batch or recipe.gradient_batch
         print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import ImageError, InputError
-from bkn_zoo.images import SUFFIXES, Preprocessing, open_image
+from bkn_zoo.images import Preprocessing, image_files, open_image
 from bkn_zoo.progress import bar
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
@@ -87,7 +87,11 @@ Images = ArrayImages | FileImages
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, split: choices are made on `validation`, and `test`, if any, is for the number that is published."""
+    """A data set, split: choices are made on `validation`, and `test`, if any, is for the number that is published.
+
+    Attributes:
+        held_out: whether the validation images are a share of the training images, rather than a set of their own.
+    """
 
     name: str
     train: Images
@@ -95,6 +99,7 @@ class Data:
     test: Images | None
     label_names: list[str]
     preprocessing: Preprocessing
+    held_out: bool = True
 
     def split(self, name: str) -> Images:
         """By name: "train", "validation", "test" or "all" of them."""
@@ -111,7 +116,10 @@ class Data:
         return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
 
 
-Loader = Callable[[str, Path, int | None], tuple[Images, Images | None, list[str], Preprocessing]]
+Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
+"""Images to train on, and for validation and test, None where there are none of their own; labels; preprocessing."""
+
+Loader = Callable[[str, Path, int | None], Loaded]
 
 
 def load_data(name: str, root: str | Path, size: int | None = None, validation: float = 0.1) -> Data:
@@ -120,9 +128,11 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     Args:
         name: which.
         root: the folder that holds the official files. For "folder", one with a folder per class in it, or in its
-            `train` and `val` (which is then the test set; without it there is none).
+            `train` and `val` (or `valid`, or `validation`), which is then the test set; or in `train`, `val` and
+            `test`. Without any of these there is no test set.
         size: side of the network's input; by default the images' own, or 224 for files.
-        validation: share of the training images that is set apart for choices; of a "folder", of each class.
+        validation: share of the training images that is set apart for choices, where no folder is; of a "folder", of
+            each class.
     """
     root = Path(root)
     loaders: dict[str, Loader] = {
@@ -137,14 +147,18 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         raise InputError(f"there is no folder {root}: name the one that holds the data set.")
     if not 0 < validation < 1:
         raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
-    everything, test, label_names, preprocessing = loaders[name](name, root, size)
+    everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
+    if chosen is not None:
+        return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
     if name == "folder":  # may be small; the splits of the others were published with their figures
         held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
     else:
         held = order[: max(round(validation * len(everything)), 1)]
     if not 0 < len(held) < len(everything):
-        raise InputError(f"{root} holds too few images to set any apart for validation: add some.")
+        raise InputError(
+            f"{root} holds too few images to set any apart for validation: add a second one of some class."
+        )
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
     return Data(name, train, chosen, test, label_names, preprocessing)
@@ -156,7 +170,7 @@ def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
     return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
 
 
-def _cifar(name: str, root: Path, size: int | None) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:
+def _cifar(name: str, root: Path, size: int | None) -> Loaded:
     folder, train_files, test_file, meta, labels, names = {
         "cifar10": (
             "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta",
@@ -186,7 +200,7 @@ def _cifar(name: str, root: Path, size: int | None) -> tuple[ArrayImages, ArrayI
     mean, std = MEAN_STD[name]
     preprocessing = Preprocessing(size=size or 32, native_size=32, mean=mean, std=std)
     label_names = [label.decode() for label in read(meta, names)[0]]
-    return images(train_files), images([test_file]), label_names, preprocessing
+    return images(train_files), None, images([test_file]), label_names, preprocessing
 
 
 class _CifarUnpickler(pickle.Unpickler):
@@ -198,9 +212,7 @@ class _CifarUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _tiny_imagenet(
-    name: str, root: Path, size: int | None
-) -> tuple[ArrayImages, ArrayImages, list[str], Preprocessing]:
+def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
         if not (root / file).is_file():
             raise InputError(
@@ -223,7 +235,7 @@ def _tiny_imagenet(
     # The first of the synonyms; all of them where two classes share the first.
     first = [words.get(w, w).split(",")[0] for w in identifiers]
     label_names = [words.get(w, w) if first.count(n) > 1 else n for w, n in zip(identifiers, first, strict=True)]
-    return _decode_all(train, 64), _decode_all(test, 64), label_names, preprocessing
+    return _decode_all(train, 64), None, _decode_all(test, 64), label_names, preprocessing
 
 
 def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
@@ -272,26 +284,36 @@ def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), good
 
 
-def _folder(name: str, root: Path, size: int | None) -> tuple[FileImages, FileImages | None, list[str], Preprocessing]:
+def _folder(name: str, root: Path, size: int | None) -> Loaded:
     # Folders within `train`, since a class may be called that, too.
     has_split = (root / "train").is_dir() and any(path.is_dir() for path in (root / "train").iterdir())
     train_root = root / "train" if has_split else root
     label_names = sorted(path.name for path in train_root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not label_names:
         raise InputError(f"{train_root} holds no folders: make one per class, with its images in it.")
-    test_root = next((root / split for split in ("val", "test") if (root / split).is_dir()), None)
+    if len(label_names) == 1:
+        raise InputError(
+            f"{train_root} holds one class only, {label_names[0]!r}: name the folder that has one for each class in it."
+        )
+    known = ("val", "valid", "validation", "test") if has_split else ()
+    beside = [root / split for split in known if (root / split).is_dir()]
+    if len(beside) > 2 or (len(beside) == 2 and beside[1].name != "test"):
+        places = " and ".join(path.name for path in beside)
+        raise InputError(f"{root} holds {places}: leave one for choices, and one called test.")
+    others = [_list_files(path, label_names) for path in beside]
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
-    test = _list_files(test_root, label_names) if has_split and test_root is not None else None
-    return _list_files(train_root, label_names), test, label_names, preprocessing
+    # One set is to test on: choices can be made on images held out, and what is published cannot be measured there.
+    validation, test = [None, None, *others][-2:]
+    return _list_files(train_root, label_names), validation, test, label_names, preprocessing
 
 
 def _list_files(root: Path, label_names: list[str]) -> FileImages:
     paths, labels = [], []
     for label, label_name in enumerate(label_names):
-        found = sorted(p for p in (root / label_name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        found = image_files(root / label_name)
         if not found:
             raise InputError(f"{root / label_name} holds no images: add some, or remove the class.")
-        paths += found
+        paths += [Path(name) for name in found]
         labels += [label] * len(found)
     return FileImages(paths, labels)
