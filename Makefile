@@ -21,7 +21,8 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 # Without the plugins of schemathesis and hypothesis, which no test uses and every process would take seconds to import.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest
+# With bytecode written, whatever the shell says: the tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest
 
 unit: $(READY)
 	$(PYTEST)

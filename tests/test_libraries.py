@@ -90,19 +90,36 @@ def test_the_service_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         assert client.get("/v1/models").json()["models"][0]["architecture"] == NETWORK
 
 
+def few_layers() -> LibraryNetwork:
+    layers = [
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.BatchNorm2d(8),
+    ]
+    layers += [nn.ReLU(), nn.Conv2d(8, 12, 1), nn.BatchNorm2d(12), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    converted = bkn_zoo.convert(nn.Sequential(*layers), statistics_batch_size=2)
+    with torch.no_grad():
+        converted.train()(torch.randn(4, 3, 64, 64))
+    return LibraryNetwork(converted, "few", 12, {}, 1).eval()
+
+
 @pytest.mark.parametrize("name", ["torch", "openvino"])
 def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None:
+    """In OpenVINO of few layers, which takes seconds for each; test_export.py has a whole network there."""
     if name == "openvino":
         pytest.importorskip("openvino")
-    model = bkn_zoo.from_pretrained(checkpoint)
+    model = bkn_zoo.from_pretrained(checkpoint) if name == "torch" else few_layers()
     with torch.no_grad():
         for norm in model.modules():
             if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
-                norm.transition.normal_(0, 0.1)
-    engine = bkn_zoo.Classifier(model, "mine", engine=name, precision="f32").engine
+                for block in norm.transition_blocks:
+                    block.normal_(0, 0.1)
+    engine = create_engine(model, name)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        for mode in MODES if name == "torch" else ("expected",):  # which takes seconds, and has all that others have
+        for mode in MODES if name == "torch" else ("expected",):  # which has all that others have
             wanted = model(images, mode)
             scale = wanted.abs().max().item()
             torch.testing.assert_close(engine(images, mode), wanted, atol=1e-4 * scale, rtol=0)

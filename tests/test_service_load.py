@@ -36,6 +36,7 @@ from service.settings import read_settings
 
 Result = TypeVar("Result")
 CLASSIFY, LONG = "/v1/classify?top_k=10", 60.0  # seconds that no test needs, however busy the machine
+DRAIN = 2.0
 dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
@@ -127,7 +128,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def roomy(checkpoints: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(checkpoints, "--models", "first", "--queue-length", "256") as process:
+    flags = ("--models", "first", "--queue-length", "256", "--drain-seconds", f"{DRAIN}")
+    patience = ("--deadline", "40", "--stall-seconds", "40")
+    with ServiceProcess(checkpoints, *flags, *patience) as process:
         yield process
 
 
@@ -186,62 +189,60 @@ def test_an_overloaded_service_refuses_some_serves_the_rest_and_stays_alive(chec
         assert ask_now(process.url, CLASSIFY, body).status == 200
 
 
-def test_told_to_stop_under_load_the_service_drains_as_a_balancer_expects(checkpoints: Path) -> None:
-    many, drain = 100, 2.0
-    flags = ("--models", "first", "--queue-length", "256", "--drain-seconds", f"{drain}")
-    patience = ("--deadline", "40", "--stall-seconds", "40")
-    with ServiceProcess(checkpoints, *flags, *patience) as process:
+def test_told_to_stop_under_load_the_service_drains_as_a_balancer_expects(roomy: ServiceProcess) -> None:
+    """The last with this service, since it ends."""
+    many = 100
 
-        async def queued() -> float:
-            text = (await ask(process.url, request("/metrics", method="GET"))).body.decode()
-            found = re.search(r'^bkn_queue_length\{model="first"\} (\S+)$', text, re.MULTILINE)
-            return float(found.group(1)) if found else 0.0
+    async def queued() -> float:
+        text = (await ask(roomy.url, request("/metrics", method="GET"))).body.decode()
+        found = re.search(r'^bkn_queue_length\{model="first"\} (\S+)$', text, re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
 
-        async def keep_asking(data: bytes, outcomes: list[tuple[float, Reply]]) -> None:
-            """Until nobody listens any more, as those do whom a balancer has not yet told."""
-            while not outcomes or outcomes[-1][1].status:
-                begun = time.monotonic()
-                outcomes.append((begun, await ask(process.url, data)))
-                await asyncio.sleep(0.02)
+    async def keep_asking(data: bytes, outcomes: list[tuple[float, Reply]]) -> None:
+        """Until nobody listens any more, as those do whom a balancer has not yet told."""
+        while not outcomes or outcomes[-1][1].status:
+            begun = time.monotonic()
+            outcomes.append((begun, await ask(roomy.url, data)))
+            await asyncio.sleep(0.02)
 
-        async def stop_under_load() -> None:
-            accepted = [asyncio.create_task(ask(process.url, request(CLASSIFY, picture()))) for _ in range(many)]
-            reader, stalled = await asyncio.open_connection("127.0.0.1", process.port)
-            stalled.write(request(CLASSIFY, picture())[: -len(picture())])
-            ready: list[tuple[float, Reply]] = []
-            live: list[tuple[float, Reply]] = []
-            others: list[tuple[float, Reply]] = []
-            while await queued() + sum(task.done() for task in accepted) < many - 1:  # one of them is running
-                pass
-            asked = request(CLASSIFY, picture()).replace(b"Connection: close\r\n", b"Connection: keep-alive\r\n")
-            lasting = [
-                asyncio.create_task(keep_asking(request("/health/ready", method="GET"), ready)),
-                asyncio.create_task(keep_asking(request("/health/live", method="GET"), live)),
-            ]
-            told = time.monotonic()
-            process.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
-            # Without "Connection: close" of its own, `ask` ends only if the service closes the connection.
-            lasting.append(asyncio.create_task(keep_asking(asked, others)))
-            replies = await asyncio.gather(*accepted)
-            await asyncio.gather(*lasting)
-            answered = time.monotonic()
-            code = await asyncio.to_thread(process.process.wait, LONG)
-            ended = time.monotonic()
-            assert code == 0
-            assert Counter(reply.status for reply in replies) == {200: many}
-            assert (await reader.read()).startswith(b"HTTP/1.1 503")
-            stalled.close()
-            assert ended - max(answered, told + drain) < 15, "the stalled upload kept it"
-            assert {reply.status for when, reply in ready if when > told + 0.3} <= {503, 0}
-            for asking in (live, others):
-                served = [reply for when, reply in asking if when < told + drain - 0.3]
-                assert {reply.status for reply in served} == {200}
-                assert served
-            assert all(reply.headers["connection"] == "close" for _, reply in others if reply.status)
+    async def stop_under_load() -> None:
+        accepted = [asyncio.create_task(ask(roomy.url, request(CLASSIFY, picture()))) for _ in range(many)]
+        reader, stalled = await asyncio.open_connection("127.0.0.1", roomy.port)
+        stalled.write(request(CLASSIFY, picture())[: -len(picture())])
+        ready: list[tuple[float, Reply]] = []
+        live: list[tuple[float, Reply]] = []
+        others: list[tuple[float, Reply]] = []
+        while await queued() + sum(task.done() for task in accepted) < many - 1:  # one of them is running
+            pass
+        asked = request(CLASSIFY, picture()).replace(b"Connection: close\r\n", b"Connection: keep-alive\r\n")
+        lasting = [
+            asyncio.create_task(keep_asking(request("/health/ready", method="GET"), ready)),
+            asyncio.create_task(keep_asking(request("/health/live", method="GET"), live)),
+        ]
+        told = time.monotonic()
+        roomy.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        # Without "Connection: close" of its own, `ask` ends only if the service closes the connection.
+        lasting.append(asyncio.create_task(keep_asking(asked, others)))
+        replies = await asyncio.gather(*accepted)
+        await asyncio.gather(*lasting)
+        answered = time.monotonic()
+        code = await asyncio.to_thread(roomy.process.wait, LONG)
+        ended = time.monotonic()
+        assert code == 0
+        assert Counter(reply.status for reply in replies) == {200: many}
+        assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        stalled.close()
+        assert ended - max(answered, told + DRAIN) < 15, "the stalled upload kept it"
+        assert {reply.status for when, reply in ready if when > told + 0.3} <= {503, 0}
+        for asking in (live, others):
+            served = [reply for when, reply in asking if when < told + DRAIN - 0.3]
+            assert {reply.status for reply in served} == {200}
+            assert served
+        assert all(reply.headers["connection"] == "close" for _, reply in others if reply.status)
 
-        asyncio.run(asyncio.wait_for(stop_under_load(), LONG))
-        assert "Traceback" not in process.log()
+    asyncio.run(asyncio.wait_for(stop_under_load(), LONG))
+    assert "Traceback" not in roomy.log()
 
 
 # The service within this process, so that its engine can be slowed and killed
