@@ -296,8 +296,7 @@ def test_a_gradient_that_is_too_long_is_clipped() -> None:
     assert length.item() == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.02), ("adamw", 1e-3)])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("optimizer", "lr", "precision"), [("sgd", 0.02, "bfloat16"), ("adamw", 1e-3, "float32")])
 def test_both_optimizers_reduce_the_loss(optimizer: str, lr: float, precision: str) -> None:
     recipe = dataclasses.replace(RECIPE, optimizer=optimizer, precision=precision)
     state, chosen = started(recipe), batch(4)
