@@ -33,7 +33,15 @@ from bkn_zoo.checkpoints.files import (
 )
 from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
-from bkn_zoo.checkpoints.weights import of_today, read_tensors, read_weights, stored_dtype, to_stored, write_weights
+from bkn_zoo.checkpoints.weights import (
+    copied,
+    of_today,
+    read_tensors,
+    read_weights,
+    stored_dtype,
+    to_stored,
+    write_weights,
+)
 from bkn_zoo.conversion.libraries import create_model
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.models import Network
@@ -171,10 +179,11 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
                 "write the checkpoint with save_pretrained."
             )
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            if as_stored:
-                tensor.data = weights[name].clone()  # of the file, which may change
-            else:
+        if as_stored:
+            for name, weight in copied(weights).items():  # from the file, which may change
+                tensors[name].data = weight
+        else:
+            for name, tensor in tensors.items():
                 tensor.copy_(weights[name])
     return model.eval()
 
