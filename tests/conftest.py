@@ -17,6 +17,7 @@ from torch import nn
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported: lets test_kernels.py run them here
+os.environ["BKN_ZOO_CACHE"] = "off"  # of all that the tests start, too
 
 from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, GroupNorm2d

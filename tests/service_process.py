@@ -80,6 +80,7 @@ class ServiceProcess:
         self._command = [*self.command, "--port", str(port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        here["BKN_ZOO_CACHE"] = "off"
         here["BKN_PRECISION"] = "f32"  # so that scores are compared on any processor
         self._environment = inherited | here | (environment or {})
         self._ready_within = ready_within

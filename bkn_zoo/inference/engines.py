@@ -13,6 +13,7 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.kept_graphs import kept
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import translate
 from bkn_zoo.models.network import Network
@@ -188,11 +189,16 @@ class OpenVINOEngine(Engine):
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
-        network = prepare(self.model, statistics, as_stored=not isinstance(self.model, LibraryNetwork)).cpu()
-        if isinstance(network, LibraryNetwork):
+        if isinstance(self.model, LibraryNetwork):
+            network = prepare(self.model, statistics).cpu()
             translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
             return Graph(compiled(translated, options))
-        return compile_graph(network, shape[1:], statistics.mode == "population", options)
+
+        def make() -> Graph:
+            network = prepare(self.model, statistics, as_stored=True).cpu()
+            return compile_graph(network, shape[1:], statistics.mode == "population", options)
+
+        return kept(self.model, (_kind(statistics), tuple(shape[1:])), options, make)
 
     def _precision_at(self, statistics: Statistics) -> str:
         """The engine's, unless that is f16 by its own choice and cannot hold an image's statistics."""

@@ -22,11 +22,16 @@ except ImportError:  # an optional extra
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with a request for each thread that uses it at the time."""
+    """A compiled OpenVINO graph for one image, with a request for each thread that uses it at the time.
 
-    def __init__(self, compiled: Any) -> None:
+    Args:
+        memory: what it was read from, and uses as long as it lives.
+    """
+
+    def __init__(self, compiled: Any, memory: Any = None) -> None:
         self.compiled = compiled
         self.idle: list[Any] = []
+        self.memory = memory  # which goes last
 
     def __call__(self, image: Tensor, own: float = 1.0) -> Tensor:
         """Logits.

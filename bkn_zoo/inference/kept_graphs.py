@@ -1,0 +1,170 @@
+"""Compiled graphs, kept in a folder from one start to the next: to read one is sooner done than to make it.
+
+A file's name is a hash of all that its graph was made of and by, so that a change of anything leads to another file. It
+ends with a hash of its content, and one that is damaged is made anew. The variable BKN_ZOO_CACHE names another folder,
+or says `off`. Nothing here is an error to the caller: at worst a graph is compiled, as it is without.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bkn_zoo.inference.openvino_graph import Graph, core, ov
+from bkn_zoo.models.network import Network
+from bkn_zoo.version import __version__
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "BKN_ZOO_CACHE"
+MOST_BYTES = 2 * 10**9  # of all files; those that were used longest ago make room
+WORTHWHILE = 1.0  # seconds; what takes less is made again
+PAUSE = 2.0  # seconds before a graph is written, unless the process ends: the first image does not wait for it
+DIGEST = hashlib.sha256().digest_size
+SUFFIX = ".graph"
+
+
+def kept(model: Network, what: Any, options: dict[Any, Any], make: Callable[[], Graph]) -> Graph:
+    """What `make` makes of a network, or made at an earlier start.
+
+    Args:
+        what: all that the graph depends on beside the network and OpenVINO's options, with a `repr` that tells.
+    """
+    folder = _folder()
+    name = None if folder is None else _name(model, (what, options))
+    if folder is None or name is None:
+        return make()
+    path = folder / name
+    graph = _read(path, options)
+    if graph is None:
+        begun = time.monotonic()
+        graph = make()
+        if time.monotonic() - begun > WORTHWHILE:
+            threading.Thread(target=_write, args=(path, graph), name="keeper of graphs").start()
+    return graph
+
+
+def _folder() -> Path | None:
+    """Where graphs are kept; None if nowhere, or where others could put theirs."""
+    given = os.environ.get(VARIABLE)
+    if given == "off":
+        return None
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(given) if given else caches / "bkn_zoo"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours(folder.stat()):
+            return folder
+        _warn(f"{folder} is not used for compiled graphs, since others can write there: chmod 700 it, or name another")
+    except (OSError, RuntimeError) as error:  # it cannot be made, or there is no home
+        if given:
+            _warn(f"{given} cannot be used for compiled graphs ({error}): name another folder")
+    return None
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once."""
+    log.warning("%s in the variable %s.", message, VARIABLE)
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written it."""
+    return not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
+
+
+def _name(model: Network, what: Any) -> str | None:
+    """The file's; None where code that is not the zoo's own decides what the graph is."""
+    digest = hashlib.sha256(repr((_surroundings(), what)).encode())
+    for name, module in model.named_modules():
+        kind, values = type(module), vars(module)
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        if kind.__module__.partition(".")[0] not in ("bkn_zoo", "torch") or any(hooks) or "forward" in values:
+            return None
+        plain = [item for item in sorted(values.items()) if isinstance(item[1], str | int | float | tuple | None)]
+        digest.update(repr((name, kind.__module__, kind.__qualname__, plain)).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() + SUFFIX
+
+
+@functools.cache
+def _surroundings() -> Any:
+    """What has a part in a graph, beside the network: code, versions and the processor."""
+    code = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    properties = [core().get_property("CPU", name) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
+    versions = (__version__, ov.get_version(), torch.__version__, np.__version__)
+    return code.hexdigest(), versions, platform.machine(), cores, properties
+
+
+def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
+    """The graph in a file; None if there is none, or none that can be trusted."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not _is_ours(status):
+                return None
+            # Mapped: what OpenVINO uses as it stands there is in memory once for all processes.
+            content = np.memmap(file, np.uint8, "c") if status.st_size else np.empty(0, np.uint8)
+        if content[-DIGEST:].tobytes() != _digest(path, content[:-DIGEST]):
+            path.unlink()
+            return None
+        with suppress(OSError):  # where it is root's, for all to read
+            os.utime(path)
+        return Graph(core().import_model(ov.Tensor(content[:-DIGEST], shared_memory=True), "CPU", options), content)
+    except (OSError, RuntimeError, TypeError):  # there is none, or OpenVINO does not take it
+        return None
+
+
+def _write(path: Path, graph: Graph) -> None:
+    """Keep a graph, all of it or nothing, and let others go for it."""
+    threading.main_thread().join(PAUSE)
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        if path.exists():  # by another process; or OpenVINO did not take it, nor would it the next time
+            return
+        content = graph.compiled.export_model().getbuffer()
+        with open(scratch, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
+            file.write(content)
+            file.write(_digest(path, content))
+        os.replace(scratch, path)
+        _make_room(path.parent)
+    except (OSError, RuntimeError):
+        with suppress(OSError):
+            scratch.unlink()
+
+
+def _digest(path: Path, content: Any) -> bytes:
+    digest = hashlib.sha256(path.name.encode())  # so that no file can stand in another's place
+    digest.update(content)
+    return digest.digest()
+
+
+def _make_room(folder: Path) -> None:
+    """Remove what was used longest ago, and what interrupted processes left; others may do so at the same time."""
+    files = []
+    for path in folder.glob(f"*{SUFFIX}*"):
+        with suppress(OSError):
+            files.append((path.stat().st_mtime, path.stat().st_size, path))
+    room = MOST_BYTES
+    for _, size, path in sorted(files, reverse=True):
+        room -= size
+        if room < 0:
+            with suppress(OSError):
+                path.unlink()
