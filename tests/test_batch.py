@@ -88,7 +88,11 @@ def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "BKN_ZOO_CACHE" or not name.startswith(("BKN_", "TRITON_"))
+    }
     return subprocess.Popen(
         [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -70,7 +70,9 @@ def server(root: Path) -> Iterator[HubServer]:
 def run(kind: str, folder: Path, endpoint: str, **variables: str) -> Result:
     home = folder.parent.parent
     output = home / f"{kind}.json"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "BKN_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("HF_", "HUGGING", "BKN_"))
+    }
     environment |= {
         "HF_ENDPOINT": endpoint, "HF_HOME": str(home / "home"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
         "HF_DEBUG": "1", "BKN_ZOO_NAMESPACE": "somebody", "NO_PROXY": "*", "OMP_NUM_THREADS": "1",

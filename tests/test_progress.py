@@ -141,7 +141,11 @@ def test_a_download_the_check_of_its_weights_and_its_engine_are_shown_on_a_termi
     Image.radial_gradient("L").save(tmp_path / "photo.png")
     impatient = "import sys, bkn_zoo.progress, bkn_zoo.cli; bkn_zoo.progress.PATIENCE = 0; sys.exit(bkn_zoo.cli.main())"
     command = [sys.executable, "-c", impatient, "classify", "photo.png", "--model", "owner/mine", "--engine", "torch"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "BKN_", "TRITON_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k == "BKN_ZOO_CACHE" or not k.startswith(("HF_", "HUGGING", "BKN_", "TRITON_"))
+    }
     kept |= {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     try:

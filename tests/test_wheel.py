@@ -50,7 +50,11 @@ class Environment:
 
     @property
     def variables(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BKN_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "BKN_ZOO_CACHE" or not name.startswith(("PYTHON", "BKN_"))
+        }
         return kept | {"HF_HUB_OFFLINE": "1"}
 
     def run(self, name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
