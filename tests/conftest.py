@@ -53,20 +53,26 @@ def hasten_triton_s_interpreter() -> None:
 
     It checks every sum of integers for overflow, and drops what it finds unless it debugs; and it looks through all of
     triton.language for what to replace whenever a kernel calls a function, as it did when the kernel was launched.
+    A version that is made otherwise is left as it is.
     """
     from triton.runtime import interpreter
 
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    try:
+        builder, called = interpreter.interpreter_builder, interpreter.InterpretedFunction
+        patch, rewrite = interpreter._patch_lang, interpreter.InterpretedFunction.rewrite
+        options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    except (AttributeError, TypeError):
+        return
+    builder.options = options
     prepared = set()
 
     def call(function: Any, *arguments: Any, **named: Any) -> Any:
         if function.fn not in prepared:
-            interpreter._patch_lang(function.fn)
+            patch(function.fn)
             prepared.add(function.fn)
-        return function.rewrite()(*arguments, **named)
+        return rewrite(function)(*arguments, **named)
 
-    interpreter.InterpretedFunction.__call__ = call
+    called.__call__ = call
 
 
 if kernels.HAS_TRITON and not torch.cuda.is_available():

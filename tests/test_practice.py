@@ -118,7 +118,7 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
             assert answer.output.rstrip().endswith(told), answer.output
         return answer
 
-    for trial in range(6):
+    for trial in range(10):
         moment = moments.uniform(0, 0.8 * whole.seconds)
         twice = [(signal.SIGINT, moment + 0.005)] if trial % 3 == 2 else []
         answer = go_on((signal.SIGINT, moment), *twice)
