@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 2.0  # seconds that anybody waits without being told
+TICK = 0.2  # and between what they are told
 
 
 @contextmanager
-def bar(total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
+def bar(total: int | None, what: str, unit: str) -> Iterator[Callable[[int], object]]:
     """For what has parts; gives what to call with the number of those that were done since the last call."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
+    count = 0
 
-    scaled = unit == "B"
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=scaled, delay=PATIENCE, leave=False) as shown:
-        yield shown.update
+    def done(more: int) -> None:
+        nonlocal count
+        count += more
+
+    with _shown(lambda: count, desc=what, total=total, unit=unit, unit_scale=unit == "B"):
+        yield done
 
 
 @contextmanager
@@ -49,11 +50,25 @@ def bars_like(theirs: Any) -> Iterator[Any]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """For what has no parts: the seconds that it has taken."""
+    with _shown(lambda: 0, desc=what, bar_format="{desc}: {elapsed}"):
+        yield
+
+
+def say(line: str) -> None:
+    """A line of its own on standard error, above whatever bars there are."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
+@contextmanager
+def _shown(count: Callable[[], int], **looks: Any) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_tell, args=(what, over), daemon=True)
+    # A thread, since one part may take as long as it likes.
+    thread = threading.Thread(target=_show, args=(count, over, looks), daemon=True)
     thread.start()
     try:
         yield
@@ -62,12 +77,16 @@ def waiting(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _tell(what: str, over: threading.Event) -> None:
-    if over.wait(PATIENCE):
+def _show(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:
+    begun = time.monotonic()
+    if over.wait(PATIENCE) and time.monotonic() < begun + PATIENCE:
         return
     from tqdm import tqdm
 
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False) as shown:
+    with tqdm(**looks, leave=False) as shown:
         shown.start_t -= PATIENCE
-        while not over.wait(0.5):
+        while True:
+            shown.n = count()
             shown.refresh()
+            if over.wait(TICK):
+                return

@@ -424,7 +424,7 @@ def validated(monkeypatch: pytest.MonkeyPatch, top1: list[float]) -> list[dict[s
     """Let the epochs have these accuracies on the validation images; the weights after each of them."""
     seen: list[dict[str, Tensor]] = []
 
-    def scripted(model: Any, batches: Any) -> dict[str, dict[str, float]]:
+    def scripted(model: Any, batches: Any, **shown: Any) -> dict[str, dict[str, float]]:
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": 1.0}
         return {"population": {"top1": top1[len(seen) - 1], **metrics}, "sample": {"top1": 0.0, **metrics}}

@@ -6,17 +6,20 @@ import os
 import subprocess
 import sys
 import termios
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hub_server import HubServer
 from PIL import Image
 from service_process import ROOT, save_small_checkpoint
 
-from bkn_zoo import cli, progress
+from bkn_zoo import Network, cli, progress
 from bkn_zoo.training.datasets import load_data
 
 
@@ -55,11 +58,11 @@ def test_nothing_is_shown_to_who_does_not_wait_and_nothing_stays(monkeypatch: py
     count(0.0)
     wait(0.0)
     assert screen.getvalue() == ""
-    count(0.3)
+    count(0.15)
     assert "counting" in screen.getvalue()
     assert "/4 " in screen.getvalue()
     assert screen.left.strip() == ""
-    wait(1.2)
+    wait(0.6)
     assert "thinking: 00:0" in screen.getvalue()
     assert screen.left.strip() == ""
 
@@ -112,6 +115,71 @@ def test_weights_engines_evaluations_and_data_sets_say_how_far_they_are(
     load_data("tiny_imagenet", root, validation=0.5)
     assert "decoding images: " in screen.getvalue()
     assert screen.left.strip() == ""
+
+
+class Terminal:
+    """A pseudo-terminal in place of standard error, of a user with hardly any patience."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+        self._more = threading.Condition()
+
+    @contextlib.contextmanager
+    def watched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        reader = threading.Thread(target=self._read, args=(ours,))
+        reader.start()
+        with open(theirs, "w") as stream, monkeypatch.context() as changed:
+            changed.setattr(sys, "stderr", stream)
+            changed.setattr(progress, "PATIENCE", 0.01)
+            changed.setattr(progress, "TICK", 0.01)
+            yield
+        reader.join()
+        os.close(ours)
+
+    def _read(self, ours: int) -> None:
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while part := os.read(ours, 65_536):
+                with self._more:
+                    self.shown += part.decode(errors="replace")
+                    self._more.notify_all()
+
+    def shows(self, what: str) -> bool:
+        """Whether it does so from now on, within a time that is long enough for any machine."""
+        with self._more:
+            before = len(self.shown)
+            return self._more.wait_for(lambda: what in self.shown[before:], 20)
+
+
+def test_no_pass_of_a_validation_or_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on only when it sees itself on the terminal, as if it took as long as that needs."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        folder = tmp_path / "photos" / ("val" if number % 2 else "train") / f"class {number // 2}"
+        folder.mkdir(parents=True)
+        for k in range(10):
+            Image.new("RGB", (8, 8), (k, 100 * number, 0)).save(folder / f"{k}.png")
+    # In three modes: two images that were held out; one that is saved with the weights; the twenty test images, sixteen
+    # at a time; and all of them at once.
+    parts = [(3, "validation"), (3, "writing mine"), (6, "measuring the test images"), (3, "evaluating")]
+    expected = [what for passes, what in parts for _ in range(passes)]
+    plain, terminal = Network.forward, Terminal()
+
+    def forward(self: Network, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+        if not self.training:
+            what = expected.pop(0)
+            assert terminal.shows(what), what
+        return plain(self, images, statistics)
+
+    monkeypatch.setattr(Network, "forward", forward)
+    options = ["--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8"]
+    with terminal.watched(monkeypatch):
+        assert cli.main(["train", "--data", "photos", "--epochs", "1", "--name", "mine", *options]) == 0
+        assert cli.main(["evaluate", "runs/mine/mine", "--data", "photos", "--batch", "20", "--device", "cpu"]) == 0
+    assert expected == []
+    for what in ("preparing inception_cifar_bkn", "drawing curves.png"):
+        assert what in terminal.shown
 
 
 def on_a_terminal(command: list[str], **options: Any) -> tuple[int, str, str]:

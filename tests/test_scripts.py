@@ -158,6 +158,7 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
 
     monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
     options = ("--statistics", "sample", "--device", "cpu", "--output", "measured/odd.json", "--split", "all")
+    options += ("--batch", "100")
     (tree / "dark" / "broken.jpg").write_bytes(b"")
     with pytest.warns(RuntimeWarning, match="cannot be read as an image"):
         script("evaluate.py", tmp_path / "odd", "--data", tree, *options)

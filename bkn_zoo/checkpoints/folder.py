@@ -49,6 +49,7 @@ from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.centered import take_centers
 from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
 MAX_FILE_SIZE = 45 * 10**6
@@ -100,11 +101,12 @@ def save_pretrained(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
-        hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
-        config = replace(config, sha256=hashes)
-        write(scratch / CONFIG, config.to_json().encode())
-        stored, golden = _try(scratch, folder)
-        write(scratch / GOLDEN, safetensors.torch.save(golden))
+        with waiting(f"writing {folder.name}"):
+            hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
+            config = replace(config, sha256=hashes)
+            write(scratch / CONFIG, config.to_json().encode())
+            stored, golden = _try(scratch, folder)
+            write(scratch / GOLDEN, safetensors.torch.save(golden))
         if measure is not None:
             accuracy, card = measure(stored)
             write(scratch / CONFIG, replace(config, accuracy=accuracy).to_json().encode())

@@ -11,7 +11,6 @@ wrong), in the checkpoint's own statistics mode unless --statistics leaves that 
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +22,12 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES
-from bkn_zoo.progress import bar
+from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
-from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
-from bkn_zoo.training.evaluation import measure, predict
+from bkn_zoo.training.evaluation import batch_size, measure, predict
 
 
 def main(arguments: list[str], prog: str | None = None) -> None:
@@ -48,7 +46,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
     )
     parser.add_argument("--precision", choices=exact, default="f32", help="of a prepared network")
-    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--batch", type=int, help="images at a time; default: 250, or 16 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
@@ -87,10 +85,9 @@ def main(arguments: list[str], prog: str | None = None) -> None:
             "not seen, with --split all."
         )
     images = data.split(split)
-    batches = evaluation_batches(data, images, args.batch, device, args.workers)
+    batches = evaluation_batches(data, images, args.batch or batch_size(device), device, args.workers)
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
-    with bar(len(images), "evaluating", "image") as done:
-        logits, labels = predict(run, _counted(batches, done), args.statistics)
+    logits, labels = predict(run, batches, args.statistics, "evaluating", len(images))
     rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
@@ -108,11 +105,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     if args.report:
         mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
-        for path in draw(args.report, images, logits[mode], labels, data.label_names, title):
+        with waiting("drawing"):
+            paths = draw(args.report, images, logits[mode], labels, data.label_names, title)
+        for path in paths:
             print(path)
-
-
-def _counted(batches: Iterable[Batch], done: Callable[[int], object]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        done(len(batch.images))

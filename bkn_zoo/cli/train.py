@@ -44,11 +44,12 @@ from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.models import Network
+from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import evaluate, shown
+from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe, read_recipe
@@ -254,7 +255,8 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
         """The accuracy of what is stored, and the card that says so, from the record of the run."""
         stored = stored.to(device).to(memory_format=torch.channels_last)
-        test = evaluate(stored, evaluation_batches(data, images, 500, device, args.workers))
+        batches = evaluation_batches(data, images, batch_size(device), device, args.workers)
+        test = evaluate(stored, batches, what=f"measuring the {split} images", total=len(images))
         record = {
             "name": name, "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
@@ -273,7 +275,8 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         return accuracy, card_of(dataclasses.replace(stored.config, accuracy=accuracy), name, args.results.parent)
 
     save_pretrained(model, folder, **about, measure=measure)
-    plot(training.history, kept["epoch"], args.output / "curves.png", name)
+    with waiting("drawing curves.png"):
+        plot(training.history, kept["epoch"], args.output / "curves.png", name)
     print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         try:
@@ -399,7 +402,8 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         )
         groups = recipe.statistics_batch or recipe.gradient_batch
         print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
-    training = begin(recipe, build(recipe, args.init, data.label_names), device)
+    with waiting(f"preparing {recipe.model}"):
+        training = begin(recipe, build(recipe, args.init, data.label_names), device)
     training.data = str(args.data.resolve())
     if args.resume:
         load_state(training, recipe, args.output, device)

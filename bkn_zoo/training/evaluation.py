@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import NormalDist
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
+from bkn_zoo.progress import bar
 from bkn_zoo.training.batch import Batch
 
 BINS = 15
@@ -25,21 +27,32 @@ class Engine(Protocol):
     def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor: ...
 
 
+def batch_size(device: torch.device) -> int:
+    """Of images to evaluate at a time: few on a CPU, which is as fast with them, so that one sees it go on."""
+    return 16 if device.type == "cpu" else 250
+
+
 def evaluate(
-    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES
-) -> dict[str, dict[str, float]]:
-    """What `measure` says for each mode."""
-    logits, labels = predict(model, batches, modes)
+    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES,
+    what: str | None = None, total: int | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """What `measure` says for each mode; the arguments are those of `predict`."""
+    logits, labels = predict(model, batches, modes, what, total)
     return {mode: measure(outputs, labels) for mode, outputs in logits.items()}
 
 
 @torch.inference_mode()
 def predict(
-    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES
-) -> tuple[dict[str, Tensor], Tensor]:
+    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES,
+    what: str | None = None, total: int | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The logits of all images for each mode, and their labels.
 
     A network is put into evaluation mode, and left in the mode that it was in.
+
+    Args:
+        what: said on a terminal beside a bar of the images that were done; nothing is shown where it is None.
+        total: of the images, for the bar.
     """
     network = model if isinstance(model, Network) else model.model
     was_training = network.training
@@ -47,11 +60,13 @@ def predict(
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     try:
-        for images, targets in batches:
-            images = images.contiguous(memory_format=torch.channels_last)
-            labels.append(targets.argmax(1))
-            for mode in modes:
-                logits[mode].append(model(images, statistics=mode).float())
+        with nullcontext(lambda more: None) if what is None else bar(total, what, "image") as done:
+            for images, targets in batches:
+                images = images.contiguous(memory_format=torch.channels_last)
+                labels.append(targets.argmax(1))
+                for mode in modes:
+                    logits[mode].append(model(images, statistics=mode).float())
+                done(len(images))
     finally:
         network.train(was_training)
     if not labels:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import evaluate, shown
+from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
@@ -97,8 +97,9 @@ def fit(
             if isinstance(data.train, FileImages):
                 line["unreadable_images"] = len(data.train.unreadable)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-                batches = evaluation_batches(data, data.validation, 500, device, workers)
-                line["validation"] = evaluate(training.result, batches)
+                batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
+                what = None if quiet or rank > 0 else "validation"
+                line["validation"] = evaluate(training.result, batches, what=what, total=len(data.validation))
             training.seconds = time.monotonic() - begun
             line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
