@@ -44,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 CPU = torch.device("cpu")
 RECIPE = dataclasses.replace(two_processes.RECIPE, ema=0.9, augmentation=Augmentation(crop=0.2, mixup=0.2))
+TIMES = ("seconds", "images_per_s")
 network, data = two_processes.network, two_processes.data
 
 
@@ -75,6 +76,10 @@ def weights(state: Training) -> dict[str, Tensor]:
 def assert_identical(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def untimed(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in history]
 
 
 @pytest.fixture(scope="module")
@@ -634,8 +639,34 @@ def test_a_signal_saves_says_so_and_resuming_gives_the_same_weights(
     assert signal.getsignal(sent) == before
     resumed = run(tmp_path, resume=True)
     assert_identical(weights(resumed), weights(uninterrupted))
-    assert [line["epoch"] for line in resumed.history] == [1, 2]
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+    assert untimed(resumed.history) == untimed(uninterrupted.history)
+    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == resumed.history
+
+
+def test_a_state_of_before_losses_were_kept_is_gone_on_from(
+    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the speed of an epoch that was interrupted is that of all its images in all its seconds."""
+
+    def die(found: Batch) -> Batch:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        at_batch(patch, 1, die)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, save_minutes=0)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert len(saved["losses"]) == 1
+    torch.save(saved | {"seconds": saved["seconds"] + 1000}, tmp_path / "state.pt")
+    resumed = run(tmp_path, resume=True)
+    assert [line["images_per_s"] < 0.024 for line in resumed.history] == [True, False]  # 24 in more than 1000 s
+    del saved["losses"]
+    torch.save(saved, tmp_path / "state.pt")
+    resumed = run(tmp_path, resume=True)
+    assert_identical(weights(resumed), weights(uninterrupted))
+    first, second = untimed(resumed.history)
+    assert first != untimed(uninterrupted.history)[0]  # of the steps after the interruption alone
+    assert second == untimed(uninterrupted.history)[1]
 
 
 def test_a_second_ctrl_c_stops_at_once_and_leaves_the_state_of_the_last_epoch(

@@ -55,9 +55,9 @@ def fit(
         # 1 is to save, more the signal to stop for. Clocks and signals differ between processes, which must act as one.
         wish = _largest(interruption.received or int(due or time.monotonic() - saved > patience))
         if wish:
-            _finite(losses, first)
+            finite = _finite(losses, training.step)
             if not epoch_ended:  # whose line has counted them
-                training.seconds = time.monotonic() - begun
+                training.seconds, training.losses = time.monotonic() - begun, finite
             if rank == 0:
                 save_state(training, recipe, folder)
             saved = time.monotonic()
@@ -75,8 +75,9 @@ def fit(
         postfix: dict[str, str] = {}
         while training.step < steps and not training.finished:
             epoch, skip = divmod(training.step, per_epoch)
-            started, first = time.monotonic(), training.step
-            losses: list[Tensor] = []
+            losses = list(training.losses)  # of the steps before an interruption, which took this long
+            spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
+            started = time.monotonic() - spent
             batches = training_batches(
                 varied, local, epoch, recipe.seed, recipe.augmentation, device, skip, rank, ranks, workers
             )
@@ -87,11 +88,12 @@ def fit(
                 training.step += 1
                 bar.update()
                 if len(losses) % often == 0:
-                    postfix |= {"loss": f"{_finite(losses, first):.3f}"}
+                    postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
                     bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
                 if training.step % per_epoch:  # after an epoch's last step only with its line in the history
                     save_if_needed()
-            loss = _finite(losses, first)
+            loss = _finite(losses, training.step).mean().item()
+            training.losses = torch.empty(0)
             line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step, "loss": loss}
             line["images_per_s"] = _speed(recipe, losses, started)
             if isinstance(data.train, FileImages):
@@ -136,17 +138,21 @@ def _local_batch(recipe: Recipe, ranks: int) -> int:
     return local
 
 
-def _finite(losses: list[Tensor], first: int) -> float:
-    """Mean of all processes' losses; raises where one is not finite, so that no state that it spoiled is saved."""
+def _finite(losses: list[Tensor], steps: int) -> Tensor:
+    """The means of all processes' losses; raises where one is not finite, so that no state that it spoiled is saved.
+
+    Args:
+        steps: that the training has taken, of which these are the last.
+    """
     values = torch.stack(losses)
     if dist.is_initialized():
         dist.all_reduce(values)
         values /= dist.get_world_size()
     good = values.isfinite()
     if not good.all():
-        step = first + int((~good).nonzero()[0, 0])
+        step = steps - len(losses) + int((~good).nonzero()[0, 0])
         raise TrainingError(f"the loss was not finite at step {step}: {REMEDY}.")
-    return values.mean().item()
+    return values
 
 
 def _speed(recipe: Recipe, losses: list[Tensor], started: float) -> float:

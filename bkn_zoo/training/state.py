@@ -32,6 +32,7 @@ class Training:
         averaged: the exponential average of the weights, where the recipe asks for one.
         best: the tensors of the best epoch's result, where the recipe keeps those.
         seconds: that the steps took, and the validation after each epoch.
+        losses: of the steps of the epoch that is under way, when the state was saved.
         history: a line for each epoch.
         data: the folder of the images, by which to know a training from another; empty if nobody said.
     """
@@ -43,6 +44,7 @@ class Training:
     finished: bool = False
     seconds: float = 0.0
     best: dict[str, Tensor] | None = None
+    losses: Tensor = field(default_factory=lambda: torch.empty(0))
     history: list[dict[str, Any]] = field(default_factory=list)
     data: str = ""
 
@@ -96,6 +98,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "step": training.step,
         "finished": training.finished,
         "seconds": training.seconds,
+        "losses": training.losses,
         "history": json.dumps(training.history),
         "data": training.data,
         "recipe": json.dumps(dataclasses.asdict(recipe)),
@@ -152,6 +155,7 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         ) from None
     training.step, training.seconds = state["step"], state["seconds"]
     training.finished, training.best = state.get("finished", False), state.get("best")
+    training.losses = state.get("losses", training.losses)  # which earlier versions did not keep
     training.history = json.loads(state["history"])
 
 
