@@ -3,8 +3,8 @@
 import dataclasses
 import os
 import pickle
+import re
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +188,16 @@ def test_tiny_imagenet_is_the_same_when_many_processes_decode_it(
 
 
 @pytest.mark.parametrize("bad", ["not an image", "of another size"])
-def test_tiny_imagenet_leaves_out_a_corrupt_image_and_names_it(tmp_path: Path, bad: str) -> None:
+def test_tiny_imagenet_leaves_out_a_corrupt_image_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str
+) -> None:
     write_tiny_imagenet(tmp_path)
     path = tmp_path / "train" / "n01" / "images" / "n01_2.JPEG"
     write_image(path, (1, 2, 3), (64, 65))
     if bad == "not an image":
         path.write_bytes(b"no image")
-    with pytest.warns(RuntimeWarning, match=r"n01_2.JPEG cannot be read .*1 so far"):
-        data = load_data("tiny_imagenet", tmp_path, validation=0.2)
+    data = load_data("tiny_imagenet", tmp_path, validation=0.2)
+    assert re.search(r"n01_2.JPEG cannot be read .*1 so far", capsys.readouterr().err)
     assert len(data.train) + len(data.validation) == 9
     labels = torch.cat([data.train.labels, data.validation.labels])
     assert torch.bincount(labels).tolist() == [5, 4]
@@ -690,15 +692,16 @@ def test_a_class_without_images_is_named(tmp_path: Path) -> None:
         load_data("folder", tmp_path / "both")
 
 
-def test_a_corrupt_image_is_named_counted_and_replaced_in_training(tmp_path: Path) -> None:
+def test_a_corrupt_image_is_named_counted_and_replaced_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tree(tmp_path, per_class=10)
     data = load_data("folder", tmp_path, size=16)
     bad = [data.train.paths[3], data.train.paths[7]]
     bad[0].write_bytes(b"not an image")
     bad[1].write_bytes(bad[1].read_bytes()[:60])  # cut off within its pixels
-    with pytest.warns(RuntimeWarning, match="cannot be read") as caught:
-        found = list(training_batches(data, 9, 0, 0, STILL, CPU))
-    messages = [str(warning.message) for warning in caught]
+    found = list(training_batches(data, 9, 0, 0, STILL, CPU))
+    messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 2
     assert all(any(str(path) in message for message in messages) for path in bad)
     assert ["(1 so far)" in messages[0], "(2 so far)" in messages[1]] == [True, True]
@@ -707,20 +710,41 @@ def test_a_corrupt_image_is_named_counted_and_replaced_in_training(tmp_path: Pat
     for batch in found:  # the image that stands in brings its own label
         red = batch.images[:, 0, 8, 8] * 0.229 + 0.485
         assert ((red > 100 / 255).long() == batch.targets.argmax(1)).all()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(training_batches(data, 9, 1, 0, STILL, CPU))  # the next epoch does not repeat them
+    list(training_batches(data, 9, 1, 0, STILL, CPU))  # the next epoch does not repeat them
+    assert capsys.readouterr().err == ""
 
 
-def test_a_corrupt_image_is_left_out_of_an_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_corrupt_image_is_left_out_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int
+) -> None:
     write_tree(tmp_path, per_class=10)
     data = load_data("folder", tmp_path, size=16, validation=0.5)
     data.validation.paths[4].write_bytes(b"not an image")
-    with pytest.warns(RuntimeWarning, match="cannot be read"):
-        found = list(evaluation_batches(data, data.validation, 4, CPU))
+    found = list(evaluation_batches(data, data.validation, batch, CPU))
+    assert "cannot be read" in capsys.readouterr().err
+    assert all(len(batch.images) for batch in found)
     assert sum(len(batch.images) for batch in found) == 9
     labels = [label for k, label in enumerate(data.validation.labels) if k != 4]
     assert torch.cat([batch.targets.argmax(1) for batch in found]).tolist() == labels
+
+
+def test_a_class_that_is_all_corrupt_is_refused_when_it_is_first_met(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tree(tmp_path, per_class=10)
+    data = load_data("folder", tmp_path, size=16, validation=0.5)
+    bad = [path for path in data.train.paths + data.validation.paths if path.parent.name == "bean"]
+    for path in bad:
+        path.write_bytes(b"not an image")
+    says = "none of the 5 images of 'bean' can be read, such as .*: replace them, or remove the class"
+    with pytest.raises(InputError, match=says):
+        list(training_batches(data, 1, 0, 0, STILL, CPU))
+    with pytest.raises(InputError, match=says):
+        list(evaluation_batches(data, data.validation, 1, CPU, strict=True))
+    assert capsys.readouterr().err.count("cannot be read") == 2  # the first of each
+    # Of the validation while a training runs, which can go on without.
+    assert len(list(evaluation_batches(data, data.validation, 1, CPU))) == 5
 
 
 def test_files_that_are_all_corrupt_are_an_error(tmp_path: Path) -> None:

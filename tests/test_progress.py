@@ -152,7 +152,9 @@ class Terminal:
             return self._more.wait_for(lambda: what in self.shown[before:], 20)
 
 
-def test_no_pass_of_a_validation_or_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_of_a_validation_or_an_evaluation_is_silent_and_broken_images_are_told_in_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each goes on only when it sees itself on the terminal, as if it took as long as that needs."""
     monkeypatch.chdir(tmp_path)
     for number in range(4):
@@ -160,6 +162,8 @@ def test_no_pass_of_a_validation_or_an_evaluation_is_silent(tmp_path: Path, monk
         folder.mkdir(parents=True)
         for k in range(10):
             Image.new("RGB", (8, 8), (k, 100 * number, 0)).save(folder / f"{k}.png")
+    for name in ("train/class 0/1", "train/class 0/2", "train/class 0/3", "train/class 0/4", "val/class 1/5"):
+        (tmp_path / "photos" / f"{name}.png").write_bytes(b"not an image")
     # In three modes: two images that were held out; one that is saved with the weights; the twenty test images, sixteen
     # at a time; and all of them at once.
     parts = [(3, "validation"), (3, "writing mine"), (6, "measuring the test images"), (3, "evaluating")]
@@ -180,6 +184,14 @@ def test_no_pass_of_a_validation_or_an_evaluation_is_silent(tmp_path: Path, monk
     assert expected == []
     for what in ("preparing inception_cifar_bkn", "drawing curves.png"):
         assert what in terminal.shown
+    lines = [line.rpartition("\r")[2] for line in terminal.shown.split("\r\n")]
+    told = "photos/val/class 1/5.png cannot be read as an image: it is left out (1 so far)"
+    left_out = "1 of 20 test images could not be read, and were left out"
+    assert [line for line in lines if line in (told, left_out)] == [told, left_out] * 2
+    training = [line for line in lines if "photos/train/class 0" in line]
+    assert training  # but for those that were held out, or in no batch of the only epoch
+    assert f"{len(training)} of 18 training images could not be read, and were left out" in lines
+    assert "Warning" not in terminal.shown
 
 
 def on_a_terminal(command: list[str], **options: Any) -> tuple[int, str, str]:

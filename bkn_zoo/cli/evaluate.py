@@ -26,7 +26,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.datasets import FileImages, load_data
 from bkn_zoo.training.evaluation import batch_size, measure, predict
 
 
@@ -85,7 +85,8 @@ def main(arguments: list[str], prog: str | None = None) -> None:
             "not seen, with --split all."
         )
     images = data.split(split)
-    batches = evaluation_batches(data, images, args.batch or batch_size(device), device, args.workers)
+    size = args.batch or batch_size(device)
+    batches = evaluation_batches(data, images, size, device, args.workers, strict=True)
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
     logits, labels = predict(run, batches, args.statistics, "evaluating", len(images))
     rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
@@ -102,6 +103,8 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     }
     print(f"{said[split]} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
+    if isinstance(images, FileImages):
+        images.say_left_out("" if split == "all" else split)
     if args.report:
         mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"

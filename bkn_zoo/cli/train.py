@@ -48,7 +48,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.datasets import Data, FileImages, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit
@@ -277,6 +277,9 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     save_pretrained(model, folder, **about, measure=measure)
     with waiting("drawing curves.png"):
         plot(training.history, kept["epoch"], args.output / "curves.png", name)
+    for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
+        if isinstance(part, FileImages):
+            part.say_left_out(kind)
     print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         try:

@@ -47,16 +47,19 @@ def training_batches(
         worker_init_fn=leave_group,
     )  # fmt: skip
     for number, (pixels, labels, broken) in enumerate(loader, start=skip):
-        data.train.report_broken(broken[broken >= 0].tolist())
+        data.train.report_broken(broken[broken >= 0].tolist(), data.label_names)
         targets = classes[labels.to(device, non_blocking=True)]
         images = normalize(pixels.to(device, non_blocking=True), data.preprocessing)
         yield mix(images, targets, augmentation, seed, epoch, number, rank)
 
 
 def evaluation_batches(
-    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0
+    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0, strict: bool = False
 ) -> Iterator[Batch]:
-    """All images in order, as inference would preprocess them."""
+    """All images in order, as inference would preprocess them.
+
+    Files that cannot be read are left out, but if `strict`, not all of a class.
+    """
     classes = torch.eye(len(data.label_names), device=device)
     if isinstance(images, ArrayImages):
         for start in range(0, len(images), batch):
@@ -72,10 +75,11 @@ def evaluation_batches(
         worker_init_fn=leave_group,
     )
     for pixels, labels, broken in loader:
-        images.report_broken(broken[broken >= 0].tolist())
+        images.report_broken(broken[broken >= 0].tolist(), data.label_names if strict else None)
         good = broken < 0
         pixels, labels = pixels[good].to(device), labels[good].to(device)
-        yield Batch(normalize(pixels, data.preprocessing), classes[labels])
+        if len(labels):
+            yield Batch(normalize(pixels, data.preprocessing), classes[labels])
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):

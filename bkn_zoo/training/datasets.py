@@ -7,8 +7,7 @@ listed.
 import os
 import pickle
 import signal
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, image_files, open_image
-from bkn_zoo.progress import bar
+from bkn_zoo.progress import bar, say
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time
@@ -54,11 +53,17 @@ class ArrayImages:
 
 @dataclass(frozen=True)
 class FileImages:
-    """A data set of image files: paths and labels, and which of the files turned out to be unreadable."""
+    """A data set of image files: paths and labels, and what turned out about them.
+
+    Attributes:
+        unreadable: files that cannot be read.
+        not_lost: classes that have such files, and others.
+    """
 
     paths: list[Path]
     labels: list[int]
     unreadable: set[Path] = field(default_factory=set)
+    not_lost: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,13 +78,44 @@ class FileImages:
     def to(self, device: torch.device) -> "FileImages":
         return self
 
-    def report_broken(self, rows: list[int]) -> None:
-        """Name and count every unreadable file once, however many epochs meet it."""
-        for path in (self.paths[row] for row in rows):
+    def report_broken(self, rows: list[int], names: Sequence[str] | None = None) -> None:
+        """Name and count every unreadable file once, however many epochs meet it.
+
+        Args:
+            names: of the classes, to refuse one of which no file can be read.
+        """
+        for row in rows:
+            path = self.paths[row]
             if path not in self.unreadable:
                 self.unreadable.add(path)
-                message = f"{path} cannot be read as an image: it is left out ({len(self.unreadable)} so far)"
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                say(f"{path} cannot be read as an image: it is left out ({len(self.unreadable)} so far)")
+                if names is not None:
+                    self._refuse_lost_class(self.labels[row], names)
+
+    def _refuse_lost_class(self, label: int, names: Sequence[str]) -> None:
+        if label in self.not_lost:
+            return
+        paths = [path for path, other in zip(self.paths, self.labels, strict=True) if other == label]
+        if not any(map(_can_be_read, paths)):
+            raise InputError(
+                f"none of the {len(paths)} images of {names[label]!r} can be read, such as {paths[0]}: replace them, "
+                "or remove the class."
+            )
+        self.not_lost.add(label)
+
+    def say_left_out(self, kind: str) -> None:
+        """In the end: how many of these images, all of this kind if any, could not be read."""
+        if self.unreadable:
+            images = f"{kind} images" if kind else "images"
+            say(f"{len(self.unreadable)} of {len(self)} {images} could not be read, and were left out")
+
+
+def _can_be_read(path: Path) -> bool:
+    try:
+        open_image(path)
+    except ImageError:
+        return False
+    return True
 
 
 Images = ArrayImages | FileImages
