@@ -41,7 +41,20 @@ def test_of_too_many_classes_those_are_shown_that_are_confused_most() -> None:
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [*rows, "any other"]
     shown = np.asarray(figure.axes[0].images[0].get_array())
     np.testing.assert_allclose(shown.sum(1), 100)
-    assert "the 30 of 100 classes that are confused most" in figure.axes[0].get_title()
+    assert "the 30 of 100 classes that are confused most" in figure.get_suptitle()
+
+
+def test_a_long_title_is_seen_whole() -> None:
+    name = "inception_v2_bkn.photos-epochs_20-gradient_batch_8-lr_0.02, validation images, sample statistics"
+    figure = confusion(np.eye(2), ["a", "b"], f"{name}\n22 of 36 right")
+    figure.draw_without_rendering()
+    (title,) = (text for text in figure.texts if "22 of 36 right" in text.get_text())
+    box = title.get_window_extent()
+    assert figure.bbox.containsx(box.x0)
+    assert figure.bbox.containsx(box.x1)
+    assert figure.bbox.containsy(box.y1)
+    assert box.y0 > figure.axes[0].bbox.y1
+    assert "".join(title.get_text().split()) == "".join(f"{name}22 of 36 right".split())
 
 
 @pytest.mark.parametrize("kind", ["files", "arrays"])
@@ -62,6 +75,7 @@ def test_the_mistakes_are_those_of_which_the_network_was_surest(tmp_path: Path, 
     drawn = []
 
     def keep(shown: Any, title: str) -> Any:
+        assert title == "title\n2 of 5 right: 40.00 % (95 %: 11.8 to 76.9)"
         drawn.extend([(np.array(image)[0, 0, 0], *rest) for image, *rest in shown])
         return mistakes(shown, title)
 

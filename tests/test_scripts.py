@@ -211,19 +211,23 @@ def test_a_small_data_set_gets_smaller_batches_in_groups_that_divide_them_and_mo
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
-def test_the_curves_have_whole_epochs_and_no_line_hides_another(
+def test_the_curves_have_whole_epochs_and_nothing_is_hidden_or_cut_off(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    metrics = {"top1": 50.0, "top1_low": 40.0, "top1_high": 60.0}
+    metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0}
     validation = dict.fromkeys(("population", "sample", "expected"), metrics)  # all the same
-    history = [{"epoch": k + 1, "loss": 1.0, "validation": validation} for k in range(count)]
+    history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
     plot(history, count, tmp_path / "curves.png", "a run")
     for axes in drawn[0].axes:
         ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
         assert ticks
         assert all(tick == round(tick) >= 1 for tick in ticks)
+        drawn[0].draw_without_rendering()  # where things come to lie
+        for line in axes.lines[:-1]:  # but for the dotted one
+            top = axes.transData.transform((1, max(line.get_ydata())))[1]
+            assert top + line.get_markersize() / 2 * drawn[0].dpi / 72 <= axes.bbox.y1
     lines = [line for line in drawn[0].axes[1].lines if line.get_label() in validation]
     widths = [(line.get_linewidth(), line.get_markersize()) for line in lines]
     assert len(widths) == 3

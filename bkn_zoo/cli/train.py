@@ -307,8 +307,9 @@ def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> No
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    left.plot(epochs, [line["loss"] for line in history], "o-", color="black", markersize=4)
-    left.set(ylabel="training loss", ylim=(0, None))
+    losses = [line["loss"] for line in history]
+    left.plot(epochs, losses, "o-", color="black", markersize=4)
+    left.set(ylabel="training loss", ylim=(0, 1.05 * max(losses) or 1))  # room for the marker at the top
     # Modes often agree: the lower a line lies, the wider it is drawn.
     looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
     for mode, colour, width, marker in looks:
@@ -321,7 +322,7 @@ def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> No
             right.fill_between(
                 epochs, [m["top1_low"] for m in lines], [m["top1_high"] for m in lines], color=colour, alpha=0.1
             )
-    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 102))
+    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
     right.legend(loc="lower right")
     for axes in (left, right):
         axes.axvline(kept, color="grey", linestyle=":")

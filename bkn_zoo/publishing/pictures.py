@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import open_image
 from bkn_zoo.training.datasets import FileImages, Images
+from bkn_zoo.training.evaluation import measure, shown
 
 MOST_CLASSES = 30  # whose names can be read in one picture
 MOST_NUMBERS = 15  # and whose percentages can
 SHEET = (4, 6)  # rows and columns of mistakes
 LETTERS = 20  # of a label
+INCHES = 0.085  # for a letter of the title
 
 
 def check_matplotlib() -> None:
@@ -39,15 +42,15 @@ def draw(
     scores, found = logits.softmax(1).cpu().max(1)
     labels = labels.cpu()
     right = int((found == labels).sum())
-    title = f"{title}: {right:,} of {len(labels):,} right ({100 * right / len(labels):.1f} %)"
+    title = f"{title}\n{right:,} of {len(labels):,} right: {shown(measure(logits, labels.to(logits.device)))}"
     paths = folder / "confusion.png", folder / "mistakes.png"
     counts = torch.zeros(len(names), len(names), dtype=torch.long)
     counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)
     confusion(counts.numpy(), names, title).savefig(paths[0], dpi=130)
     sure = scores.masked_fill(found == labels, -1.0).argsort(descending=True, stable=True)
     wrong = sure[: min(SHEET[0] * SHEET[1], len(labels) - right)].tolist()
-    shown = [(*_picture(images, k), names[int(labels[k])], names[int(found[k])], float(scores[k])) for k in wrong]
-    mistakes(shown, title).savefig(paths[1], dpi=130)
+    sheet = [(*_picture(images, k), names[int(labels[k])], names[int(found[k])], float(scores[k])) for k in wrong]
+    mistakes(sheet, title).savefig(paths[1], dpi=130)
     return paths
 
 
@@ -75,7 +78,9 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     axes.set_xticks(range(len(columns)), columns, rotation=90)
     axes.set_yticks(range(len(chosen)), columns[: len(chosen)])
     axes.set(xlabel="taken for", ylabel="is")
-    axes.set_title(title, fontsize=10, wrap=True)
+    # By hand, since the layout makes no room for lines that matplotlib wraps.
+    width = int((side + 1.2) / INCHES)
+    figure.suptitle("\n".join(part for line in title.splitlines() for part in wrap(line, width)), fontsize=10)
     figure.colorbar(drawn, label="percent of the class", ticks=[0, 1, 5, 10, 25, 50, 75, 100], shrink=0.8)
     if len(chosen) <= MOST_NUMBERS:
         for row, column in zip(*shown.nonzero(), strict=True):
