@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.running import RunningNorm, recomputing
-from bkn_zoo.norms.statistics import finish, per_image
+from bkn_zoo.norms.statistics import finish
 
 
 class BatchNorm2d(RunningNorm):
@@ -57,6 +57,8 @@ class BatchRenorm2d(RunningNorm):
     first one left them.
     """
 
+    fusible = False
+
     def __init__(
         self,
         num_features: int,
@@ -78,33 +80,13 @@ class BatchRenorm2d(RunningNorm):
 
         return 1 + 2 * ramp(self.r_steps), 5 * ramp(self.d_steps)
 
-    @torch.no_grad()
-    def reference(self) -> tuple[Tensor, ...]:
-        """What a step corrects towards, before it moves: the running mean and deviation, r_max and d_max."""
-        return self.running_mean.clone(), torch.sqrt(self.running_var + self.eps), *self.limits()
-
-    @torch.no_grad()  # r and d are constants to the gradient
-    def correction(self, belief: Belief, reference: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """r and d of each group."""
-        mean, std, r_max, d_max = reference
-        r = (torch.sqrt(belief.var + self.eps) / std).clamp(1 / r_max, r_max)
-        return r, ((belief.mean - mean) / std).clamp(-d_max, d_max)
-
     def scale_and_shift(self, belief: Belief) -> tuple[Tensor, Tensor]:
-        r, d = self.correction(belief, self.reference())
+        with torch.no_grad():  # r and d are constants to the gradient
+            r_max, d_max = self.limits()
+            running_std = torch.sqrt(self.running_var + self.eps)
+            r = (torch.sqrt(belief.var + self.eps) / running_std).clamp(1 / r_max, r_max)
+            d = ((belief.mean - self.running_mean) / running_std).clamp(-d_max, d_max)
         return self.weight * r, self.bias + self.weight * d
-
-    def _forward_fused(
-        self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
-    ) -> tuple[Tensor, Belief]:
-        if statistics.mode != "batch":
-            return super()._forward_fused(x, prior, statistics, residual, relu)
-        # The kernels know one scale and shift for all groups: they do batch normalization, which is corrected then.
-        reference = self.reference()
-        y, belief = super()._forward_fused(x, prior, statistics, None, False)
-        r, d = self.correction(belief, reference)
-        r, shift = (per_image(rows, y).to(y.dtype) for rows in (r, (1 - r) * self.bias + self.weight * d))
-        return finish(torch.addcmul(shift, y, r), residual, relu), belief
 
 
 class GroupNorm2d(nn.GroupNorm):
