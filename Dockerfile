@@ -2,7 +2,7 @@
 FROM python:3.12-slim AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
     BKN_HOST=0.0.0.0 BKN_PORT=8000 BKN_ZOO_CHECKPOINTS=/checkpoints \
-    HOME=/tmp HF_HOME=/tmp/huggingface
+    HOME=/tmp HF_HOME=/tmp/huggingface BKN_ZOO_CACHE=off
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \

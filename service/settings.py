@@ -112,10 +112,11 @@ def _in_one(arguments: list[str]) -> list[str]:
     """With what follows --models as one argument, separated by commas, as shells' patterns do not give it."""
     joined: list[str] = []
     for argument in arguments:
-        if argument.startswith("-") or len(joined) < 2 or joined[-2] != "--models":
-            joined.append(argument)
-        else:
+        named = (joined[-1:] and joined[-1].startswith("--models=")) or joined[-2:-1] == ["--models"]
+        if named and not argument.startswith("-"):
             joined[-1] += f",{argument}"
+        else:
+            joined.append(argument)
     return joined
 
 

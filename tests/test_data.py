@@ -249,6 +249,15 @@ def test_beside_a_test_set_val_is_what_choices_are_made_on(tmp_path: Path, name:
     assert {path.parent.parent.name for path in load_data("folder", tmp_path).test.paths} == {name}
 
 
+def test_test_images_without_labels_are_no_test_set(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_tree(tmp_path / split)
+    write_image(tmp_path / "test" / "0.png", (1, 2, 3))
+    data = load_data("folder", tmp_path)
+    assert {path.parent.parent.name for path in data.test.paths} == {"val"}
+    assert data.held_out
+
+
 def test_two_sets_for_choices_are_refused(tmp_path: Path) -> None:
     for split in ("train", "val", "valid"):
         write_tree(tmp_path / split)

@@ -913,6 +913,19 @@ def test_resuming_with_other_classes_is_refused_in_one_sentence(tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+def test_resuming_with_other_images_is_refused(tmp_path: Path) -> None:
+    training = started()
+    save_state(training, RECIPE, tmp_path)
+    with pytest.raises(CheckpointError, match="did not choose by the images of val: start anew"):
+        load_state(started(), RECIPE, tmp_path, CPU, held_out=False)  # as earlier versions left it
+    training.images = [36, 4]
+    save_state(training, RECIPE, tmp_path)
+    load_state(training, RECIPE, tmp_path, CPU, held_out=False)
+    training.images = [40, 12]
+    with pytest.raises(CheckpointError, match="on 36 images with 4 to choose by, not 40 and 12: resume with its own"):
+        load_state(training, RECIPE, tmp_path, CPU)
+
+
 def test_a_truncated_missing_or_foreign_state_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
 

@@ -455,7 +455,8 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.models == ["one", "owner/two@main"]
     assert "secret" not in repr(settings)
     assert read_settings(["--queue-length", "5", "--model", "three"]).models == ["three"]
-    assert read_settings(["--models", "one", "two,three", "--queue-length", "5"]).models == ["one", "two", "three"]
+    for several in (["--models", "one", "two,three"], ["--models=one", "two", "three"]):
+        assert read_settings([*several, "--queue-length", "5"]).models == ["one", "two", "three"]
     assert read_settings(["--queue-length", "5"]).queue_length == 5
     assert Settings().host == "127.0.0.1"
 

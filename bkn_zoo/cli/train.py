@@ -386,11 +386,11 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     args.output = args.output or Path("runs") / name
     args.found = _stamp(args.output / STATE)
     args.results = args.results or args.output / "results" / "runs"
-    check_device(args.device)
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    check_device(args.device)
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     device = torch.device(args.device)
@@ -409,8 +409,9 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, build(recipe, args.init, data.label_names), device)
     training.data = str(args.data.resolve())
+    training.images = [len(data.train), len(data.validation)]
     if args.resume:
-        load_state(training, recipe, args.output, device)
+        load_state(training, recipe, args.output, device, data.held_out)
     else:
         refuse_to_replace(args.output, recipe, training.data)
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)

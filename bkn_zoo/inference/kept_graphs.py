@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ def kept(model: Network, what: Any, options: dict[Any, Any], make: Callable[[], 
         begun = time.monotonic()
         graph = make()
         if time.monotonic() - begun > WORTHWHILE:
-            threading.Thread(target=_write, args=(path, graph), name="keeper of graphs").start()
+            with suppress(RuntimeError):  # no more threads, or the process ends
+                threading.Thread(target=_write, args=(path, graph), name="keeper of graphs").start()
     return graph
 
 
@@ -90,7 +92,8 @@ def _name(model: Network, what: Any) -> str | None:
     for name, module in model.named_modules():
         kind, values = type(module), vars(module)
         hooks = (module._forward_hooks, module._forward_pre_hooks)
-        if kind.__module__.partition(".")[0] not in ("bkn_zoo", "torch") or any(hooks) or "forward" in values:
+        foreign = kind.__module__.partition(".")[0] not in ("bkn_zoo", "torch") or any(hooks)
+        if foreign or any(isinstance(value, FunctionType | MethodType) for value in values.values()):
             return None
         plain = [item for item in sorted(values.items()) if isinstance(item[1], str | int | float | tuple | None)]
         digest.update(repr((name, kind.__module__, kind.__qualname__, plain)).encode())
@@ -120,8 +123,7 @@ def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
             status = os.fstat(file.fileno())
             if not _is_ours(status):
                 return None
-            # Mapped: what OpenVINO uses as it stands there is in memory once for all processes.
-            content = np.memmap(file, np.uint8, "c") if status.st_size else np.empty(0, np.uint8)
+            content = np.fromfile(file, np.uint8)  # not mapped: who cuts a mapped file off ends the process
         if content[-DIGEST:].tobytes() != _digest(path, content[:-DIGEST]):
             path.unlink()
             return None
@@ -139,8 +141,8 @@ def _write(path: Path, graph: Graph) -> None:
     try:
         if path.exists():  # by another process; or OpenVINO did not take it, nor would it the next time
             return
-        content = graph.compiled.export_model().getbuffer()
         with open(scratch, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
+            content = graph.compiled.export_model().getbuffer()
             file.write(content)
             file.write(_digest(path, content))
         os.replace(scratch, path)

@@ -333,6 +333,8 @@ def _folder(name: str, root: Path, size: int | None) -> Loaded:
         )
     known = ("val", "valid", "validation", "test") if has_split else ()
     beside = [root / split for split in known if (root / split).is_dir()]
+    if beside and beside[-1].name == "test" and not any(path.is_dir() for path in beside[-1].iterdir()):
+        beside.pop()  # images without labels, as competitions have them
     if len(beside) > 2 or (len(beside) == 2 and beside[1].name != "test"):
         places = " and ".join(path.name for path in beside)
         raise InputError(f"{root} holds {places}: leave one for choices, and one called test.")

@@ -35,6 +35,7 @@ class Training:
         losses: of the steps of the epoch that is under way, when the state was saved.
         history: a line for each epoch.
         data: the folder of the images, by which to know a training from another; empty if nobody said.
+        images: how many there are to train on and to choose by, which must not change; None if nobody said.
     """
 
     model: Network
@@ -47,6 +48,7 @@ class Training:
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     history: list[dict[str, Any]] = field(default_factory=list)
     data: str = ""
+    images: list[int] | None = None
 
     @property
     def result(self) -> Network:
@@ -101,6 +103,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "losses": training.losses,
         "history": json.dumps(training.history),
         "data": training.data,
+        "images": training.images,
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
     scratch = folder / f".{STATE}.tmp"
@@ -129,7 +132,12 @@ def write_log(history: list[dict[str, Any]], folder: Path) -> None:
         ) from error
 
 
-def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
+def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device, held_out: bool = True) -> None:
+    """Go on with the training in a folder.
+
+    Args:
+        held_out: as `Data` has it.
+    """
     path = folder / STATE
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
@@ -143,6 +151,15 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     if changed:
         name = changed[0]
         raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
+    images = state.get("images")
+    if images is None and not held_out:  # earlier versions took others for that
+        raise CheckpointError(f"{path} is of a training that did not choose by the images of val: start anew.")
+    if images is not None and training.images is not None and images != training.images:
+        (train, chosen), (now, chosen_now) = images, training.images
+        raise CheckpointError(
+            f"{path} is of a training on {train} images with {chosen} to choose by, not {now} and {chosen_now}: resume "
+            "with its own data."
+        )
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
