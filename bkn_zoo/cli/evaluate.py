@@ -46,7 +46,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
     )
     parser.add_argument("--precision", choices=exact, default="f32", help="of a prepared network")
-    parser.add_argument("--batch", type=int, help="images at a time; default: 250, or 16 on a CPU")
+    parser.add_argument("--batch", type=int, help="images at a time; default: 500, or 16 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
