@@ -1,5 +1,6 @@
 """A practitioner's hour: commands as a user gives them, in processes of their own and outside the repository."""
 
+import csv
 import json
 import os
 import random
@@ -177,9 +178,12 @@ def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_pu
         assert f"\n# {name}\n" in (folder / "README.md").read_text()
         record = json.loads((place / "runs" / name / "results" / "runs" / f"{name}.json").read_text())
         assert record["name"] == name
-    measured = commands("evaluate", "runs/second", "--data", "photos", "--output", "measured.json")
+    measured = commands(
+        "evaluate", "runs/second", "--data", "photos", "--output", "measured.json", "--report", "pictures"
+    )
     assert measured.code == 0, measured.output
     assert json.loads((place / "measured.json").read_text())["checkpoint"] == "second"
+    assert sorted(path.name for path in (place / "pictures").iterdir()) == ["confusion.png", "mistakes.png"]
     served = [str(place / "runs" / name / name) for name in ("first", "second")]
     with TestClient(create_app(read_settings(["--models", *served]))) as client:
         assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["first", "second"]
@@ -197,6 +201,31 @@ def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_pu
         "publish", "./renamed", "--name", "first", "--namespace", "me", "--dry-run", "--results", "runs/first/results"
     )
     assert "repeats its outputs" in together.output
+
+
+# Batch work
+
+
+def test_a_folder_is_classified_into_a_file_that_names_model_and_mode_and_goes_on_where_it_was(
+    commands: Commands, place: Path
+) -> None:
+    write_photos(place / "many", first=4, second=4)
+    (place / "many" / "first" / "broken.png").write_text("no image")
+    classify = ("classify", "many", "--model", "inception_cifar_bkn.cifar10", "--format", "csv", "--output", "out.csv")
+    done = commands(*classify, "--top-k", "1")
+    assert done.code == 0, done.output
+    assert "broken.png" in done.output
+    lines = (place / "out.csv").read_text().splitlines()
+    rows = list(csv.DictReader(lines))
+    assert [row["file"] for row in rows] == [f"many/{name}/{k}.png" for name in ("first", "second") for k in range(4)]
+    assert {row["model"] for row in rows} == {"inception_cifar_bkn.cifar10"}
+    assert {row["statistics"] for row in rows} == {"expected"}
+    (place / "out.csv").write_text("\n".join(lines[:4]) + "\n")
+    again = commands(*classify, "--top-k", "1", "--strict")
+    assert again.code == 1, again.output  # the broken one, on request
+    assert "3 images are in out.csv already" in again.output
+    whole = list(csv.DictReader((place / "out.csv").read_text().splitlines()))
+    assert [(row["file"], row["label"]) for row in whole] == [(row["file"], row["label"]) for row in rows]
 
 
 # First contact
