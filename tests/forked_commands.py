@@ -88,6 +88,7 @@ def _be_the_command(request: dict[str, Any], output: Path) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal from now on meets a command that has ended
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +94,9 @@ def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
     found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
     rows = list(csv.reader(io.StringIO(found.out)))
     assert rows[0] == ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
-    assert {tuple(row[4:]) for row in rows[1:]} == {("small", "", "population", "torch")}
+    (revision,) = {row[5] for row in rows[1:]}
+    assert re.fullmatch("[0-9a-f]{64}", revision)  # of the weights
+    assert {tuple(row[4:]) for row in rows[1:]} == {("small", revision, "population", "torch")}
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
@@ -104,8 +107,9 @@ def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
     found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
     first, second = json.loads(found.out)
     assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
+    (weights,) = json.loads((root / "small" / "config.json").read_text())["sha256"].values()
     assert (first["model"], first["revision"], first["statistics"], first["engine"]) == (
-        str(root / "small"), None, "sample", "torch"
+        str(root / "small"), weights, "sample", "torch"
     )  # fmt: skip
     assert [set(p) for p in first["predictions"]] == [{"label", "score"}] * 5
     everything = json.loads(call("classify", photos / "a.gif", "--format", "json", "--top-k", 100).out)
