@@ -20,8 +20,9 @@ from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, plot, run_name
+from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, run_name
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.training.recipes import read_recipe
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -219,7 +220,7 @@ def test_the_curves_have_whole_epochs_and_nothing_is_hidden_or_cut_off(
     metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0}
     validation = dict.fromkeys(("population", "sample", "expected"), metrics)  # all the same
     history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
-    plot(history, count, tmp_path / "curves.png", "a run")
+    draw_curves(tmp_path / "curves.png", history, count, "a run")
     for axes in drawn[0].axes:
         ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
         assert ticks

@@ -36,15 +36,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bkn_zoo.checkpoints.config import norm_of
+from bkn_zoo.checkpoints.config import Config, norm_of
+from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
+from bkn_zoo.checkpoints.locate import locate
 from bkn_zoo.cli.checks import check_device
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.models import Network
 from bkn_zoo.progress import waiting
+from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.data import evaluation_batches
@@ -148,7 +151,7 @@ def like(init: str, model: str | None) -> dict[str, Any]:
     """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
     if of_library(init):
         return {"model": init, "size": LIBRARY_SIZE, "statistics_batch": None}
-    config = from_pretrained(init).config
+    config = Config.read(locate(init).folder / CONFIG)
     size = {"size": config.preprocessing.size} if config.preprocessing else {}
     options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
     same = model in (None, config.architecture)
@@ -276,7 +279,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
 
     save_pretrained(model, folder, **about, measure=measure)
     with waiting("drawing curves.png"):
-        plot(training.history, kept["epoch"], args.output / "curves.png", name)
+        draw_curves(args.output / "curves.png", training.history, kept["epoch"], name)
     for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
         if isinstance(part, FileImages):
             part.say_left_out(kind)
@@ -294,42 +297,6 @@ def _validation_split(data: Data) -> str:
     if not data.held_out:
         return "its own"
     return "of each class" if data.name == "folder" else "of all"
-
-
-def plot(history: list[dict[str, Any]], kept: int, path: Path, title: str) -> None:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        print("no curves.png, which needs matplotlib: pip install 'bkn-zoo[train]'", file=sys.stderr)
-        return
-    epochs = [line["epoch"] for line in history]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(title)
-    left, right = figure.subplots(1, 2)
-    losses = [line["loss"] for line in history]
-    left.plot(epochs, losses, "o-", color="black", markersize=4)
-    left.set(ylabel="training loss", ylim=(0, 1.05 * max(losses) or 1))  # room for the marker at the top
-    # Modes often agree: the lower a line lies, the wider it is drawn.
-    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
-    for mode, colour, width, marker in looks:
-        lines = [line["validation"][mode] for line in history]
-        right.plot(
-            epochs, [m["top1"] for m in lines], "o-", color=colour, linewidth=width, markersize=marker, label=mode,
-            solid_capstyle="round",
-        )  # fmt: skip
-        if all("top1_low" in m for m in lines):
-            right.fill_between(
-                epochs, [m["top1_low"] for m in lines], [m["top1_high"] for m in lines], color=colour, alpha=0.1
-            )
-    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
-    right.legend(loc="lower right")
-    for axes in (left, right):
-        axes.axvline(kept, color="grey", linestyle=":")
-        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(0.5, epochs[-1] + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str], prog: str | None = None) -> None:
