@@ -120,7 +120,7 @@ From the command to the first answer in the checkpoint's own statistics mode, by
 seconds of the processor (`cpu_s`), which others on the machine disturb less; the megabytes that are resident then, and
 after an answer in each mode. A file for each kind of processor; *auto* is the precision that it has. The *first* start
 compiles its graph and keeps it, *later* ones read it ([service.md](service.md#how-it-behaves)); where neither is named,
-there was no difference yet. What is used of a graph as it stands in its file counts as resident, too.
+there was no difference yet.
 """
 
 SERVE = """\

@@ -17,6 +17,7 @@ from torch import nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms import BatchKalmanNorm2d
+from bkn_zoo.publishing import demonstrations_page
 from bkn_zoo.publishing.demonstrations import Experiment, Record, measured, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
 
@@ -254,6 +255,27 @@ def test_plots_are_drawn_from_records_and_left_out_without(experiments: list[Exp
     assert [path.name for path in draw(experiments, records, tmp_path)] == ["classification.png"]
     assert draw(experiments, {}, tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_predictions_are_shown_of_settings_that_have_all_their_seeds(
+    experiments: list[Experiment], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "predictions").mkdir()
+    for name in ("images.jpg", "truth.png", *(f"{arm}-1.png" for arm in experiments[1].arms)):
+        Image.new("RGB" if name == "images.jpg" else "L", (8, 12)).save(tmp_path / "predictions" / name)
+    records: dict[str, Record] = {}
+    for _ in range(2):
+        records |= invented(experiments[1], experiments[1].wanted(records))
+    shown: list[list[str]] = []
+    for lacking in (None, "gn"):
+        if lacking:
+            last = experiments[1].shown(lacking, 1, records)[-1]
+            del records[last.key]
+        figure = demonstrations_page._predictions(experiments[1], records, tmp_path / "predictions")
+        shown.append([axes.get_title() for axes in figure.axes])
+    both = ["image", "truth", "frozen BN", "GroupNorm", "BKN"]  # BN does not train in what is invented
+    assert shown == [both, [name for name in both if name != "GroupNorm"]]
 
 
 def test_the_page_in_the_documents_is_that_of_the_records(experiments: list[Experiment]) -> None:

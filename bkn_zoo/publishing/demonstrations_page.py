@@ -234,7 +234,7 @@ def _tried(experiment: Experiment, records: Mapping[str, Record]) -> str:
 def draw(experiments: Sequence[Experiment], records: Mapping[str, Record], folder: Path) -> list[Path]:
     """One plot for each experiment that has runs, and predictions where a run left some."""
     figures = {each.name: _plot(each, records) for each in experiments}
-    figures |= {f"{each.name}_predictions": _predictions(each, folder / "predictions") for each in experiments}
+    figures |= {f"{each.name}_predictions": _predictions(each, records, folder / "predictions") for each in experiments}
     return save_figures(figures, folder)
 
 
@@ -259,14 +259,18 @@ def _plot(experiment: Experiment, records: Mapping[str, Record]) -> Any:
     return figure
 
 
-def _predictions(experiment: Experiment, folder: Path) -> Any:
-    """A row for each image, the truth and every arm's prediction beside it, at the smallest batch."""
+def _predictions(experiment: Experiment, records: Mapping[str, Record], folder: Path) -> Any:
+    """A row for each image, the truth and every arm's prediction beside it, at the smallest batch.
+
+    Of arms that lack seeds there is none, or one of a setting that is not theirs any more.
+    """
     import numpy as np
     from matplotlib.figure import Figure
     from PIL import Image
 
     batch = min(experiment.batches)
-    files = {"truth": folder / "truth.png"} | {ARMS[arm]: folder / f"{arm}-{batch}.png" for arm in experiment.arms}
+    whole = [arm for arm in experiment.arms if len(measured(experiment, arm, batch, records)) == experiment.seeds]
+    files = {"truth": folder / "truth.png"} | {ARMS[arm]: folder / f"{arm}-{batch}.png" for arm in whole}
     files = {name: path for name, path in files.items() if path.exists()}
     if experiment.metric != "miou" or len(files) < 2:
         return None
