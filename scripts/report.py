@@ -52,7 +52,8 @@ table.
 them (*eager*), a step at a micro-batch is as long as Python takes, on this processor several times what the GPU needs,
 and BKN pays for three more parameters and its own launches in each layer. Compiled with *reduce-overhead* the forward
 and the backward pass are graphs; gradients and optimizer are Python's still, for BKN's parameters too. A captured step
-([training.md](training.md)) has no Python in it.
+([training.md](training.md)) has no Python in it. *forward_launch_ms*, *backward_launch_ms* and *optimizer_launch_ms*
+are what Python takes to launch these parts of a step.
 """
 
 TRAIN = """\

@@ -261,7 +261,10 @@ def invented(plan: Plan) -> dict[str, Any]:
         records[run.key] = {
             "chosen_statistics": "expected", "test": metrics, "validation": metrics, "hardware": "a GPU",
             "versions": {"torch": "2.11"}, "variance_gap": [0.5, 0.7], "variance_gap_map": [[0.1, -0.4], [0.3, 1.2]],
-            "rules": {"recalibrated population": {"top1": 61.25}, "A in 8 bits": {"top1": 59.5}},
+            "rules": {
+                "recalibrated population": {"top1": 61.25}, "recalibrated expected": {"top1": 2 * top1},
+                "EvalNorm": {"top1": top1}, "A in 8 bits": {"top1": 59.5},
+            },
             "curve": [
                 {"epoch": k, "step": 10 * k, "top1": dict.fromkeys(metrics, top1 - 9 / k)} for k in range(1, 6)
             ],
@@ -281,6 +284,8 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     )
     assert "two images a group" not in failures
     assert "| the link between layers, with two | +2.00 ± 0.08 | 3 | a gain |" in text
+    anew = "| The same, with running statistics taken anew by the averaged weights"
+    assert f"{anew} | +0.90 | +6.00 ± 0.14 | 2 | held |" in text  # twice as much as in the record's modes
     assert "61.25" in text
     assert "0.600 ± 0.000" in text
     assert "not run yet" not in text.lower()

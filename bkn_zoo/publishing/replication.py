@@ -188,13 +188,19 @@ class Cell:
         return [record for record in self.records if "failed" not in record]
 
     def top1(self, mode: str | None = None, images: str = "test") -> list[float]:
-        """Of each seed, in percent; without a mode, in that which was best on the run's validation images."""
-        return [measured(record, images)[mode or record["chosen_statistics"]]["top1"] for record in self.good]
+        """Of each seed, in percent; without a mode, in that which was best on the run's validation images.
+
+        On the test images, a mode may also be one of the other rules, of those networks that were asked for it.
+        """
+        found = [(measured(record, images), mode or record["chosen_statistics"]) for record in self.good]
+        return [metrics[name]["top1"] for metrics, name in found if name in metrics]
 
 
 def measured(record: Record, images: str) -> Mapping[str, Mapping[str, float]]:
-    """A record's metrics by mode, on its test or validation images."""
-    return record["test"] if images == "test" else record.get("validation") or record["curve"][-1]["validation"]
+    """A record's metrics by mode and, on its test images, by other rules."""
+    if images == "test":
+        return {**record["test"], **record.get("rules", {})}
+    return record.get("validation") or record["curve"][-1]["validation"]
 
 
 def cell(arm: Arm, records: Mapping[str, Record]) -> Cell:

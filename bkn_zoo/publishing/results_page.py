@@ -278,8 +278,8 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
         def top1(rule: str, members: list[Record] = members) -> str:
             return spread(each["rules"][rule]["top1"] for each in members if rule in each["rules"])
 
-        shares = sorted({each["rules"]["example weighing"]["share"] for each in members if "EvalNorm" in each["rules"]})
         weighed = top1("example weighing")
+        shares = sorted({found["share"] for each in members if (found := each["rules"].get("example weighing"))})
         rows.append({
             **_head(arm, members),
             "population": spread(each["test"]["population"]["top1"] for each in members),
