@@ -12,7 +12,8 @@ be overridden, as in --epochs 1; what comes of that is another experiment, and b
 Runs start in the order of the file, a row of a table with all its seeds before the next. With --minutes, none starts
 that would not be finished in time, judging by those that are, and what still runs then is stopped and saved; the same
 command goes on with it. Tables and plots need no GPU. Processes that share a GPU take turns on it, unless NVIDIA's MPS
-runs (nvidia-cuda-mps-control -d), under which their kernels run at the same time.
+runs (nvidia-cuda-mps-control -d), under which their kernels run at the same time, but one that is killed (SIGKILL)
+takes the others with it: stop this script, or a run, with Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -24,12 +25,14 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 from bkn_zoo.cli import ended
 from bkn_zoo.errors import InputError
 from bkn_zoo.publishing.replication import Plan, Record, Run, missing, read_plan, read_records
+from bkn_zoo.training.recipes import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS, RECIPES = ROOT / "scripts" / "experiments.toml", ROOT / "recipes"
@@ -96,13 +99,31 @@ def show(plan: Plan, records: dict[str, Record]) -> None:
 # One run, in a process of its own.
 
 
+def load(recipe: Recipe, args: argparse.Namespace) -> Any:
+    """A recipe's data set. One of image files is decoded once, into a file that all processes map."""
+    import torch
+
+    from bkn_zoo.training.datasets import load_data
+
+    if recipe.dataset != "tiny_imagenet":
+        return load_data(recipe.dataset, args.data, recipe.size, recipe.validation)
+    where = args.data / FOLDERS[recipe.dataset]
+    place = zlib.crc32(str(where.resolve()).encode())
+    path = args.output / f"{recipe.dataset}.{recipe.size}.{recipe.validation}.{place:08x}.pt"
+    if not path.exists():
+        data = load_data(recipe.dataset, where, recipe.size, recipe.validation)
+        args.output.mkdir(parents=True, exist_ok=True)
+        torch.save(data, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+    return torch.load(path, mmap=True, weights_only=False)  # what this script has written itself
+
+
 def train(run: Run, args: argparse.Namespace) -> None:
     """Train, or go on with it, then measure, and leave the record."""
     import torch
 
     from bkn_zoo.errors import CheckpointError
     from bkn_zoo.publishing.results import environment, write_record
-    from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, TrainingError, begin, load_state
 
@@ -110,8 +131,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-    where = args.data / (FOLDERS[recipe.dataset] if recipe.dataset == "tiny_imagenet" else "")
-    data = load_data(recipe.dataset, where, recipe.size, recipe.validation)
+    data = load(recipe, args)
     if run.every > 1:
         data = dataclasses.replace(data, train=data.train[torch.arange(0, len(data.train), run.every)])
     data = data.to(device)
@@ -355,6 +375,8 @@ def main() -> None:
         wanted = [run for run in selected(plan, args.only) if run.key not in records]
         runs = [run for run in wanted if (args.data / FOLDERS[run.recipe.dataset]).is_dir()]
         print(f"{len(runs)} runs to train; {len(wanted) - len(runs)} more have no data in {args.data.name}", flush=True)
+        for run in {(run.recipe.dataset, run.recipe.size, run.recipe.validation): run for run in runs}.values():
+            load(run.recipe, args)  # before several processes decode the same files
         if work(runs, args, overrides):
             sys.exit(1)
         records = read_records(args.results, PUBLISHED)

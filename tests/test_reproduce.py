@@ -27,6 +27,7 @@ from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.publishing.replication import Difference, Plan, missing, read_plan, read_records
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw
+from bkn_zoo.training import datasets
 from bkn_zoo.training.comparisons import (
     coarse,
     evalnorm,
@@ -371,6 +372,24 @@ def test_runs_leave_records_that_are_not_trained_again(
     assert {"hardware", "versions", "seed"} <= set(record)
     assert (tmp_path / "results" / "cifar100.bkn.128-2.seed=0.json").stat().st_size < 20_000
     assert not (tmp_path / "runs" / "cifar100.bkn.128-2.seed=0" / "state.pt").exists()
+
+
+def test_images_in_files_are_decoded_once_for_all_runs(
+    reproduce: ModuleType, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Path] = []
+    images = datasets.ArrayImages(torch.arange(12, dtype=torch.uint8).view(4, 3, 1, 1), torch.arange(4))
+
+    def load_data(name: str, root: Path, size: int, validation: float) -> datasets.Data:
+        decoded.append(root)
+        return datasets.Data(name, images, images[:1], None, ["a"], datasets.Preprocessing(size, (0,) * 3, (1,) * 3))
+
+    monkeypatch.setattr(datasets, "load_data", load_data)
+    recipe = plan.arms["tiny.bkn.256-4"].runs[0].recipe
+    for folder in ("first", "first", "second"):
+        data = reproduce.load(recipe, Namespace(data=tmp_path / folder, output=tmp_path / "runs"))
+        assert data.train.images.equal(images.images)
+    assert decoded == [tmp_path / folder / "tiny-imagenet-200" for folder in ("first", "second")]
 
 
 @pytest.fixture
