@@ -59,19 +59,19 @@ def answer(request: dict[str, Any], output: Path) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         _be_the_command(request, output)
-    ended = os.pidfd_open(child)
+    child_ended = os.pidfd_open(child)
     for number, moment in request["send"]:
-        select.select([ended], [], [], max(started + moment - time.monotonic(), 0))
+        select.select([child_ended], [], [], max(started + moment - time.monotonic(), 0))
         os.kill(child, number)  # of which one that has ended, and is not yet waited for, takes no notice
     status = os.waitpid(child, 0)[1]
-    os.close(ended)
+    os.close(child_ended)
     code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started
     return {"code": code, "output": output.read_text(), "seconds": seconds}
 
 
 def _be_the_command(request: dict[str, Any], output: Path) -> None:
     """Never returns."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
     os.environ |= request["environment"]
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
@@ -88,14 +88,22 @@ def _be_the_command(request: dict[str, Any], output: Path) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal from now on meets a command that has ended
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    """As Python does, but for a command that has ended: its process would have, too."""
+    while frame is not None and frame.f_code is not ended.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    from bkn_zoo.cli import main
+    from bkn_zoo.cli import ended, main
 
     for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torch._dynamo"):  # sooner or later
         import_module(needed)

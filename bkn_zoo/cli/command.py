@@ -74,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ended(name: str, run: Callable[[], int | None]) -> int:
     """The exit code of a command or a script of this name, whose end is silent but for a sentence about an error."""
     try:
+        return _ended(name, run)
+    except KeyboardInterrupt:  # a second one, while it ended
+        return INTERRUPTED
+
+
+def _ended(name: str, run: Callable[[], int | None]) -> int:
+    try:
         code = run() or 0
     except BknZooError as error:
         print(f"{name}: {error}", file=sys.stderr)
