@@ -112,6 +112,7 @@ def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
     for experiment in plan.experiments:
         if experiment.place:
             parts += [_section(experiment, plan, records, "###")]
+    parts += picture("micro_batches", "The course of training at each pair of batches, as in the paper's figures")
     parts += [GAPS, _gaps(plan, records), *picture("variance_gap", "How far variances stray from their moving average")]
     parts += [*_speed(root), BEYOND]
     for experiment in plan.experiments:

@@ -24,11 +24,11 @@ def draw(plan: Plan, records: Mapping[str, Record], folder: Path) -> list[Path]:
     return save_figures({name: plot(plan, records) for name, plot in PLOTS.items()}, folder)
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def _figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(rows, columns)
 
 
 def _experiment(plan: Plan, name: str) -> Experiment | None:
@@ -126,6 +126,13 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
     return figure
 
 
+def _course(axes: Any, each: Cell, against: str, label: str, colour: str, **style: Any) -> None:
+    """Validation accuracy over the training, in the mode that was chosen at its end."""
+    curves = [(record["curve"], record["chosen_statistics"]) for record in each.good]
+    values = [[curve[k]["top1"][mode] for curve, mode in curves] for k in range(len(curves[0][0]))]
+    _band(axes, [float(line[against]) for line in curves[0][0]], values, label, colour, **style)
+
+
 def _curves(plan: Plan, records: Mapping[str, Record]) -> Any:
     found = [each for each in _done(plan, "controls", records) if all("top1" in r["curve"][0] for r in each.good)]
     wanted = [("BN", 128), ("BKN", 2), ("BN", 2), ("GroupNorm", 128)]
@@ -134,25 +141,41 @@ def _curves(plan: Plan, records: Mapping[str, Record]) -> Any:
         return None
     figure, axes = _figure(6.5, 4.2)
     for each in chosen:
-        epochs = [float(line["epoch"]) for line in each.good[0]["curve"]]
-        values = [
-            [record["curve"][k]["top1"][record["chosen_statistics"]] for record in each.good]
-            for k in range(len(epochs))
-        ]
         style = {"linestyle": "--"} if each.arm.group == 128 and each.arm.label == "BN" else {}
-        _band(
-            axes,
-            epochs,
-            values,
-            f"{each.arm.label} ({each.arm.gradient},{each.arm.group})",
-            COLOURS[each.arm.label],
-            **style,
-        )
+        label = f"{each.arm.label} ({each.arm.gradient},{each.arm.group})"
+        _course(axes, each, "epoch", label, COLOURS[each.arm.label], **style)
     recipe = chosen[0].arm.runs[0].recipe
     axes.set(xlabel="epoch", ylabel="validation top-1 (%)")
     axes.set_title(f"How training goes\n{_setting(recipe)}, averaged weights")
     axes.grid(alpha=0.3)
     axes.legend()
+    return figure
+
+
+def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
+    panels: dict[tuple[str, int, int], list[tuple[str, Cell]]] = {}
+    for name in ("tiny", "tiny_fifth"):
+        for each in _done(plan, name, records):
+            norm = each.arm.label.partition(",")[0]
+            panels.setdefault((name, each.arm.gradient, each.arm.group), []).append((norm, each))
+    panels = {key: members for key, members in panels.items() if {"BN", "BKN"} <= {norm for norm, _ in members}}
+    if len(panels) < 3:
+        return None
+    columns = 3
+    rows = -(-len(panels) // columns)
+    figure, axes = _figure(3.4 * columns, 2.9 * rows + 0.6, columns, rows)
+    for place, ((name, gradient, group), members) in zip(axes.flat, panels.items(), strict=False):
+        for norm, each in members:
+            _course(place, each, "step", norm, COLOURS[norm])
+        part = ", a fifth of the images" if name == "tiny_fifth" else ""
+        place.set(title=f"({gradient},{group}){part}", xlabel="step", ylim=(0, None))
+        place.grid(alpha=0.3)
+        place.legend(loc="upper left")
+    for place in list(axes.flat)[len(panels) :]:
+        place.remove()
+    figure.supylabel("validation top-1 (%)")
+    recipe = next(iter(panels.values()))[0][1].arm.runs[0].recipe
+    figure.suptitle(f"(gradient batch, statistics batch): {_setting(recipe)}, averaged weights")
     return figure
 
 
@@ -182,5 +205,6 @@ def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
 
 
 PLOTS: dict[str, Callable[[Plan, Mapping[str, Record]], Any]] = {
-    "controls": _controls, "link": _link, "gain": _gain, "curves": _curves, "variance_gap": _variance_gap,
+    "controls": _controls, "link": _link, "gain": _gain, "curves": _curves, "micro_batches": _micro_batches,
+    "variance_gap": _variance_gap,
 }  # fmt: skip
