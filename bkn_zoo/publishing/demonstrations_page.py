@@ -21,7 +21,7 @@ PALETTE = (
 
 INTRODUCTION = """# A pretrained network with tiny batches
 
-Large images leave room for few of them on a GPU. With batches of 1, 2 or 4 images batch normalization breaks, and the
+Large images leave room for few of them on a GPU. With batches of 1, 2 or 4 images batch normalization may break, and the
 usual way out is to freeze it: the statistics of the pretraining stay for good. Here a network that was pretrained on
 ImageNet is fine-tuned with the whole batch as small as that, in four ways:
 
@@ -169,7 +169,7 @@ def _results(experiment: Experiment, records: Mapping[str, Record]) -> str:
 
 
 def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]:
-    """BKN against the best of the others, of those that have several seeds of which none diverged."""
+    """BKN against the best of the others, and the usual one, of those with several seeds of which none diverged."""
     lines = []
     for batch in experiment.batches:
         found = {arm: measured(experiment, arm, batch, records) for arm in experiment.arms}
@@ -181,15 +181,19 @@ def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]
         this = whole.pop("bkn", None)
         if this is None or not whole:
             continue
-        rival = max(whole, key=lambda arm: mean(whole[arm]))
-        gap = mean(this) - mean(whole[rival])
-        error = (stdev(this) ** 2 / len(this) + stdev(whole[rival]) ** 2 / len(whole[rival])) ** 0.5
-        margin = max(2 * error, 0.1)
-        says = "BKN is ahead" if gap > margin else "BKN is behind" if gap < -margin else "within chance"
-        images = f"{batch} image{'s' if batch > 1 else ''} a batch"
-        lines.append(f"- {images}: {gap:+.1f} ± {error:.1f} to {ARMS[rival]}, {says}.")
-    about = "BKN against the best of the others, with the standard error of the difference:\n"
+        best = max(whole, key=lambda arm: mean(whole[arm]))
+        compared = [_compared(this, whole[arm], ARMS[arm]) for arm in dict.fromkeys((best, "frozen")) if arm in whole]
+        lines.append(f"- {batch} image{'s' if batch > 1 else ''} a batch: {'; '.join(compared)}.")
+    about = "BKN against the best of the others, and against frozen BN, with the standard error of the difference:\n"
     return [about, "\n".join(lines) + "\n"] if lines else []
+
+
+def _compared(these: Sequence[float], those: Sequence[float], name: str) -> str:
+    gap = mean(these) - mean(those)
+    error = (stdev(these) ** 2 / len(these) + stdev(those) ** 2 / len(those)) ** 0.5
+    margin = max(2 * error, 0.1)
+    says = "BKN is ahead" if gap > margin else "BKN is behind" if gap < -margin else "within chance"
+    return f"{gap:+.1f} ± {error:.1f} to {name}, {says}"
 
 
 def _modes(experiment: Experiment, records: Mapping[str, Record]) -> str:
