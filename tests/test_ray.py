@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_classify_gives_the_same_rows_by_ray(tmp_path: Path, short: str) -> None
         (tmp_path / "photos" / f"{number:02}.png").write_bytes(picture(number))
     (tmp_path / "photos" / "20b.png").write_bytes(b"no image")
     command = [sys.executable, "-c", "import bkn_zoo.cli as c; raise SystemExit(c.main())", "classify", "photos"]
-    command += ["--model", "./small", "--format", "csv", "--output"]
+    command += ["--model", "./small", "--precision", "f32", "--format", "csv", "--output"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
     where: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "timeout": 300}
     alone = subprocess.run([*command, "alone.csv"], **where)
@@ -111,6 +112,48 @@ def test_classify_gives_the_same_rows_by_ray(tmp_path: Path, short: str) -> None
     assert (alone.returncode, by_ray.returncode) == (0, 0), by_ray.stderr.decode()
     assert same((tmp_path / "ray.csv").read_bytes(), (tmp_path / "alone.csv").read_bytes())
     assert by_ray.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1], "the bad one is named in the same words"
+
+
+def double_of_ray() -> dict[str, Any]:
+    """Modules in the place of Ray's, which run what they are given at once, in this process."""
+
+    class Dataset(list[dict[str, Any]]):
+        def map_batches(self, worker: Any, fn_constructor_args: Any, batch_size: int, **_: Any) -> "Dataset":
+            call = worker(*fn_constructor_args)
+            batches = [self[start : start + batch_size] for start in range(0, len(self), batch_size)]
+            found = (call({"file": [row["file"] for row in batch]})["result"] for batch in batches)
+            return Dataset({"result": result} for results in found for result in results)
+
+        iter_rows = list.__iter__
+
+    context = SimpleNamespace(execution_options=SimpleNamespace())
+    data = SimpleNamespace(from_items=Dataset, DataContext=SimpleNamespace(get_current=lambda: context))
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}]
+    ray = SimpleNamespace(
+        data=data, init=lambda *_, **__: None, nodes=lambda: nodes, exceptions=SimpleNamespace(RayError=OSError)
+    )
+    return {"ray": ray, "ray.data": data}
+
+
+def test_ray_s_workers_get_every_option_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    for number in range(20):
+        (tmp_path / f"{number:02}.png").write_bytes(picture(number))
+    for name, module in double_of_ray().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.chdir(tmp_path)
+    command = ["classify", ".", "--model", "./small", "--format", "csv", "--device", "cpu", "--engine", "torch"]
+    command += ["--statistics", "sample", "--top-k", "3"]
+
+    def rows(*flags: str) -> str:
+        assert cli.main([*command, *flags]) == 0
+        return capsys.readouterr().out
+
+    low = rows("--precision", "bf16")
+    assert rows("--precision", "bf16", "--ray") == low
+    assert rows("--ray") == rows() != low, "in f32"
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="ray is installed")

@@ -137,7 +137,7 @@ def _spread(
 ) -> "Iterator[Classification | ImageError]":
     from bkn_zoo.inference.spread import each
 
-    return each(files, args.statistics, args.top_k, classifier.name, args.device, args.engine)
+    return each(files, args.statistics, args.top_k, classifier.name, args.device, args.engine, args.precision)
 
 
 def _texts(form: Format, results: "Iterable[tuple[str, Classification]]", begun: bool = False) -> Iterator[str]:

@@ -12,7 +12,7 @@ BATCH = 16  # images that are sent together: so few that all machines end at abo
 
 
 def each(
-    files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str
+    files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
 ) -> Iterator[Classification | ImageError]:
     """What `Classifier.each` gives, from the machines of the cluster that RAY_ADDRESS names, or from this one alone.
 
@@ -39,8 +39,9 @@ def each(
     gpus = 1 if device != "cpu" and all(node.get("GPU", 0) >= 1 for node in nodes) else 0
     images = ray.data.from_items([{"file": os.fsencode(file)} for file in files])
     found = images.map_batches(
-        _Worker, fn_constructor_args=(os.getcwd(), statistics, top_k, model, device, engine), batch_size=BATCH,
-        concurrency=max(1, sum(int(node["CPU"]) // cpus for node in nodes)), num_cpus=cpus, num_gpus=gpus,
+        _Worker, fn_constructor_args=(os.getcwd(), statistics, top_k, model, device, engine, precision),
+        concurrency=max(1, sum(int(node["CPU"]) // cpus for node in nodes)), batch_size=BATCH, num_cpus=cpus,
+        num_gpus=gpus,
     )  # fmt: skip
     try:
         for row in found.iter_rows():
@@ -53,9 +54,11 @@ def each(
 
 
 class _Worker:
-    def __init__(self, folder: str, statistics: str | None, top_k: int, model: str, device: str, engine: str) -> None:
+    def __init__(
+        self, folder: str, statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
+    ) -> None:
         os.chdir(folder)  # names are as they were given, in results and in errors
-        self.classifier = Classifier.from_pretrained(model, device, engine)
+        self.classifier = Classifier.from_pretrained(model, device, engine, precision)
         self.statistics, self.top_k = statistics, top_k
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
