@@ -14,6 +14,7 @@ import pytest
 import yaml
 from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
 
+from bkn_zoo import __version__
 from service.settings import Settings, read_settings
 
 
@@ -139,7 +140,9 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     monkeypatch.setenv("BKN_API_KEYS", "secret")
     assert container["args"][0] == last(TARGETS["cpu"], "CMD").words()[0]
     settings = read_settings(container["args"][1:])
-    patience = container["lifecycle"]["preStop"]["sleep"]["seconds"] + settings.drain_seconds + settings.deadline
+    program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (program, TARGETS["cpu"][0].text) == ("sleep", "python:3.12-slim"), "which is a Debian, and has it"
+    patience = float(seconds) + settings.drain_seconds + settings.deadline
     assert patience < pod["terminationGracePeriodSeconds"]
     assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     user = pod["securityContext"]
@@ -150,6 +153,17 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     for selector in (deployment["selector"]["matchLabels"], kinds["Service"]["spec"]["selector"]):
         assert selector.items() <= labels.items()
     assert set(container["resources"]) == {"requests", "limits"}
+
+
+def test_the_kubernetes_manifest_s_image_is_this_version_from_a_registry_of_one_s_own() -> None:
+    (pod,) = (each["spec"]["template"]["spec"] for each in documents("kubernetes.yaml") if each["kind"] == "Deployment")
+    (container,) = pod["containers"]
+    registry, _, image = container["image"].partition("/")
+    assert "." in registry, "or it would be pulled from a public one"
+    assert image == f"bkn-zoo:{__version__}"
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
+    assert all(f"# docker {command} {container['image']}" in text for command in ("build --tag", "push"))
 
 
 @pytest.mark.parametrize("prefix", ["", "/bkn"])
