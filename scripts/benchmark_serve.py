@@ -246,22 +246,24 @@ def rate_of(run: Callable[[], list[float]]) -> tuple[float, list[float]]:
     return len(taken) / (time.perf_counter() - begun), taken
 
 
+def of_group(group: int, name: str) -> Iterator[str]:
+    """What /proc says under a name of each process of a process group."""
+    for file in Path("/proc").glob(f"[0-9]*/{name}"):
+        with suppress(OSError):  # gone
+            if os.getpgid(int(file.parent.name)) == group:
+                yield file.read_text()
+
+
 def resident_mb(group: int) -> float:
-    """Of all processes of a process group; pages that they share count for each."""
-    total = 0
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            if os.getpgid(int(status.parent.name)) == group:
-                total += int(status.read_text().split("VmRSS:")[1].split()[0])
-        except (OSError, IndexError):  # gone, or a thread of the kernel
-            continue
-    return total / 1024
+    """MiB of all processes of a process group; pages that they share count for each."""
+    found = (status.partition("VmRSS:")[2].split() for status in of_group(group, "status"))
+    return sum(int(fields[0]) for fields in found if fields) / 1024  # one that has just ended has none
 
 
-def cpu_seconds(pid: int) -> float:
-    """That a process has taken, of the cores and of the kernel."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(group: int) -> float:
+    """That all processes of a process group have taken, of the cores and of the kernel."""
+    found = (stat.rpartition(")")[2].split() for stat in of_group(group, "stat"))
+    return sum(int(fields[11]) + int(fields[12]) for fields in found) / os.sysconf("SC_CLK_TCK")
 
 
 def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) -> list[float]:

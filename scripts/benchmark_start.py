@@ -34,7 +34,7 @@ def measure_both(checkpoint: str, precision: str) -> list[dict[str, Any]]:
 
 
 def measure(checkpoint: str, precision: str, cache: str) -> dict[str, Any]:
-    """One start: seconds to the first answer, by the clock and of the processor; megabytes then and after all modes."""
+    """One start: seconds to the first answer, by the clock and of the processor; MiB then and after all modes."""
     image, port = make_image(128), free_port()
     command = [sys.executable, "-m", "service", "--port", str(port), "--models", checkpoint, "--precision", precision]
     command += ["--drain-seconds", "0"]

@@ -119,10 +119,10 @@ START = """\
 ## The service's start
 
 From the command to the first answer in the checkpoint's own statistics mode, by the clock (`first_answer_s`) and in
-seconds of the processor (`cpu_s`), which others on the machine disturb less; the megabytes that are resident then, and
-after an answer in each mode. A file for each kind of processor; *auto* is the precision that it has. The *first* start
-compiles its graph and keeps it, *later* ones read it ([service.md](service.md#how-it-behaves)); where neither is named,
-there was no difference yet.
+seconds of the processor (`cpu_s`), which others on the machine disturb less; the MiB that are resident then
+(`resident_mb`), and after an answer in each mode (`all_modes_resident_mb`). A file for each kind of processor; *auto*
+is the precision that it has. The *first* start compiles its graph and keeps it, *later* ones read it
+([service.md](service.md#how-it-behaves)); where neither is named, there was no difference yet.
 """
 
 SERVE = """\
@@ -130,9 +130,17 @@ SERVE = """\
 
 Clients ask the service without a pause, each on one connection, for the whole time of a turn; *engine* is the same
 engine called in a loop on an image that is ready, with no HTTP and no decoding. LitServe runs the same classifier. All
-take turns; those whose turn it is not are stopped. The clients run on the same cores. What HTTP and decoding
-cost weighs more the smaller the network is. `first_answer_s` is from the start of the
-process, with files in the disk's cache; `resident_mb` counts pages that processes share for each of them.
+take turns; those whose turn it is not are stopped. The clients run on the same cores. `first_answer_s` is from the
+start of the process, with files in the disk's cache; `resident_mb` is in MiB, and counts pages that processes share for
+each of them; `cpu_ms_per_image` is the processor time that the server takes. A dash: not measured.
+"""
+
+REST = """\
+What lies between engine and service weighs more the smaller the network is. For `{model}` at {input} px, an
+image is {bare:.1f} ms of the {cores} cores together when the engine runs alone, and {served:.1f} ms when {clients}
+clients ask the service, whose process takes {busy:.1f} ms of these. HTTP and decoding within the service are thus
+{inside:.1f} ms, or more by as much as the engine alone lets a core wait. The other {outside:.1f} ms are the clients',
+which run on the same cores, and time in which a core waits.
 """
 
 TRAINED = """\
@@ -173,6 +181,19 @@ def steps_of(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, An
     return [row for row in rows if batch in (None, row.get("gradient_batch"))]
 
 
+def rest(result: dict[str, Any]) -> str:
+    """What is between the engine and the service, where that is most, in time of the cores."""
+    rows = result["rows"]
+    service = min((row for row in rows if row["server"] == "service"), key=lambda row: row["fraction_of_engine"])
+    same = {name: service[name] for name in ("model", "input", "clients")}
+    engine = next(row for row in rows if row["server"] == "engine" and same.items() <= row.items())
+    cores = int(result["hardware"].split()[-2])  # "a name, 2 cores"
+    bare, served = (1e3 * cores / row["images_per_s"] for row in (engine, service))
+    busy = service["cpu_ms_per_image"]
+    shares = {"bare": bare, "served": served, "busy": busy, "inside": busy - bare, "outside": served - busy}
+    return REST.format(cores=cores, **same, **shares)
+
+
 def performance() -> str:
     parts = [INTRODUCTION]
     starts, infers = (
@@ -193,10 +214,14 @@ def performance() -> str:
         parts.append(title)
         for name, result in results.items():
             rows = steps_of(result["rows"], batch)
+            # LitServe's is 0 where that of its first process alone was taken.
+            rows = [{name: row[name] for name in row if (name, row[name]) != ("cpu_ms_per_image", 0)} for row in rows]
             parts += [source(name, result), table(rows, columns(rows, leave_out)) + "\n"] if rows else []
         rooflines = [row for result in results.values() for row in steps_of(result.get("rooflines", []), batch)]
         if rooflines and title == TRAIN:
             parts += [ROOFLINE, table(rooflines, columns(rooflines)) + "\n"]
+        if title == SERVE:
+            parts.append(rest(results["benchmark_serve.json"]))
         if title == INFER:
             rows = precisions()
             parts += [PRECISION, table(rows, list(rows[0])) + "\n"]

@@ -8,9 +8,11 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -130,6 +132,42 @@ def test_the_measurements_in_the_documents_are_those_in_the_results(
     assert len(report.shown()) >= 4
     assert all(f"| {row.data}, `{row.network}` |" in text for row in report.shown())
     assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
+def test_the_processor_time_of_a_server_is_that_of_all_its_processes(
+    load_script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    work = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    first = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    script, log = load_script("benchmark_serve"), tmp_path / "log"
+    with script.serving([sys.executable, "-c", first], log, tmp_path) as process:
+        until = time.monotonic() + 60
+        while "done" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert 1 <= script.cpu_seconds(process.pid) < 2
+        assert script.resident_mb(process.pid) > 0
+
+
+def test_processor_time_that_was_not_taken_is_a_dash(load_script: Callable[[str], ModuleType]) -> None:
+    section = load_script("report").performance().partition("## The service\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if " | litserve | " in line]
+    assert rows
+    assert not any(row.endswith(" 0.000 |") for row in rows)
+
+
+def test_the_rest_between_engine_and_service_is_told_by_the_times_of_the_cores(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    def rows(model: str, engine: float, service: float, busy: float) -> list[dict[str, Any]]:
+        of = {"model": model, "input": 64, "clients": 4}
+        served = {"images_per_s": service, "fraction_of_engine": service / engine, "cpu_ms_per_image": busy}
+        return [of | {"server": "engine", "images_per_s": engine}, of | {"server": "service"} | served]
+
+    found = rows("large", 5.0, 4.9, 400.0) + rows("small", 50.0, 40.0, 47.0)
+    text = load_script("report").rest({"hardware": "a processor, 2 cores", "rows": found})
+    assert "`small`" in text
+    assert re.findall(r"([\d.]+) ms", text) == ["40.0", "50.0", "47.0", "7.0", "3.0"]
 
 
 def test_the_citation_is_of_this_version() -> None:
