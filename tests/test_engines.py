@@ -570,6 +570,16 @@ def test_auto_is_the_fastest_precision_that_the_processor_has(
     assert create_engine(small, "torch", precision="auto").precision == "f32"
 
 
+@pytest.mark.parametrize(("native", "chosen"), [(True, "bf16"), (False, "f16")])
+def test_auto_on_a_gpu_is_bf16_where_it_need_not_be_emulated(
+    small: Network, native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    assert create_engine(small, device="cuda", precision="auto").precision == chosen
+    assert create_engine(small, device="cuda").precision == "f32"
+
+
 @needs_openvino
 def test_where_f16_cannot_hold_the_statistics_auto_computes_them_in_f32(
     small: Network, monkeypatch: pytest.MonkeyPatch
