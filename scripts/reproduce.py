@@ -18,7 +18,6 @@ takes the others with it: stop this script, or a run, with Ctrl-C or SIGTERM.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import signal
@@ -202,8 +201,9 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
         variance_gaps,
         with_smaller_transitions,
     )  # fmt: skip
-    from bkn_zoo.training.data import evaluation_batches, training_batches
+    from bkn_zoo.training.data import evaluation_batches
     from bkn_zoo.training.evaluation import evaluate
+    from bkn_zoo.training.loop import further_images
 
     recipe = run.recipe
 
@@ -211,12 +211,9 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
         return rounded(evaluate(network, evaluation_batches(data, images, 500, device), modes))
 
     def in_training(question: Any) -> Any:
-        """Ask the network, passing images as its training did: those that an epoch after the last would begin with."""
-        size = recipe.train_size or data.preprocessing.size
-        varied = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
-        every = training_batches(varied, recipe.gradient_batch, recipe.epochs, recipe.seed, recipe.augmentation, device)
+        """Ask the network, passing images as its training did."""
         with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-            return question(model, (batch.images for batch in itertools.islice(every, ASKED_BATCHES)))
+            return question(model, further_images(recipe, data, device, ASKED_BATCHES))
 
     modes = ("population", "sample", "expected")
     validation = top(model, *modes, images=data.validation)

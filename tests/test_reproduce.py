@@ -266,6 +266,7 @@ def invented(plan: Plan) -> dict[str, Any]:
                 "recalibrated population": {"top1": 61.25}, "recalibrated expected": {"top1": 2 * top1},
                 "EvalNorm": {"top1": top1}, "A in 8 bits": {"top1": 59.5},
             },
+            "recalibrated_validation": {"population": 60.0, "expected": 61.0},
             "curve": [
                 {"epoch": k, "step": 10 * k, "top1": dict.fromkeys(metrics, top1 - 9 / k)} for k in range(1, 6)
             ],
@@ -285,7 +286,9 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     )
     assert "two images a group" not in failures
     assert "| the link between layers, with two | +2.00 ± 0.08 | 3 | a gain |" in text
-    anew = "| The same, with running statistics taken anew by the averaged weights"
+    anew = (
+        "| Inception-v2 at (256,32), with running statistics taken anew by the averaged weights: BKN is better than BN"
+    )
     assert f"{anew} | +0.90 | +6.00 ± 0.14 | 2 | held |" in text  # twice as much as in the record's modes
     assert "61.25" in text
     assert "0.600 ± 0.000" in text

@@ -102,6 +102,8 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     assert [line["epoch"] for line in record["curve"]] == [1, 2]
     assert record["test"].keys() == {"population", "sample", "expected"}
     validation = record["curve"][record["kept_epoch"] - 1]["validation"]
+    assert record["validation"] == validation
+    assert record["validation_anew"] is None  # of weights that are not averaged
     chosen = record["chosen_statistics"]
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == model.config.default_statistics == chosen
@@ -123,6 +125,25 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
             assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
     for mode, metrics in record["test"].items():
         assert model.config.accuracy[mode]["top1"] == pytest.approx(metrics["top1"], abs=0.1)
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_averaged_weights_get_statistics_of_their_own_where_validation_images_say_so(
+    script: Script, tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: bool
+) -> None:
+    goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
+    monkeypatch.setattr("bkn_zoo.cli.train.top1", lambda metrics: next(goodness))
+    more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--epochs", "1", "--ema", "0.9")
+    script("train.py", "--data", tree, "--init", checkpoint, *more, "--name", "averaged")
+    output = tmp_path / "runs" / "averaged"
+    record = json.loads((output / "results" / "runs" / "averaged.json").read_text())
+    assert record["validation_anew"].keys() == {"population", "sample", "expected"}
+    assert record["validation"] == (record["validation_anew"] if better else record["curve"][0]["validation"])
+    model = bkn_zoo.from_pretrained(output / "averaged")
+    assert model.config.training["statistics_anew"] is better
+    averaged = torch.load(output / "state.pt", weights_only=True)["best"]
+    assert torch.allclose(model.conv.norm.running_mean, averaged["conv.norm.running_mean"], rtol=1e-3) is not better
+    assert torch.allclose(model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)
 
 
 def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(

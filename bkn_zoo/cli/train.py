@@ -46,15 +46,17 @@ from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.models import Network
+from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.comparisons import layers, recalibrated
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
-from bkn_zoo.training.loop import fit
+from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import (
     STATE,
@@ -78,6 +80,9 @@ LEAST_STEPS = 400
 
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Of a run: its folder's, the service's for its checkpoint, and its repository's."""
+
+STATISTICS_BATCHES = 64
+"""Of training images, or as many as there are, for the statistics of averaged weights."""
 
 ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
 """What config.json says of it."""
@@ -227,15 +232,41 @@ def run_name(args: argparse.Namespace, overrides: dict[str, Any], recipe: Recipe
     return re.sub(r"[^\w.-]+", "_", name)
 
 
+def with_statistics_anew(
+    model: Network, recipe: Recipe, data: Data, device: torch.device, workers: int
+) -> tuple[Network, dict[str, dict[str, float]]] | None:
+    """A copy with running averages of its own weights' statistics, and how good it is on the validation images.
+
+    Averaged weights have averaged running averages, which are of weights further and further back. None where a norm
+    has none, or normalizes by them in training, too.
+    """
+    if recipe.freeze or not layers(model) or any(isinstance(layer, BatchRenorm2d) for layer in layers(model)):
+        return None
+    with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
+        with waiting("taking the statistics of the averaged weights"):
+            model = recalibrated(model, further_images(recipe, data, device, STATISTICS_BATCHES, workers))
+        batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
+        return model, evaluate(model, batches, what="validation", total=len(data.validation))
+
+
+def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
+    """In the best mode."""
+    return max(each["top1"] for each in metrics.values())
+
+
 def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
     """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
     device = torch.device(args.device)
     model = training.result
     if training.best is not None:
         model.load_state_dict(training.best)
-    model = model.cpu()
     kept = kept_line(training.history, recipe)
-    validation = kept["validation"]
+    validation, anew = kept["validation"], None
+    if recipe.ema:
+        anew = with_statistics_anew(model.to(device), recipe, data, device, args.workers)
+    if anew is not None and top1(anew[1]) > top1(validation):
+        model, validation = anew
+    model = model.cpu()
     best = max(validation, key=lambda mode: validation[mode]["top1"])
     split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
     training_facts = {
@@ -244,6 +275,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "init": args.init,
         "test_images": split,
         "kept_epoch": kept["epoch"],
+        "statistics_anew": validation is not kept["validation"],
         "validation_split": _validation_split(data),
     }
     about: dict[str, Any] = {
@@ -264,7 +296,8 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
             "name": name, "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
             "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
-            "test_images": split, "kept_epoch": kept["epoch"],
+            "test_images": split, "kept_epoch": kept["epoch"], "validation": validation,
+            "validation_anew": None if anew is None else anew[1],
             "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
         }  # fmt: skip
         (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -75,6 +75,11 @@ mode, the mean over seeds and, if there are several, ± their standard deviation
 batch. In bold, the mode that was best on a run's validation images: rows are to be compared by those. Between single
 runs, a difference of a point or so may be chance."""
 
+PARTS_UNKNOWN = (
+    "How much of it is the link between layers, and how much the shrinking of what a layer observes, was not measured "
+    "for this network and these batches."
+)
+
 LESS = """\
 ### In less precision
 
@@ -299,7 +304,8 @@ def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str
         | {mode: _top1(members, mode) for mode in MODES}
         for (norm, *_), members in sorted(groups.items())
     ]
-    sentences = " ".join(filter(None, [_gain(recipe, groups), _parts(recipe, ablations)]))
+    gain = _gain(recipe, groups)
+    sentences = f"{gain} {_parts(recipe, ablations)}" if gain else ""
     return f"{TWINS}\n\n{table(rows, list(rows[0]))}\n\n{sentences}".rstrip()
 
 
@@ -320,7 +326,7 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
 
 
 def _parts(recipe: Mapping[str, Any], ablations: Sequence[Run]) -> str:
-    """What part of the gain over BN is the link between layers, by runs with A held at zero, in a sentence."""
+    """What part of the gain over BN is the link between layers, by runs with A held at zero, or that nobody knows."""
 
     def kind(run: Run) -> tuple[Any, ...]:
         fields = ("dataset", "gradient_batch", "statistics_batch", "lr")
@@ -339,12 +345,20 @@ def _parts(recipe: Mapping[str, Any], ablations: Sequence[Run]) -> str:
 
     whole, unlinked, plain = top1("bkn", {}), top1("bkn", {"link": False}), top1("bn", {})
     if not (whole and unlinked and plain):
-        return ""
+        return PARTS_UNKNOWN
     return (
         f"Of the gain over BN, by runs of {epochs} epochs with A held at zero ({len(unlinked)} seeds): the link "
-        f"between layers is worth {mean(whole) - mean(unlinked):.2f} points, the shrinking of what a layer observes "
-        f"{mean(unlinked) - mean(plain):.2f}."
+        f"between layers is worth {_less(whole, unlinked)} points, the shrinking of what a layer observes "
+        f"{_less(unlinked, plain)}."
     )
+
+
+def _less(these: Sequence[float], those: Sequence[float]) -> str:
+    """The difference of two means, with its standard error where there are seeds to tell."""
+    gap = f"{mean(these) - mean(those):+.2f}"
+    if min(len(these), len(those)) < 2:
+        return gap
+    return f"{gap} ± {(stdev(these) ** 2 / len(these) + stdev(those) ** 2 / len(those)) ** 0.5:.2f}"
 
 
 def _top1(runs: list[Run], mode: str) -> str:

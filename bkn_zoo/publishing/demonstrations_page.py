@@ -21,9 +21,9 @@ PALETTE = (
 
 INTRODUCTION = """# A pretrained network with tiny batches
 
-Large images leave room for few of them on a GPU. With batches of 1, 2 or 4 images batch normalization may break, and the
-usual way out is to freeze it: the statistics of the pretraining stay for good. Here a network that was pretrained on
-ImageNet is fine-tuned with the whole batch as small as that, in four ways:
+Large images leave room for few of them on a GPU. With batches of 1, 2 or 4 images batch normalization may break, and
+the usual way out is to freeze it: the statistics of the pretraining stay for good. Here a network that was pretrained
+on ImageNet is fine-tuned with the whole batch as small as that, in four ways:
 
 - **BN**: batch normalization, by the statistics of the batch at hand.
 - **frozen BN**: the pretrained statistics stay. What is usual today, and the one to beat.

@@ -47,7 +47,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ by their seeds alone: a cell of a table."""
+    """Runs that differ by their seeds alone: a cell of a table.
+
+    Attributes:
+        ablation: it is there to be compared with another, which has the same norm and the same batches.
+    """
 
     name: str
     label: str
@@ -55,6 +59,7 @@ class Arm:
     group: int
     runs: tuple[Run, ...]
     paper: float | None = None
+    ablation: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def _arm(
     shown = [WORDS.get(each, each.replace("=", " = ").replace("_", " ")) for each in own]
     shown += ["widened"] if wide else []
     label = ", ".join([NORMS[row["norm"]], *shown])
-    return Arm(arm, label, gradient, group, runs, row.get("paper"))
+    ablation = bool(options) or width != 1 or (bool(fields) and gradient == base.gradient_batch)
+    return Arm(arm, label, gradient, group, runs, row.get("paper"), ablation)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -190,10 +196,17 @@ class Cell:
     def top1(self, mode: str | None = None, images: str = "test") -> list[float]:
         """Of each seed, in percent; without a mode, in that which was best on the run's validation images.
 
-        On the test images, a mode may also be one of the other rules, of those networks that were asked for it.
+        On the test images, a mode may also be one of the other rules, of those networks that were asked for it, or
+        "recalibrated": of those with running statistics taken anew, the one that was best on the validation images.
         """
-        found = [(measured(record, images), mode or record["chosen_statistics"]) for record in self.good]
+        found = [(measured(record, images), _name(record, mode)) for record in self.good]
         return [metrics[name]["top1"] for metrics, name in found if name in metrics]
+
+
+def _name(record: Record, mode: str | None) -> str:
+    if mode == "recalibrated" and (validation := record.get("recalibrated_validation")):
+        return f"recalibrated {max(validation, key=lambda each: validation[each])}"
+    return mode or record["chosen_statistics"]
 
 
 def measured(record: Record, images: str) -> Mapping[str, Mapping[str, float]]:

@@ -19,6 +19,9 @@ COLOURS = {
 }
 
 
+SPREAD = ",\nmean and standard deviation over seeds"
+
+
 def draw(plan: Plan, records: Mapping[str, Record], folder: Path) -> list[Path]:
     """All plots for which there are runs; those for which there are none are removed."""
     return save_figures({name: plot(plan, records) for name, plot in PLOTS.items()}, folder)
@@ -64,7 +67,7 @@ def _controls(plan: Plan, records: Mapping[str, Record]) -> Any:
             f"{mean(values):.1f}", (mean(values), place), xytext=(0, 6), textcoords="offset points", ha="center", size=8
         )
     axes.set_yticks(range(len(found)), [f"{e.arm.label} ({e.arm.gradient},{e.arm.group})" for e in found])
-    axes.set(xlabel="test top-1 (%), mean and standard deviation over seeds", title=_title(plan, "controls"))
+    axes.set(xlabel=f"test top-1 (%){SPREAD}", title=_title(plan, "controls"))
     axes.set_ylim(-0.6, len(found) - 0.2)
     axes.grid(axis="x", alpha=0.3)
     return figure
@@ -101,7 +104,7 @@ def _link(plan: Plan, records: Mapping[str, Record]) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_xticks(groups, [str(group) for group in groups])
     axes.minorticks_off()
-    axes.set(xlabel="images per statistics group", ylabel="test top-1 (%)", title=_title(plan, "link"))
+    axes.set(xlabel="images per statistics group", ylabel=f"test top-1 (%){SPREAD}", title=_title(plan, "link"))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
@@ -120,7 +123,7 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
         points.sort()
         shown = f"groups of {group} image{'s' if group > 1 else ''}"
         _band(axes, [gain for gain, _ in points], [v for _, v in points], shown, colour, marker="o")
-    axes.set(xlabel="gain q at the start", ylabel="validation top-1 (%)", title=_title(plan, "gain"))
+    axes.set(xlabel="gain q at the start", ylabel=f"validation top-1 (%){SPREAD}", title=_title(plan, "gain"))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
@@ -145,7 +148,7 @@ def _curves(plan: Plan, records: Mapping[str, Record]) -> Any:
         label = f"{each.arm.label} ({each.arm.gradient},{each.arm.group})"
         _course(axes, each, "epoch", label, COLOURS[each.arm.label], **style)
     recipe = chosen[0].arm.runs[0].recipe
-    axes.set(xlabel="epoch", ylabel="validation top-1 (%)")
+    axes.set(xlabel="epoch", ylabel=f"validation top-1 (%){SPREAD}")
     axes.set_title(f"How training goes\n{_setting(recipe)}, averaged weights")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -165,7 +168,7 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
     rows = -(-len(panels) // columns)
     figure, axes = _figure(3.4 * columns, 2.9 * rows + 0.6, columns, rows)
     for place, ((name, gradient, group), members) in zip(axes.flat, panels.items(), strict=False):
-        for norm, each in members:
+        for norm, each in sorted(members, key=lambda member: list(COLOURS).index(member[0])):
             _course(place, each, "step", norm, COLOURS[norm])
         part = ", a fifth of the images" if name == "tiny_fifth" else ""
         place.set(title=f"({gradient},{group}){part}", xlabel="step", ylim=(0, None))
@@ -173,9 +176,9 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
         place.legend(loc="upper left")
     for place in list(axes.flat)[len(panels) :]:
         place.remove()
-    figure.supylabel("validation top-1 (%)")
+    figure.supylabel(f"validation top-1 (%){SPREAD}")
     recipe = next(iter(panels.values()))[0][1].arm.runs[0].recipe
-    figure.suptitle(f"(gradient batch, statistics batch): {_setting(recipe)}, averaged weights")
+    figure.suptitle(f"(gradient, statistics batch): {_setting(recipe)}, {recipe.epochs} epochs, averaged weights")
     return figure
 
 
@@ -191,7 +194,7 @@ def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
     else:
         return None
     figure, axes = _figure(8.5, 4.2, columns=2)
-    limit = 1.5
+    limit = 1.0
     for each, (norm, values) in zip(axes, maps.items(), strict=True):
         transposed = [list(row) for row in zip(*values, strict=True)]
         picture = each.imshow(
@@ -200,7 +203,8 @@ def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
         size = mean(abs(value) for row in values for value in row)
         each.set(title=f"{norm}, mean |gap| {size:.2f}", xlabel="group of two images", ylabel="channel")
     figure.colorbar(picture, ax=axes, label="log(variance of the group / running variance)", extend="both")
-    figure.suptitle(f"How far variances stray from their moving average, last layer, {DATASETS[setting].shown}")
+    about = f"last layer of one network each, {DATASETS[setting].shown}"
+    figure.suptitle(f"How far variances stray from their moving average: {about}")
     return figure
 
 

@@ -53,12 +53,15 @@ mode an image's result does not depend on what else is in the batch."""
 UNTESTED = """\
 ## What was not tested
 
-- Data sets other than those in the table; images of another kind, size or quality than the training images.
+- Data sets other than those in the table and those of [docs/finetuning.md](docs/finetuning.md); images of another kind,
+  size or quality than the training images.
 - Robustness to noise, corruption or attack, and fairness between groups of people.
 - Detection and video: the networks here classify. Segmentation was tried once, with a converted network
   ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
-- Seeds: where a checkpoint's card gives one run, the spread between seeds is not known."""
+- Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
+- What the link between layers is worth beyond CIFAR-100 and `inception_cifar`, and what BRN and GroupNorm reach at a
+  recipe's full length ([docs/results.md](docs/results.md) compares them in shorter trainings)."""
 
 TRAINING = """\
 ## Time and energy of training

@@ -101,7 +101,7 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
 def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
     """A copy whose running averages are taken anew over `batches`, by the weights as they are now."""
     model = copy.deepcopy(model)
-    recalibrate(model, (images.contiguous(memory_format=torch.channels_last) for images in batches))
+    recalibrate(model, batches)
     return model
 
 

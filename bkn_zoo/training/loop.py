@@ -2,6 +2,8 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,7 @@ def fit(
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
     often = min(50, max(per_epoch // 4, 1))  # that the loss is shown, for which the host waits for the device
-    size = recipe.train_size or data.preprocessing.size
-    varied = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
+    varied = _at_training_size(data, recipe)
     step = make_step(training, recipe, device)
     interruption = Interruption(quiet=rank > 0)
     saved = time.monotonic()
@@ -117,6 +118,23 @@ def fit(
             tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
             save_if_needed(epoch_ended=True)
+
+
+def further_images(
+    recipe: Recipe, data: Data, device: torch.device, batches: int, workers: int = 0
+) -> Iterator[Tensor]:  # fmt: skip
+    """Batches as a training had them, for what is asked of its result: those that one more epoch would begin with."""
+    batch = recipe.micro_batch or recipe.gradient_batch
+    more = training_batches(
+        _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
+    )
+    for images, _ in islice(more, batches):
+        yield images.contiguous(memory_format=torch.channels_last)
+
+
+def _at_training_size(data: Data, recipe: Recipe) -> Data:
+    size = recipe.train_size or data.preprocessing.size
+    return dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
 
 
 def _largest(number: int) -> int:

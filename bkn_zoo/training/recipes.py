@@ -28,7 +28,8 @@ class Recipe:
         optimizer: "sgd" (with Nesterov momentum) or "adamw".
         schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
         warmup: share of the steps that go up.
-        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none.
+        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none. What they remember is
+            averaged as well; at the end statistics of their own take its place, if the validation images say so.
         kalman_lr: learning rate of A, R and q relative to the others'.
         precision: "bfloat16" (autocast) or "float32".
         keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
