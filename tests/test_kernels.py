@@ -439,14 +439,19 @@ def test_where_a_is_frozen_its_gradient_is_not_kept():
     assert layer.bias.grad.untyped_storage().nbytes() < 4 * layer.transition.numel()
 
 
-def operands(prior):
+def operands(prior, layout):
     """Arguments of both operators, for a layer with a residual and a ReLU."""
     torch.manual_seed(0)
 
     def numbers(*shape):
         return torch.rand(shape, device=DEVICE) + 0.1
 
-    x, residual, weight, bias = torch.randn(4, 3, 2, 2, device=DEVICE), numbers(4, 3, 2, 2), numbers(3), numbers(3)
+    x, residual, weight, bias = torch.randn(4, 3, 2, 5, device=DEVICE), numbers(4, 3, 2, 5), numbers(3), numbers(3)
+    x = {
+        "channels first": x,
+        "channels last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(2, 3).contiguous().transpose(2, 3),
+    }[layout]
     kalman = {
         "first": (None,) * 5,
         "full": (numbers(2, 5), numbers(2, 5), numbers(3, 5), numbers(3), numbers(1)),
@@ -459,10 +464,11 @@ def operands(prior):
     return forward, backward
 
 
+@pytest.mark.parametrize("layout", ["channels first", "channels last", "transposed"])
 @pytest.mark.parametrize("prior", ["first", "full", "predicted"])
-def test_the_operators_keep_their_contract_with_pytorch(prior):
+def test_the_operators_keep_their_contract_with_pytorch(prior, layout):
     """Schema and aliases, fakes with the dtypes and strides of what comes, and tracing, all as torch.library checks."""
-    forward, backward = operands(prior)
+    forward, backward = operands(prior, layout)
     torch.library.opcheck(torch.ops.bkn_zoo.norm, forward)
     torch.library.opcheck(torch.ops.bkn_zoo.norm_backward, backward)
 

@@ -42,7 +42,7 @@ def _norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
 
 @torch.library.register_fake("bkn_zoo::norm", lib=_library)
 def _norm_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((4, x.shape[0] // rest[9], x.shape[1]), dtype=torch.float32)
+    return torch.empty_like(dense(x)), x.new_empty((4, x.shape[0] // rest[9], x.shape[1]), dtype=torch.float32)
 
 
 @torch.library.register_fake("bkn_zoo::norm_backward", lib=_library)
@@ -51,6 +51,7 @@ def _norm_backward_fake(
     prior_mean: Tensor | None, prior_var: Any, transition: Tensor | None, raw_process_noise: Tensor | None,
     raw_gain: Tensor | None, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x = dense(x)
     dresidual = None if y is None else torch.empty_like(x)
     dpriors = None if prior_mean is None else beliefs.new_empty(2, *prior_mean.shape)
     dparameters = beliefs.new_empty(sum(parameter_sizes(weight, transition, raw_process_noise, raw_gain)))
