@@ -1,6 +1,7 @@
 """Any batch-normalized network becomes a BKN network: the same outputs, the same step at gain 1, the same names."""
 
 import copy
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,33 @@ def test_names_stay_and_weights_load_both_ways(family: str, pair: Any) -> None:
     with torch.no_grad():
         for mode in MODES:
             assert torch.equal(again(images, statistics=mode), converted.eval()(images, statistics=mode))
+
+
+# All of them, as `scripts/check_conversion.py` found them
+
+
+@pytest.mark.parametrize(
+    ("library", "fewest", "share"),
+    [
+        ("torchvision", 50, 0.95),
+        ("timm", 40, 0.9),
+        ("torchvision, segmentation", 3, 1.0),
+        ("torchvision, a detector's backbone", 1, 1.0),
+    ],
+)
+def test_the_measured_conversions_keep_what_was_promised(library: str, fewest: int, share: float) -> None:
+    stored = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())
+    rows = [row for row in stored["rows"] if row["library"] == library]
+    converted = [row for row in rows if row["converts"]]
+    assert len(rows) >= fewest
+    assert len(converted) >= share * len(rows)
+    for row in converted:
+        assert row["float32"] <= 1e-4, row
+        if row["parameters"] <= 100_000_000:  # larger ones were not asked in float64
+            assert row["output"] <= 1e-9, row
+        if row["parameters"] <= 300_000_000:
+            assert (row["no_gradient"], row["round_trip"]) == ([], 0), row
+    assert all(row["reason"] for row in rows if not row["converts"])
 
 
 # Plans
