@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize, spectral_norm, weight_norm
 from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
@@ -457,6 +460,53 @@ def test_norms_without_running_statistics_and_unknown_kinds_of_norm_are_left() -
     assert notes["n4"] == "left: never called"
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+     "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_a_norm_with_hooks_is_left_and_they_are_called(register: str) -> None:
+    calls: list[int] = []
+    model = small()
+    getattr(model.get_submodule("1"), register)(lambda *_: calls.append(1))
+    converted = convert(model)
+    assert {row.norm: row.note for row in converted.report.rows}["1"].startswith("left: has hooks")
+    prove(model, converted, torch.randn(2, 3, 8, 8))
+    calls.clear()
+    converted(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert calls == [1]
+
+
+def test_a_norm_whose_weight_or_forward_is_not_its_own_is_left() -> None:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model = nn.Sequential(conv(3, 4), norm(4), norm(4), norm(4))
+    parametrize.register_parametrization(model.get_submodule("1"), "weight", Double())
+    model.get_submodule("2").forward = lambda x: 2 * x
+    converted = convert(model)
+    notes = {row.norm: row.note for row in converted.report.rows}
+    assert notes["1"] == "left: has parametrized weights"
+    assert notes["2"] == "left: its forward was replaced by another"
+    prove(model, converted, torch.randn(2, 3, 8, 8))
+
+
+def test_a_norm_of_several_names_is_one_under_all_of_them() -> None:
+    shared, block = norm(4), nn.Sequential(conv(4, 4), norm(4))
+    layers = {"c1": conv(3, 4), "n1": shared, "n2": shared, "b1": block, "b2": block, "n3": norm(4)}
+    converted = plan_of(lambda m, x: m.n3(m.b2(m.b1(m.n2(m.n1(m.c1(x)))))), **layers)
+    assert converted.n1 is converted.n2
+    assert converted.b1[1] is converted.b2[1]
+    assert {row.norm: row.also for row in converted.report.rows} == {"n1": ("n2",), "b1.1": ("b2.1",), "n3": ()}
+    assert "n1, n2 " in str(converted.report)
+    assert not any(isinstance(module, _BatchNorm) for module in converted.modules())
+    whole = nn.ModuleDict({"a": (part := small()), "b": part})
+    converted = convert(whole, only="b")
+    assert isinstance(converted["a"], Converted)
+    assert converted["a"] is converted["b"]
+
+
 # Use
 
 
@@ -528,6 +578,25 @@ def test_only_a_part_a_detector_s_backbone_trained_with_one_image() -> None:
     assert all(p.grad is not None for p in converted.backbone.parameters())
 
 
+def test_parts_are_converted_one_after_another() -> None:
+    model = nn.Sequential(small(), nn.Sequential(conv(2, 4), norm(4)))
+    first = convert(model, only="0")
+    both = convert(first, only="1")
+    assert [type(part) for part in first] == [Converted, nn.Sequential]
+    assert [type(part) for part in both] == [Converted, Converted]
+    prove(model, both, torch.randn(4, 3, 8, 8))
+    for only in (None, "0", "0.0", "0.1"):
+        with pytest.raises(ConversionError, match="already"):
+            convert(first, only=only)
+
+
+def test_the_empty_name_is_the_whole() -> None:
+    model, images = small().eval(), torch.randn(2, 3, 8, 8)
+    converted = convert(model, only="")
+    assert isinstance(converted, Converted)
+    torch.testing.assert_close(converted(images), model(images))
+
+
 def test_segmentation_trains_with_one_image() -> None:
     """Of which global pooling leaves one value per channel: BN refuses that."""
     model = torchvision.models.get_model("lraspp_mobilenet_v3_large", num_classes=4, weights_backbone=None)
@@ -561,6 +630,39 @@ class Branching(nn.Module):
         return x
 
 
+class Iterating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = norm(3)
+        self.backbone = small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.backbone(row[None]) for row in self.first(x)])
+
+
+class WithDefault(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = small()
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        return self.backbone(x)
+
+
+def with_attribute(value: Any) -> nn.Module:
+    model = small()
+    model.get_submodule("3").kept = value
+    return model
+
+
+def after_a_pass(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = small()
+    with warnings.catch_warnings(action="ignore"):  # that there are newer ones
+        wrap(model.get_submodule("3"))
+    model(torch.randn(2, 3, 8, 8))
+    return model
+
+
 def on_two_devices() -> nn.Module:
     return nn.Sequential(conv(3, 4), norm(4), nn.Linear(4, 4, device="meta"))
 
@@ -579,20 +681,36 @@ def on_two_devices() -> nn.Module:
         (lambda: 3, "torch.nn.Module"),
         (lambda: nn.DataParallel(small()), ".module"),
         (lambda: torch.compile(small()), "._orig_mod"),
+        (Iterating, "(Proxy object cannot be iterated): write that line without it, or"),
+        (WithDefault, "one that has no default"),
+        (lambda: after_a_pass(weight_norm), "because of its 3.weight"),
+        (lambda: after_a_pass(spectral_norm), "because of its 3.weight"),
+        (lambda: with_attribute(2 * torch.ones(2, requires_grad=True)), "because of its 3.kept"),
+        (lambda: with_attribute(threading.Lock()), "because of its 3.kept"),
+        (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
     ],
     ids=[
         "no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module",
-        "parallel", "compiled",
+        "parallel", "compiled", "iteration", "default", "weight norm", "spectral norm", "no leaf", "lock", "zoo",
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:
+    def look(given: Any) -> Any:
+        return (repr(given), *([m.training for m in given.modules()] if isinstance(given, nn.Module) else ()))
+
+    def numbers(given: Any) -> dict[str, Tensor]:
+        state = given.state_dict() if isinstance(given, nn.Module) else {}
+        return {name: tensor.clone() for name, tensor in state.items() if not (is_lazy(tensor) or tensor.is_meta)}
+
     given = model()
-    before = repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None
+    before, state = look(given), numbers(given)
     with pytest.raises(ConversionError) as caught:
         convert(given)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert before == (repr(given), [m.training for m in given.modules()] if isinstance(given, nn.Module) else None)
+    assert ". " not in str(caught.value)
+    assert look(given) == before
+    torch.testing.assert_close(numbers(given), state, rtol=0, atol=0)
 
 
 def test_the_part_in_a_wrapper_can_be_converted_and_only_pytorchs_own_are_taken_for_wrappers() -> None:
@@ -630,6 +748,10 @@ def test_an_error_of_tracing_names_the_line_and_a_part_that_may_be_converted() -
     assert isinstance(converted.backbone, Converted)
     with pytest.raises(UnknownNameError, match="backbone"):
         convert(Branching(), only="body")
+    with pytest.raises(ConversionError, match=r"only='1\.backbone'"):  # not its first norm, and as the whole calls it
+        convert(nn.Sequential(small(), Iterating()), only="1")
+    with pytest.raises(ConversionError, match=r"the part '0\.0' holds no batch norm"):
+        convert(nn.Sequential(small()), only="0.0")
 
 
 def test_an_input_with_a_default_keeps_it_and_another_value_is_refused() -> None:

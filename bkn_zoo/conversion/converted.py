@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from bkn_zoo.conversion.plan import Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
-from bkn_zoo.conversion.rewrite import Forward, foldable, replace_norms, rewrite
-from bkn_zoo.conversion.trace import is_batchnorm, trace
+from bkn_zoo.conversion.rewrite import Forward, foldable, names_of, replace_norms, rewrite
+from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, trace
 from bkn_zoo.errors import ConversionError, UnknownNameError
+from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
 from bkn_zoo.norms.statistics import Statistics, choose_statistics
 
@@ -76,51 +78,85 @@ def convert(
 
     Args:
         model: any module that torch.fx can trace when batch norms, and modules that hold none, are taken as they are.
-        only: the name of a part, such as "backbone", where the whole cannot be traced. The rest stays as it is; the
-            part is then what takes `statistics` and has the attributes of a `Converted`.
+        only: the name of a part, such as "backbone", where the whole cannot be traced. The rest stays as it is, and
+            may have parts that were converted before; the part is then what takes `statistics` and has the attributes
+            of a `Converted`. None, or the empty name, is the whole.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: what normalizes at inference when a call does not say.
     """
-    _check(model, whole=only is None)
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
+    name = only or ""
+    _check(model, name)
     choose_statistics(False, default_statistics, statistics_batch_size)
-    whole = copy.deepcopy(model)
-    try:
-        part = whole if only is None else whole.get_submodule(only)
-    except AttributeError:
-        names = ", ".join(name for name, _ in model.named_children())
-        raise UnknownNameError(f"{type(model).__name__} has no part {only!r}: choose from {names}.") from None
+    whole = _copy(model)
+    part = whole.get_submodule(name)
     before = _count(whole)
-    converted = _convert(part, left=_frozen(whole, part))
+    converted = _convert(part, name, left=_frozen(whole, part))
     converted.statistics_batch_size, converted.default_statistics = statistics_batch_size, default_statistics
-    if only is None:
+    if part is whole:
         converted.report = replace(converted.report, parameters_before=before, parameters_after=_count(converted))
         return converted
-    parent, _, child = only.rpartition(".")
-    setattr(whole.get_submodule(parent), child, converted)
+    for place in names_of(whole)[part]:
+        whole.set_submodule(place, converted)
     whole.report = converted.report = replace(  # type: ignore[assignment]
         converted.report, parameters_before=before, parameters_after=_count(whole)
     )
     return whole
 
 
-def _check(model: nn.Module, whole: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
+def _check(model: nn.Module, name: str) -> None:
+    """Refuse what cannot be converted: the part of this name, or the whole, which has none."""
     kind = type(model).__name__
-    if whole and kind in WRAPPERS and type(model).__module__.startswith("torch."):
-        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
-    modules = list(model.modules())
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ConversionError(f"{kind} holds scripted code, which cannot be traced: pass the module as it was before.")
-    if any(isinstance(module, Converted | BatchKalmanNorm2d) for module in modules):
-        raise ConversionError(f"{kind} holds Batch Kalman Norms already: pass the network as it was before.")
-    if any(isinstance(module, LazyModuleMixin) for module in modules):
+    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
         raise ConversionError(f"{kind} holds lazy modules, whose sizes are not known yet: run it once first.")
+    try:
+        part = model.get_submodule(name)
+    except AttributeError:
+        names = ", ".join(child for child, _ in model.named_children())
+        raise UnknownNameError(f"{kind} has no part {name!r}: choose from {names}.") from None
+    if part is model and kind in WRAPPERS and type(model).__module__.startswith("torch."):
+        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
+    what = kind if part is model else f"the part {name!r}"
+    atoms, modules = name.split("."), list(part.modules())
+    around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
+    if any(isinstance(module, Converted | BatchKalmanNorm2d) for module in (*around, *modules)):
+        raise ConversionError(
+            f"{what} has Batch Kalman Norms in it or around it already: pass the network as it was before, or name "
+            "another part as only=."
+        )
+    if isinstance(part, Network):
+        twin = f"{part.name.rpartition('_')[0]}_bkn"
+        raise ConversionError(f"{part.name} is one of the zoo's own networks: take create_model({twin!r}) instead.")
     if not any(map(is_batchnorm, modules)):
-        raise ConversionError(f"{kind} holds no batch norm: there is nothing to convert.")
-    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+        raise ConversionError(f"{what} holds no batch norm: there is nothing to convert.")
+    devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
     if len(devices) > 1:
-        raise ConversionError(f"{kind} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
+        raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a module may hold anything
+        raise ConversionError(
+            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
+            "remove it or, if the first pass made it, convert the network before that."
+        ) from error
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """The name of an attribute that cannot be copied."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            try:
+                if value is not module._modules:
+                    copy.deepcopy(value)
+            except Exception:
+                return f"{name}.{attribute}".lstrip(".")
+    return "modules"
 
 
 def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
@@ -130,9 +166,16 @@ def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
     for name, norm in part.named_modules():
         if not isinstance(norm, _BatchNorm):
             continue
+        hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
         own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         if norm.running_mean is None:
             left[name] = "keeps no running statistics"
+        elif any(hooks):
+            left[name] = "has hooks, which expect what a batch norm takes and gives"
+        elif is_parametrized(norm):
+            left[name] = "has parametrized weights"
+        elif "forward" in vars(norm):
+            left[name] = "its forward was replaced by another"
         elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
             left[name] = f"a {type(norm).__name__}, which does more than normalize"
         elif whole.training and not norm.training:
@@ -142,12 +185,12 @@ def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
     return left
 
 
-def _convert(model: nn.Module, left: dict[str, str]) -> Converted:
-    """Convert in place, and return what takes the model's place."""
+def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
+    """Convert in place, and return what takes the model's place, which is a part of this name or the whole."""
     modes = [(module, module.training) for module in model.modules()]
     graphs, plans = [], []
     for training in (True, False):
-        graphs.append(trace(model.train(training)))
+        graphs.append(trace(model.train(training), name))
         plans.append(make_plan(model, graphs[-1], left))
         left = plans[-1].left
     for module, mode in modes:
@@ -167,7 +210,12 @@ def _convert(model: nn.Module, left: dict[str, str]) -> Converted:
 
 def _check_plans(model: nn.Module, training: Plan, evaluation: Plan) -> None:
     if not training.calls and not evaluation.calls:
-        reasons = "; ".join(f"{name} is {why}" for name, why in training.left.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in training.left.items())
+        if not reasons:
+            raise ConversionError(
+                f"{type(model).__name__} passes no input on to a batch norm: give its forward one that has no default, "
+                "since those with a default keep it."
+            )
         raise ConversionError(f"{type(model).__name__} calls no batch norm that can be converted ({reasons}).")
     known = {call.name: call.shapes for call in training.calls}
     for call in evaluation.calls:
@@ -179,6 +227,7 @@ def _check_plans(model: nn.Module, training: Plan, evaluation: Plan) -> None:
 
 def _rows(model: nn.Module, training: Plan, evaluation: Plan) -> list[Row]:
     rows = []
+    names = names_of(model)
     named = {call.name for call in training.calls}
     for plan, calls in (
         (training, training.calls),
@@ -191,11 +240,13 @@ def _rows(model: nn.Module, training: Plan, evaluation: Plan) -> list[Row]:
                 priors[name] = priors.get(name, 0) + 1
             path = tuple(dict.fromkeys(name for piece in call.pieces for name in piece.path))
             note = "" if priors else call.why or "none: no norm below"
-            rows.append(Row(call.name, priors, path, call.shapes, note))
+            also = tuple(names[model.get_submodule(call.name)][1:])
+            rows.append(Row(call.name, priors, path, call.shapes, note, also))
     called = {row.norm for row in rows}
     for name, module in model.named_modules():
         if is_batchnorm(module) and name not in called:
-            rows.append(Row(name, {}, (), (), f"left: {training.left.get(name, 'never called')}"))
+            note = f"left: {training.left.get(name, 'never called')}"
+            rows.append(Row(name, {}, (), (), note, tuple(names[module][1:])))
     return rows
 
 

@@ -13,6 +13,7 @@ class Row:
         path: the layers in between.
         transition: the shapes of the blocks of A; none for a first layer and for a norm that was left.
         note: why it has no prior, or why it was left as it is.
+        also: further names of the very same norm.
     """
 
     norm: str
@@ -20,6 +21,7 @@ class Row:
     path: tuple[str, ...]
     transition: tuple[tuple[int, ...], ...]
     note: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Report:
         for row in self.rows:
             prior = _few(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
-            table.append((row.norm, prior, _few(row.path), shapes))
+            table.append((", ".join((row.norm, *row.also)), prior, _few(row.path), shapes))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines += [f"guess: {guess}" for guess in self.guesses]

@@ -81,16 +81,25 @@ def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
     return layer
 
 
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of each module, of which one that is shared has several; the first is what a plan calls it."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
 def replace_norms(model: nn.Module, plan: Plan) -> None:
-    """Put BKN in the place of every batch norm that the plan calls."""
+    """Put BKN in the place of every batch norm that the plan calls, under all of its names."""
+    names = names_of(model)
     for name in dict.fromkeys(call.name for call in plan.calls):
         norm = model.get_submodule(name)
         if isinstance(norm, _BatchNorm):
             calls = [call for call in plan.calls if call.name == name]
-            parent, _, child = name.rpartition(".")
             layer = kalman_norm(norm, calls[0])
             layer.priors = nn.ModuleList(_gather(plan, call, norm) for call in calls)
-            setattr(model.get_submodule(parent), child, layer)
+            for place in names[norm]:
+                model.set_submodule(place, layer)
 
 
 def _below(call: NormCall) -> list[int]:

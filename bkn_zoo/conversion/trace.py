@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +45,12 @@ class LayerTracer(Tracer):
         return type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
 
 
-def trace(model: nn.Module) -> fx.Graph:
-    """The graph of `model` in the mode, training or evaluation, that it is in."""
+def trace(model: nn.Module, part: str = "") -> fx.Graph:
+    """The graph of `model` in the mode, training or evaluation, that it is in.
+
+    Args:
+        part: what it is called, if it is a part of a network.
+    """
     if is_batchnorm(model):
         raise ConversionError(f"{type(model).__name__} is a batch norm itself: convert a network that it is part of.")
     if "forward" in vars(model):
@@ -53,11 +58,14 @@ def trace(model: nn.Module) -> fx.Graph:
     try:
         return Tracer().trace(model)
     except Exception as error:  # tracing runs the model's own code on stand-ins, which can fail in any way
-        parts = [name for name, child in model.named_children() if holds_batchnorm(child)]
-        hint = f", such as only={parts[0]!r}" if parts else ""
+        parts = [name for name, child in model.named_children() if holds_batchnorm(child) and not is_batchnorm(child)]
+        hint = ""
+        if parts:
+            example = f"{part}.{parts[0]}".lstrip(".")
+            hint = f", or convert a part of the network with only=NAME, such as only={example!r}"
         raise ConversionError(
-            f"{type(model).__name__} cannot be traced at {_line_of(error)} ({_first_sentence(error)}): write that line "
-            f"without it, or convert a part of the network with only=NAME{hint}."
+            f"{type(model).__name__} cannot be traced at {_line_of(error)} ({first_sentence(error)}): write that line "
+            f"without it{hint}."
         ) from error
 
 
@@ -71,5 +79,6 @@ def _line_of(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}, `{frame.line}`"
 
 
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+def first_sentence(error: Exception) -> str:
+    """What an error of others says, which may go on with advice of its own."""
+    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__
