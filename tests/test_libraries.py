@@ -90,7 +90,8 @@ def test_the_service_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         assert client.get("/v1/models").json()["models"][0]["architecture"] == NETWORK
 
 
-def few_layers() -> LibraryNetwork:
+def few_layers() -> nn.Module:
+    """Of one's own, and no network of the zoo."""
     layers = [
         nn.Conv2d(3, 8, 3, stride=2),
         nn.BatchNorm2d(8),
@@ -102,7 +103,7 @@ def few_layers() -> LibraryNetwork:
     converted = bkn_zoo.convert(nn.Sequential(*layers), statistics_batch_size=2)
     with torch.no_grad():
         converted.train()(torch.randn(4, 3, 64, 64))
-    return LibraryNetwork(converted, "few", 12, {}, 1).eval()
+    return converted.eval()
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
@@ -120,9 +121,47 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         for mode in MODES if name == "torch" else ("expected",):  # which has all that others have
-            wanted = model(images, mode)
+            wanted = model(images, statistics=mode)
             scale = wanted.abs().max().item()
             torch.testing.assert_close(engine(images, mode), wanted, atol=1e-4 * scale, rtol=0)
+            assert engine(images[:0], mode).shape == wanted[:0].shape
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.layers(x)}
+
+
+def test_engines_take_networks_of_one_s_own_with_images_of_any_channels_and_outputs_of_any_shape() -> None:
+    converted = bkn_zoo.convert(Several().layers).eval()
+    images = torch.randn(2, 1, 8, 8)
+    engine = create_engine(converted)
+    with torch.no_grad():
+        for mode in MODES:
+            torch.testing.assert_close(engine(images, mode), converted(images, statistics=mode))
+    assert engine(images[:0]).shape == (0, 4, 6, 6)
+    converted.default_statistics = "sample"
+    torch.testing.assert_close(engine(images), engine(images, "sample"))
+    for bad in (images[0], images.long()):
+        with pytest.raises(InputError, match="must be \\(images, channels, height, width\\) in floating point"):
+            engine(bad)
+
+
+@pytest.mark.parametrize("name", ["torch", "openvino"])
+def test_what_no_engine_runs_and_no_file_holds_is_refused_in_one_sentence(name: str) -> None:
+    if name == "openvino":
+        pytest.importorskip("openvino")
+    images = torch.randn(2, 1, 8, 8)
+    with pytest.raises(InputError, match="no engine runs a Several"):
+        create_engine(bkn_zoo.convert(Several(), only="layers"), name)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="but this one gives a dict"):
+        create_engine(bkn_zoo.convert(Several()).eval(), name)(images)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Converted"):
+        bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]
 
 
 def test_the_average_of_a_whole_map_in_f16_is_that_in_f32() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.inference.tracing import in_float32
+
 SIZES = (1, 2, 4, 8, 16, 32)
 """Images that a graph is captured for. Other numbers are filled up to the next, and larger ones divided: what an image
 gives does not depend on those beside it."""
@@ -59,7 +61,7 @@ class Captured:
         images = self.images[:size]
         graph = torch.cuda.CUDAGraph()
         with _capturing:
-            self.network(images, self.mode)  # compiles kernels, chooses algorithms
+            self.network(images, statistics=self.mode)  # compiles kernels, chooses algorithms
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                logits = self.network(images, self.mode).float()
+                logits = in_float32(self.network(images, statistics=self.mode))
         return graph, logits

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.libraries import LibraryNetwork
+from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
-from bkn_zoo.inference.tracing import translate
+from bkn_zoo.inference.tracing import in_float32, name_of, translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
@@ -28,10 +28,13 @@ LARGEST_STATISTIC = 250.0  # in f16, where OpenVINO on Arm sums rows in f16 too:
 Prepared = TypeVar("Prepared")
 
 
-def create_engine(model: Network, engine: str = "auto", device: str = "cpu", precision: str = "f32") -> "Engine":
+def create_engine(
+    model: Network | Converted, engine: str = "auto", device: str = "cpu", precision: str = "f32"
+) -> "Engine":
     """What runs `model` at inference: `engine(images, statistics)` gives its logits.
 
     Args:
+        model: of the zoo, or from `bkn_zoo.convert` if it was converted as a whole, takes images and gives one tensor.
         engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: converted networks run
             in OpenVINO only where it is asked for.
         device: "cpu", or "cuda" for PyTorch.
@@ -42,9 +45,14 @@ def create_engine(model: Network, engine: str = "auto", device: str = "cpu", pre
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
+    if not isinstance(model, Network | Converted):
+        raise InputError(
+            f"no engine runs a {type(model).__name__}: pass a network of the zoo, or what bkn_zoo.convert made of a "
+            "whole one."
+        )
     if engine == "auto":
         # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
-        soon = not isinstance(model, LibraryNetwork)
+        soon = not isinstance(model, Converted)
         engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and soon else "torch"
     return (OpenVINOEngine if engine == "openvino" else TorchEngine)(model, device, precision)
 
@@ -58,10 +66,11 @@ class Engine:
     that PyTorch does not count (to a tensor's `.data`, or by a captured step) and modules that were replaced.
     """
 
-    def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
+    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
             raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
-        self.model, self.device = model, torch.device(device)
+        self.model: Any = model
+        self.device = torch.device(device)
         self.chooses = precision == "auto"
         self.precision = self._fastest_precision() if self.chooses else precision
         self.dtype = DTYPES[self.precision]
@@ -72,17 +81,23 @@ class Engine:
         self._locks: dict[Any, threading.Lock] = {}
 
     def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor:
-        """Logits in float32, (images, classes).
+        """Logits in float32, (images, classes), or what else a converted network gives for each image.
 
         Args:
             images: (images, 3, height, width), preprocessed; any number, of any size that the network takes.
             statistics: "population", "sample" or "expected"; by default the model's own choice.
         """
         model = self.model
-        model._check(images)
+        if isinstance(model, Network):
+            model._check(images)
+        elif images.ndim != 4 or not images.is_floating_point():
+            raise InputError(
+                f"images must be (images, channels, height, width) in floating point, but these are "
+                f"{tuple(images.shape)} in {images.dtype}."
+            )
         chosen = choose_statistics(False, statistics, model.statistics_batch_size, model.default_statistics)
         if len(images) == 0:
-            return torch.empty(0, model.num_classes, device=self.device)
+            return self(images.new_zeros(1, *images.shape[1:]), statistics)[:0]
         self._notice_changes()
         with torch.inference_mode():
             return self._run(images, chosen)
@@ -114,7 +129,7 @@ class Engine:
                 found = self._prepared.get(key)
                 if found is None:
                     seen = self._seen
-                    with waiting(f"preparing {self.model.name}"):
+                    with waiting(f"preparing {name_of(self.model)}"):
                         found = prepare()
                     with self._lock:
                         if seen is self._seen:  # else the model has changed meanwhile
@@ -127,7 +142,7 @@ class Engine:
 class TorchEngine(Engine):
     """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last."""
 
-    def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
+    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device={device!r}, but PyTorch finds no GPU here: choose device='cpu'.")
         super().__init__(model, device, precision)
@@ -141,13 +156,13 @@ class TorchEngine(Engine):
         network = self._once(_kind(statistics), lambda: self._prepare(statistics))
         images = images.to(self.device, self.dtype, memory_format=torch.channels_last)
         if not images.is_cuda:
-            return network(images, statistics.mode).float()
+            return in_float32(network(images, statistics=statistics.mode))
         replayed = self._once(
             (statistics, images.shape[2:]), lambda: Captured(network, statistics.mode, images)
         )  # fmt: skip
         return replayed(images)
 
-    def _prepare(self, statistics: Statistics) -> Network:
+    def _prepare(self, statistics: Statistics) -> Any:
         # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
         fused = statistics.mode != "population" and self.device.type == "cuda"
         network = frozen(self.model) if fused else prepare(self.model, statistics)
@@ -162,7 +177,7 @@ class OpenVINOEngine(Engine):
     tenth of that (docs/performance.md).
     """
 
-    def __init__(self, model: Network, device: str = "cpu", precision: str = "f32") -> None:
+    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
         if torch.device(device).type != "cpu":
@@ -177,19 +192,16 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        converted = isinstance(self.model, LibraryNetwork)
+        converted = isinstance(self.model, Converted)
         key = (statistics if converted else _kind(statistics), images.shape[2:])
         graph = self._once(key, lambda: self._compile(images.shape, statistics))
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
-        logits = torch.empty(len(images), self.model.num_classes)
-        for row, image in zip(logits, images.detach().to("cpu", torch.float32), strict=True):
-            row.copy_(graph(image, own))
-        return logits
+        return torch.stack([graph(image, own) for image in images.detach().to("cpu", torch.float32)])
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
-        if isinstance(self.model, LibraryNetwork):
+        if isinstance(self.model, Converted):
             network = prepare(self.model, statistics).cpu()
             translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
             return Graph(compiled(translated, options))
@@ -217,7 +229,7 @@ class OpenVINOEngine(Engine):
         return self.precision
 
 
-def _ends(model: Network) -> list[tuple[dict[str, Any], str]]:
+def _ends(model: Network | Converted) -> list[tuple[dict[str, Any], str]]:
     """Where the first and the last tensor of each kind are: to look at all of ResNet101's took 0.3 ms an image."""
     first: dict[Any, tuple[dict[str, Any], str]] = {}
     last: dict[Any, tuple[dict[str, Any], str]] = {}

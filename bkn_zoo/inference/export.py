@@ -60,6 +60,11 @@ def export(
         statistics: "population", "sample" or "expected", for good; by default the checkpoint's own choice.
         precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay in float32.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise InputError(
+            f"export takes the name or the folder of a checkpoint, not a {type(name).__name__}: save the network by "
+            "save_pretrained first or, if it is one of your own, give it to torch.export."
+        )
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
     if precision not in PRECISIONS:

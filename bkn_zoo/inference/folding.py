@@ -7,13 +7,13 @@ begin as one.
 
 import copy
 import functools
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.libraries import LibraryNetwork
+from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
@@ -23,9 +23,12 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
+AnyNetwork = TypeVar("AnyNetwork", bound=Network | Converted)
+"""Of the zoo, or anyone's that was converted as a whole."""
+
 
 @torch.no_grad()
-def prepare(model: Network, statistics: Statistics, as_stored: bool = False) -> Network:
+def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) -> AnyNetwork:
     """A copy of `model` that is lean at the given statistics; the one for `sample` is for `expected` too.
 
     Args:
@@ -41,7 +44,7 @@ def prepare(model: Network, statistics: Statistics, as_stored: bool = False) -> 
 
 
 @torch.no_grad()
-def fold(model: Network) -> Network:
+def fold(model: AnyNetwork) -> AnyNetwork:
     """A copy of `model`, for population statistics alone, whose convolutions have taken in the norms after them.
 
     A GroupNorm stays, since its statistics are the image's; so does a norm that follows no convolution.
@@ -60,7 +63,7 @@ def fold(model: Network) -> Network:
     return network
 
 
-def _replace(network: Network, name: str, layer: nn.Module) -> None:
+def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Put a layer in the place of a norm, with what a converted one holds beside: its priors, and timm's activation."""
     for child, module in network.get_submodule(name).named_children():
         if child != "transition":
@@ -68,7 +71,7 @@ def _replace(network: Network, name: str, layer: nn.Module) -> None:
     network.set_submodule(name, layer)
 
 
-def frozen(model: Network, as_stored: bool = False) -> Network:
+def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     """A copy in float32, in evaluation mode, without gradients, which shares the weights that stay as they are.
 
     Args:
@@ -76,7 +79,8 @@ def frozen(model: Network, as_stored: bool = False) -> Network:
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     shared |= {id(buffer): buffer.detach() for buffer in model.buffers()}
-    network = copy.deepcopy(model, shared).eval()
+    network = copy.deepcopy(model, shared)
+    network.eval()
     for tensor in (*network.parameters(), *network.buffers()):
         stays = tensor.dtype == torch.float32 or (as_stored and tensor.dtype == torch.float16 and tensor.ndim > 1)
         if tensor.is_floating_point() and not stays:
@@ -84,7 +88,7 @@ def frozen(model: Network, as_stored: bool = False) -> Network:
     return network
 
 
-def in_precision(network: Network, dtype: torch.dtype) -> Network:
+def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     """`network` itself, with weights of a precision; norms stay in float32, as all statistics do."""
     norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
     parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, nn.ParameterList)]
@@ -95,13 +99,13 @@ def in_precision(network: Network, dtype: torch.dtype) -> Network:
     return network
 
 
-def _convolutions(network: Network) -> dict[str, tuple[nn.Conv2d, bool]]:
+def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
     A converted network knows it. Through the others a small image passes to find out: neither the names nor the order
     of the modules have to say it.
     """
-    if isinstance(network, LibraryNetwork):
+    if isinstance(network, Converted):
         return {name: (cast(nn.Conv2d, network.get_submodule(conv)), False) for name, conv in network.foldable.items()}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
@@ -274,7 +278,7 @@ def _spatial_mean(x: Tensor) -> Tensor:
     return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
 
 
-def join(network: Network) -> Network:
+def join(network: AnyNetwork) -> AnyNetwork:
     """`network` itself, with one convolution and norm where branches of an Inception block begin with several alike."""
     for name, module in list(network.named_modules()):
         if isinstance(module, Inception):

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.openvino_graph import round_up_by_padding
-from bkn_zoo.models.network import Network
 
 
-def trace(network: Network, mode: str, images: Tensor, any_number: bool = False) -> torch.export.ExportedProgram:
+def trace(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> torch.export.ExportedProgram:
     """`network`, prepared for a mode of statistics, for images of one size: float32 images in, float32 logits out.
 
     Args:
@@ -25,11 +24,13 @@ def trace(network: Network, mode: str, images: Tensor, any_number: bool = False)
     try:
         with torch.no_grad():
             return torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
+    except InputError:  # one that no other engine would take
+        raise
     except Exception as error:  # it runs the network's own code on stand-ins, which can fail in any way
         raise _refused("torch.export", network, error) from error
 
 
-def translate(network: Network, mode: str, images: Tensor, any_number: bool = False) -> Any:
+def translate(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> Any:
     """The same as an OpenVINO model, by OpenVINO's own frontend."""
     import openvino
 
@@ -44,21 +45,35 @@ def translate(network: Network, mode: str, images: Tensor, any_number: bool = Fa
         raise _refused("OpenVINO", network, error) from error
 
 
-def _refused(by: str, network: Network, error: Exception) -> InputError:
+def name_of(network: nn.Module) -> str:
+    return str(getattr(network, "name", "this network"))
+
+
+def in_float32(output: Any) -> Tensor:
+    """What a network gave, which may be anything if it is not of the zoo."""
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"an engine runs networks that give one tensor, but this one gives a {type(output).__name__}: convert one "
+            "around it that gives what you need."
+        )
+    return output.float()
+
+
+def _refused(by: str, network: nn.Module, error: Exception) -> InputError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return InputError(
-        f"{by} cannot translate {network.name} ({lines[-1] if lines else error!r}): choose engine='torch'."
+        f"{by} cannot translate {name_of(network)} ({lines[-1] if lines else error!r}): choose engine='torch'."
     )
 
 
 class _AtOneMode(nn.Module):
     """A network whose only input is the images."""
 
-    def __init__(self, network: Network, mode: str) -> None:
+    def __init__(self, network: nn.Module, mode: str) -> None:
         super().__init__()
         self.network, self.mode = network, mode
         weighted = (module for module in network.modules() if isinstance(module, nn.Conv2d | nn.Linear))
         self.dtype = next(module.weight.dtype for module in weighted)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.to(self.dtype), self.mode).float()
+        return in_float32(self.network(images.to(self.dtype), statistics=self.mode))
