@@ -151,7 +151,8 @@ each run; a test fails when they disagree. Top-1 in percent, as population / sam
 gradient and statistics batch. Choices are made on the validation images, which are left out of the training. The
 test images are those of the data set, and say how good a choice was, not which to make; they are seen in float32 by the
 weights as stored, the validation images in the precision of the training. Runs may have shared their GPU, so that
-*minutes* bound from above what a run needs.
+*minutes* bound from above what a run needs. The published networks are by the recipes of the first of these runs;
+whether longer training or another recipe would give a point or two more was not tried.
 """
 
 TRIALS = """\
