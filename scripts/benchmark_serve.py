@@ -1,8 +1,9 @@
 """The service, under clients that ask without a pause, beside its bare engine and beside LitServe.
 
-Run by `python scripts/benchmark.py serve`; `pip install litserve` first for the comparison. All three take turns; while
-one runs, the processes of the others are stopped, since an idle server takes time from a busy one on a small machine.
-With `--before FOLDER` the service of another checkout takes LitServe's place, and only what is said of both changes.
+Run by `python scripts/benchmark.py serve`; `pip install litserve` first for the comparison. The service runs a second
+time with a stream for each core. All take turns; while one runs, the processes of the others are stopped, since an idle
+server takes time from a busy one on a small machine. With `--before FOLDER` the service of another checkout takes
+LitServe's place, and only what is said of both changes.
 """
 
 import argparse
@@ -194,19 +195,26 @@ def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> lis
         head = f"POST /v1/classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         request = f"{head}\r\n\r\n".encode() + body
         other = "before" if args.before else "litserve"
-        ports = {server: free_port() for server in ("service", other)}
+        streams = len(os.sched_getaffinity(0))
+        streaming = f"service, {streams} streams"
+        servers = ("service", other, *([] if args.before else [streaming]))
+        ports = {server: free_port() for server in servers}
         peer = Path(scratch) / "peer.py"
         peer.write_text(PEER)
-        ours, before = (
-            [sys.executable, "-m", "service", "--port", str(ports[server]), "--models", name, "--precision", "f32"]
-            for server in ("service", other)
-        )
-        theirs = before if args.before else [sys.executable, str(peer), str(ports["litserve"]), name]
+        commands = {
+            server: [
+                sys.executable, "-m", "service", "--port", str(port), "--models", name, "--precision", "f32",
+                *(["--streams", str(streams)] if server == streaming else []),
+            ]
+            for server, port in ports.items()
+        }  # fmt: skip
+        if not args.before:
+            commands[other] = [sys.executable, str(peer), str(ports[other]), name]
         facts: dict[str, dict[str, float]] = {}
         cpu: dict[tuple[str, int], list[float]] = {}
         with ExitStack() as stack:
             processes = {}
-            for server, command in {"service": ours, other: theirs}.items():
+            for server, command in commands.items():
                 begun = time.perf_counter()
                 root = args.before.resolve() if server == "before" else ROOT
                 process = stack.enter_context(serving(command, Path(scratch) / f"{server}.log", root))

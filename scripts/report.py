@@ -129,10 +129,11 @@ SERVE = """\
 ## The service
 
 Clients ask the service without a pause, each on one connection, for the whole time of a turn; *engine* is the same
-engine called in a loop on an image that is ready, with no HTTP and no decoding. LitServe runs the same classifier. All
-take turns; those whose turn it is not are stopped. The clients run on the same cores. `first_answer_s` is from the
-start of the process, with files in the disk's cache; `resident_mb` is in MiB, and counts pages that processes share for
-each of them; `cpu_ms_per_image` is the processor time that the server takes. A dash: not measured.
+engine called in a loop on an image that is ready, with no HTTP and no decoding: one after another on all cores, as in
+the service unless it has streams. LitServe runs the same classifier. All take turns; those whose turn it is not are
+stopped. The clients run on the same cores. `first_answer_s` is from the start of the process, with files in the disk's
+cache; `resident_mb` is in MiB, and counts pages that processes share for each of them; `cpu_ms_per_image` is the
+processor time that the server takes. A dash: not measured.
 """
 
 REST = """\

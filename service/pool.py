@@ -35,16 +35,19 @@ class Loaded:
     """A model in memory, warm in its own mode, behind its queue; others are prepared when they are first asked for."""
 
     def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
-        self.classifier = Classifier(model, name, settings.device, settings.engine, settings.precision)
+        how = (settings.device, settings.engine, settings.precision, settings.streams)
+        self.classifier = Classifier(model, name, *how)
         if self.classifier.engine_name == "openvino":
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
         size = self.classifier.model.config.preprocessing.size
         self.classifier.scores(torch.zeros(1, 3, size, size))
         self.since = time.monotonic()
-        batches = self.classifier.device.type == "cuda"  # on a CPU an image gains nothing from company
+        batches = (
+            self.classifier.device.type == "cuda"
+        )  # on a CPU an image gains nothing from company, and as many as there are streams run at once
         self.line = Line(
             name, self.classifier.scores, metrics, settings.queue_length,
-            settings.max_batch if batches else 1, settings.max_wait_ms / 1000 if batches else 0.0,
+            settings.max_batch if batches else settings.streams, settings.max_wait_ms / 1000 if batches else 0.0,
         )  # fmt: skip
 
 

@@ -43,6 +43,12 @@ class Settings(BaseSettings):
     engine: str = Field("auto", description=" or ".join(ENGINES))
     device: str = Field("auto", description="auto, cpu or cuda")
     precision: str = Field("auto", description=f"{' or '.join(PRECISIONS)}; auto is the fastest that the hardware has")
+    streams: int = Field(
+        1,
+        ge=1,
+        description="images that OpenVINO runs at once, each on its share of the cores: more a second where many ask, "
+        "but each takes longer; on a CPU only",
+    )
     max_batch: int = Field(32, ge=1, description="most images in one batch; on a GPU only")
     max_wait_ms: float = Field(4.0, ge=0, description="how long an image waits for others to join it; on a GPU only")
     queue_length: int = Field(64, ge=1, description="most requests that wait for a model; more are refused with 429")

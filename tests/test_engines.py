@@ -605,6 +605,27 @@ def test_the_module_imports_without_openvino(monkeypatch: pytest.MonkeyPatch) ->
     assert runpy.run_path(openvino_graph.__file__)["ov"] is None
 
 
+@needs_openvino
+@pytest.mark.parametrize("mode", MODES)
+def test_with_streams_an_image_s_logits_do_not_depend_on_who_runs_beside_it(small: Network, mode: str) -> None:
+    images = photographs(5, 16)
+    engine = create_engine(small, "openvino", streams=2)
+    assert_agrees(engine, small, images, mode)
+    alone = torch.cat([engine(image[None], mode) for image in images])
+    assert engine(images, mode).equal(alone)
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(lambda rows: engine(images[rows], mode), [[4, 0], [1], [2, 3, 0], [4]] * 5):
+            assert all(any(row.equal(known) for known in alone) for row in found)
+
+
+def test_streams_are_for_openvino_and_at_least_one(small: Network) -> None:
+    with pytest.raises(InputError, match="streams are OpenVINO's, on a CPU: choose engine='openvino'"):
+        create_engine(small, "torch", streams=2)
+    if engines.ov is not None:
+        with pytest.raises(InputError, match="streams is 0, but at least one image runs at a time"):
+            create_engine(small, "openvino", streams=0)
+
+
 def test_unknown_names_are_said(small: Network) -> None:
     with pytest.raises(UnknownNameError, match="unknown engine 'onnx': choose one of auto, torch, openvino"):
         create_engine(small, "onnx")

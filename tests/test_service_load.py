@@ -252,7 +252,7 @@ class Local:
     """An app that listens on a port of its own, run by a thread."""
 
     def __init__(self, *flags: str) -> None:
-        settings = read_settings([*flags, "--engine", "torch", "--device", "cpu", "--port", "0"])
+        settings = read_settings(["--engine", "torch", "--device", "cpu", "--port", "0", *flags])
         app = create_app(settings)
         self.service: Service = app.state.service
         self._server = Server(app, settings)
@@ -295,6 +295,19 @@ def test_statistics_never_leak_within_batches(local: Local, monkeypatch: pytest.
     monkeypatch.setattr(line, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
     check_that_statistics_never_leak(local.url)
     assert max(sizes) > 1, "no batch formed, so nothing was shown"
+
+
+def test_with_streams_several_images_run_at_once_and_statistics_never_leak(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
+    with Local("--models", "first", "--queue-length", "256", "--engine", "openvino", "--streams", "2") as running:
+        line, sizes = running.line(), []
+        run = line.run
+        monkeypatch.setattr(line, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
+        check_that_statistics_never_leak(running.url)
+    assert max(sizes) == 2
 
 
 def test_clients_that_leave_give_up_their_places(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ class Classifier:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         engine: "torch", "openvino", or "auto" for the fastest that is installed.
         precision: "f32", "f16", "bf16", or "auto" for the fastest that the hardware has.
+        streams: as `create_engine` takes them.
 
     Attributes:
         name: of the checkpoint.
@@ -80,8 +81,9 @@ class Classifier:
     """
 
     def __init__(
-        self, model: Network, name: str, device: str = "auto", engine: str = "auto", precision: str = "auto"
-    ) -> None:
+        self, model: Network, name: str, device: str = "auto", engine: str = "auto", precision: str = "auto",
+        streams: int = 1,
+    ) -> None:  # fmt: skip
         config: Config | None = model.config
         if config is None or config.preprocessing is None:
             raise CheckpointError(
@@ -91,20 +93,21 @@ class Classifier:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
-        self.engine = create_engine(model, engine, device, precision)
+        self.engine = create_engine(model, engine, device, precision, streams)
         self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
         self.device = self.engine.device
         self._preprocessing = config.preprocessing
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
         # On a CPU a batch gains next to nothing, and the first result would wait for the last.
-        self._batch = GPU_BATCH if self.device.type == "cuda" else 1
+        self._batch = GPU_BATCH if self.device.type == "cuda" else streams
 
     @classmethod
     def from_pretrained(
-        cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "auto"
-    ) -> "Classifier":
+        cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "auto",
+        streams: int = 1,
+    ) -> "Classifier":  # fmt: skip
         """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
-        return cls(from_pretrained(name), os.fspath(name), device, engine, precision)
+        return cls(from_pretrained(name), os.fspath(name), device, engine, precision, streams)
 
     @overload
     def __call__(

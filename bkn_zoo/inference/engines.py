@@ -29,7 +29,7 @@ Prepared = TypeVar("Prepared")
 
 
 def create_engine(
-    model: Network | Converted, engine: str = "auto", device: str = "cpu", precision: str = "f32"
+    model: Network | Converted, engine: str = "auto", device: str = "cpu", precision: str = "f32", streams: int = 1
 ) -> "Engine":
     """What runs `model` at inference: `engine(images, statistics)` gives its logits.
 
@@ -42,6 +42,8 @@ def create_engine(
             statistics and beliefs in float32 all the same; OpenVINO does not. "auto" is the fastest that the hardware
             has: bf16 or f16 on a GPU and, in OpenVINO, bf16 on a processor with AMX or AVX512-bf16 and f16 on an Arm
             that has it; else f32.
+        streams: images of a batch that OpenVINO runs at once, each on its share of the cores: more in all than one
+            after another on all of them, but each takes longer.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -54,7 +56,11 @@ def create_engine(
         # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
         soon = not isinstance(model, Converted)
         engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and soon else "torch"
-    return (OpenVINOEngine if engine == "openvino" else TorchEngine)(model, device, precision)
+    if engine == "openvino":
+        return OpenVINOEngine(model, device, precision, streams)
+    if streams != 1:
+        raise InputError("streams are OpenVINO's, on a CPU: choose engine='openvino', or leave them out.")
+    return TorchEngine(model, device, precision)
 
 
 class Engine:
@@ -170,19 +176,24 @@ class TorchEngine(Engine):
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO, on a CPU; the images of a batch one after another, since batches gain next to nothing there.
+    """OpenVINO, on a CPU; of a batch, which gains next to nothing there, as many images at once as it has streams.
 
     A converted network goes through torch.export and OpenVINO's own frontend, which takes any network, and seconds to
     tens of seconds for each mode and image size. The zoo's own have a way to a graph as fast that takes about a
     tenth of that (docs/performance.md).
     """
 
-    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
+    def __init__(
+        self, model: Network | Converted, device: str = "cpu", precision: str = "f32", streams: int = 1
+    ) -> None:  # fmt: skip
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
         if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
+        if streams < 1:
+            raise InputError(f"streams is {streams}, but at least one image runs at a time.")
         super().__init__(model, device, precision)
+        self.streams = streams
 
     def _fastest_precision(self) -> str:
         native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -196,11 +207,14 @@ class OpenVINOEngine(Engine):
         key = (statistics if converted else _kind(statistics), images.shape[2:])
         graph = self._once(key, lambda: self._compile(images.shape, statistics))
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
-        return torch.stack([graph(image, own) for image in images.detach().to("cpu", torch.float32)])
+        parts = images.detach().to("cpu", torch.float32).split(self.streams)
+        return torch.cat([graph(part, own) for part in parts])
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
-        options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
+        options: dict[Any, Any] = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
+        if self.streams > 1:
+            options["NUM_STREAMS"] = self.streams
         if isinstance(self.model, Converted):
             network = prepare(self.model, statistics).cpu()
             translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))

@@ -22,7 +22,7 @@ except ImportError:  # an optional extra
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with a request for each thread that uses it at the time.
+    """A compiled OpenVINO graph for one image, with a request for each image that is in it at the time.
 
     Args:
         memory: what it was read from, and uses as long as it lives.
@@ -33,20 +33,33 @@ class Graph:
         self.idle: list[Any] = []
         self.memory = memory  # which goes last
 
-    def __call__(self, image: Tensor, own: float = 1.0) -> Tensor:
-        """Logits.
+    def __call__(self, images: Tensor, own: float = 1.0) -> Tensor:
+        """Logits of images, all of which are in it at once.
 
         Args:
             own: how much an image's own statistics count; a graph for the population's does not ask.
         """
+        given = [
+            [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
+            for image in images.contiguous().split(1)
+        ]
+        requests = [self._request() for _ in given]
+        if len(given) == 1:
+            requests[0].infer(given[0], share_inputs=True)
+        else:
+            for request, inputs in zip(requests, given, strict=True):
+                request.start_async(inputs, share_inputs=True)
+            for request in requests:
+                request.wait()
+        logits = np.concatenate([request.get_output_tensor(0).data for request in requests])
+        self.idle += requests
+        return torch.from_numpy(logits)
+
+    def _request(self) -> Any:
         try:
-            request = self.idle.pop()
+            return self.idle.pop()
         except IndexError:
-            request = self.compiled.create_infer_request()
-        inputs = [image.contiguous().numpy()[None], np.array([own], np.float32)][: len(self.compiled.inputs)]
-        logits = request.infer(inputs, share_inputs=True)[0].copy()
-        self.idle.append(request)
-        return torch.from_numpy(logits)[0]
+            return self.compiled.create_infer_request()
 
 
 def compile_graph(network: Network, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Graph:
