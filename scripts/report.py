@@ -138,8 +138,8 @@ processor time that the server takes. A dash: not measured.
 
 REST = """\
 What lies between engine and service weighs more the smaller the network is. For `{model}` at {input} px, an
-image is {bare:.1f} ms of the {cores} cores together when the engine runs alone, and {served:.1f} ms when {clients}
-clients ask the service, whose process takes {busy:.1f} ms of these. HTTP and decoding within the service are thus
+image is {bare:.1f} ms of the {cores} cores together when the engine runs alone, and {served:.1f} ms when {clients} at a
+time ask the service, whose process takes {busy:.1f} ms of these. HTTP and decoding within the service are thus
 {inside:.1f} ms, or more by as much as the engine alone lets a core wait. The other {outside:.1f} ms are the clients',
 which run on the same cores, and time in which a core waits.
 """
