@@ -18,6 +18,7 @@ from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_evaluations, r
 from bkn_zoo.publishing.finetuning import read_study, study_table
 from bkn_zoo.publishing.headline import Headline, draw_headline, headline_table, headlines
 from bkn_zoo.publishing.publish import card_from_results
+from bkn_zoo.publishing.replication import measured
 from bkn_zoo.publishing.results import table
 from bkn_zoo.publishing.zoo_card import zoo_card
 from bkn_zoo.training.recipes import Recipe, read_recipe
@@ -138,8 +139,8 @@ processor time that the server takes. A dash: not measured.
 
 REST = """\
 What lies between engine and service weighs more the smaller the network is. For `{model}` at {input} px, an
-image is {bare:.1f} ms of the {cores} cores together when the engine runs alone, and {served:.1f} ms when {clients} at a
-time ask the service, whose process takes {busy:.1f} ms of these. HTTP and decoding within the service are thus
+image is {bare:.1f} ms of the {cores} cores together when the engine runs alone, and {served:.1f} ms in the service,
+asked by {clients} at a time, whose process takes {busy:.1f} ms of these. HTTP and decoding within the service are thus
 {inside:.1f} ms, or more by as much as the engine alone lets a core wait. The other {outside:.1f} ms are the clients',
 which run on the same cores, and time in which a core waits.
 """
@@ -216,8 +217,6 @@ def performance() -> str:
         parts.append(title)
         for name, result in results.items():
             rows = steps_of(result["rows"], batch)
-            # LitServe's is 0 where that of its first process alone was taken.
-            rows = [{name: row[name] for name in row if (name, row[name]) != ("cpu_ms_per_image", 0)} for row in rows]
             parts += [source(name, result), table(rows, columns(rows, leave_out)) + "\n"] if rows else []
         rooflines = [row for result in results.values() for row in steps_of(result.get("rooflines", []), batch)]
         if rooflines and title == TRAIN:
@@ -362,7 +361,7 @@ def table_of(runs: Iterable[Run], named: bool = False) -> str:
             "lr": run["recipe"]["lr"],
             "seed": run["seed"],
             "held out": f"{run['recipe']['validation']:.0%}",
-            "validation": top1(run["curve"][-1]["validation"]),
+            "validation": top1(measured(run, "validation")),
             "test": top1(run["test"]),
             "minutes": round(run["seconds"] / 60),
         }

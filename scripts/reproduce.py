@@ -112,8 +112,9 @@ def load(recipe: Recipe, args: argparse.Namespace) -> Any:
     if not path.exists():
         data = load_data(recipe.dataset, where, recipe.size, recipe.validation)
         args.output.mkdir(parents=True, exist_ok=True)
-        torch.save(data, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save(data, scratch)
+        os.replace(scratch, path)
     return torch.load(path, mmap=True, weights_only=False)  # what this script has written itself
 
 
@@ -372,8 +373,9 @@ def main() -> None:
         wanted = [run for run in selected(plan, args.only) if run.key not in records]
         runs = [run for run in wanted if (args.data / FOLDERS[run.recipe.dataset]).is_dir()]
         print(f"{len(runs)} runs to train; {len(wanted) - len(runs)} more have no data in {args.data.name}", flush=True)
-        for run in {(run.recipe.dataset, run.recipe.size, run.recipe.validation): run for run in runs}.values():
-            load(run.recipe, args)  # before several processes decode the same files
+        of_files = [run.recipe for run in runs if run.recipe.dataset == "tiny_imagenet"]
+        for recipe in {(recipe.size, recipe.validation): recipe for recipe in of_files}.values():
+            load(recipe, args)  # before several processes decode the same files
         if work(runs, args, overrides):
             sys.exit(1)
         records = read_records(args.results, PUBLISHED)

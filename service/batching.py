@@ -1,4 +1,4 @@
-"""A bounded queue in front of one model, and the thread that runs what is in it."""
+"""A bounded queue in front of one model, and the threads that run what is in it."""
 
 import logging
 import math
@@ -57,41 +57,43 @@ class Line:
     Args:
         run: from images (n, 3, height, width) and a statistics mode to scores (n, classes).
         length: most requests that wait; those that are running come on top.
-        max_batch, max_wait: most images that run at once, and the seconds that the first of them waits for others.
+        max_batch, max_wait: most images of a batch, and the seconds that the first of them waits for others.
+        threads: batches that run at once.
     """
 
     def __init__(
         self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
-        length: int, max_batch: int = 1, max_wait: float = 0.0,
+        length: int, max_batch: int = 1, max_wait: float = 0.0, threads: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.run, self.metrics = name, run, metrics
-        self.length, self.max_batch, self.max_wait = length, max_batch, max_wait
+        self.length, self.max_batch, self.max_wait, self.threads = length, max_batch, max_wait, threads
         self._length = metrics.queue_length.labels(name)
         self.admitted = 0
         self.used = time.monotonic()
         self._calls: deque[Call] = deque()
-        self._running: list[Call] = []
+        self._running: dict[threading.Thread, list[Call]] = {}  # what each thread runs
         self._change = threading.Condition()
         self._closing = self._ended = False
         self._seconds_per_image = 0.0
-        self._thread = self._start()
+        for _ in range(threads):
+            self._start()
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return not self._ended and all(thread.is_alive() for thread in list(self._running))
 
     @property
     def share(self) -> int:
         """How many images of one request may be on their way at once: one is decoded while another runs.
 
-        Where a batch of many runs at once they are more, but so few that others' images join them.
+        Where many run at once they are more, but of a batch so few that others' images join them.
         """
-        return max(2, self.max_batch // 4)
+        return max(1 + self.threads, self.max_batch // 4)
 
     @contextmanager
     def place(self) -> Iterator[None]:
         """A place in the queue for a request, held from before it is decoded until its answer is there."""
-        if self.admitted >= self.length + self.max_batch:
+        if self.admitted >= self.length + self.max_batch * self.threads:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
             raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)
         self.admitted += 1
@@ -113,28 +115,26 @@ class Line:
             self._noted()
             if self._ended:  # whoever was given this line just before it was closed is served all the same
                 self._ended = False
-                self._thread = self._start()
+                self._start()
         return call.future
 
     def revive(self) -> None:
-        """Start the thread anew if it died."""
-        if self.alive or self._ended:
-            return
-        log.error("the engine died and is started anew", extra={"model": self.name})
-        self.metrics.restarts.labels(self.name).inc()
-        interrupted, self._running = self._running, []
-        with self._change:
-            for call in reversed(interrupted):
-                if call.future.done():
-                    continue
-                if call.attempts < 2:
-                    self._calls.appendleft(call)
-                else:
-                    call.future.set_exception(InternalError(FAILED))
-        self._thread = self._start()
+        """Start threads anew that died."""
+        for thread in [thread for thread in list(self._running) if not thread.is_alive()]:
+            log.error("the engine died and is started anew", extra={"model": self.name})
+            self.metrics.restarts.labels(self.name).inc()
+            with self._change:
+                for call in reversed(self._running.pop(thread)):
+                    if call.future.done():
+                        continue
+                    if call.attempts < 2:
+                        self._calls.appendleft(call)
+                    else:
+                        call.future.set_exception(InternalError(FAILED))
+                self._start()
 
     def close(self) -> None:
-        """Let the thread end once everyone who has a place is served."""
+        """Let the threads end once everyone who has a place is served."""
         with self._change:
             self._closing = True
             self._noted()
@@ -144,19 +144,21 @@ class Line:
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
             self.revive()
-            self._thread.join(0.1)
+            for thread in list(self._running)[:1]:
+                thread.join(0.1)
 
-    def _start(self) -> threading.Thread:
+    def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=f"engine of {self.name}", daemon=True)
         thread.start()
-        return thread
+        self._running.setdefault(thread, [])
 
     def _work(self) -> None:
+        me = threading.current_thread()
         while batch := self._next_batch():
-            self._running = [call for call in batch if call.begin()]
-            if self._running:
-                self._answer(self._running)
-            self._running = []
+            self._running[me] = [call for call in batch if call.begin()]
+            if self._running[me]:
+                self._answer(self._running[me])
+            self._running[me] = []
 
     def _next_batch(self) -> list[Call]:
         """Images of one mode, oldest first; none when the line is closed and everyone served."""
@@ -164,7 +166,8 @@ class Line:
             while True:
                 batch = [call for call in self._calls if call.statistics == self._calls[0].statistics][: self.max_batch]
                 if not batch and self._closing and not self.admitted:
-                    self._ended = True
+                    del self._running[threading.current_thread()]
+                    self._ended = not self._running
                     return []
                 left = batch[0].entered + self.max_wait - time.perf_counter() if batch else None
                 if left is not None and (left <= 0 or len(batch) == self.max_batch or self._closing):
@@ -189,7 +192,7 @@ class Line:
                 self._answer([call])
             return
         seconds = time.perf_counter() - begun
-        self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / len(batch)
+        self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
         for call, row in zip(batch, scores, strict=True):

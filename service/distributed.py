@@ -22,7 +22,7 @@ def application(arguments: dict[str, Any]) -> serve.Application:
     settings = _settings(arguments)
     # Ray must send a replica more than it has room for: only then is it the replica that refuses, with 429 and with a
     # time to come back, rather than Ray's proxy that lets requests pile up.
-    most = settings.loaded_models * (settings.queue_length + settings.max_batch) + SPARE
+    most = settings.loaded_models * (settings.queue_length + max(settings.max_batch, settings.streams)) + SPARE
 
     def build() -> FastAPI:
         set_up_logs()

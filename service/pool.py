@@ -42,12 +42,13 @@ class Loaded:
         size = self.classifier.model.config.preprocessing.size
         self.classifier.scores(torch.zeros(1, 3, size, size))
         self.since = time.monotonic()
-        batches = (
-            self.classifier.device.type == "cuda"
-        )  # on a CPU an image gains nothing from company, and as many as there are streams run at once
+        # On a GPU images run together; on a CPU they gain nothing by that, and each stream takes the next.
+        together = self.classifier.device.type == "cuda"
         self.line = Line(
             name, self.classifier.scores, metrics, settings.queue_length,
-            settings.max_batch if batches else settings.streams, settings.max_wait_ms / 1000 if batches else 0.0,
+            max_batch=settings.max_batch if together else 1,
+            max_wait=settings.max_wait_ms / 1000 if together else 0.0,
+            threads=self.classifier.engine.streams,
         )  # fmt: skip
 
 

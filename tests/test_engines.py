@@ -619,7 +619,7 @@ def test_with_streams_an_image_s_logits_do_not_depend_on_who_runs_beside_it(smal
 
 
 def test_streams_are_for_openvino_and_at_least_one(small: Network) -> None:
-    with pytest.raises(InputError, match="streams are OpenVINO's, on a CPU: choose engine='openvino'"):
+    with pytest.raises(InputError, match="streams are OpenVINO's: choose engine='openvino' and device='cpu'"):
         create_engine(small, "torch", streams=2)
     if engines.ov is not None:
         with pytest.raises(InputError, match="streams is 0, but at least one image runs at a time"):

@@ -302,12 +302,36 @@ def test_with_streams_several_images_run_at_once_and_statistics_never_leak(
 ) -> None:
     pytest.importorskip("openvino")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)  # also where there is one core
     with Local("--models", "first", "--queue-length", "256", "--engine", "openvino", "--streams", "2") as running:
-        line, sizes = running.line(), []
-        run = line.run
-        monkeypatch.setattr(line, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
+        assert running.line().threads == 2
         check_that_statistics_never_leak(running.url)
-    assert max(sizes) == 2
+
+
+@dies
+def test_several_threads_take_an_image_each_and_one_that_dies_is_replaced(make_line: Callable[..., Line]) -> None:
+    line = make_line(threads=2)
+    together = threading.Barrier(2)
+
+    def run(images: Tensor, statistics: str) -> Tensor:
+        if statistics == "population":
+            raise SystemExit  # which ends a thread
+        together.wait(LONG)
+        return images.flatten(1)[:, :1]
+
+    def answers(*pixels: float) -> list[float]:
+        calls = [line.submit(tagged(pixel), "sample") for pixel in pixels]
+        return [call.result(LONG).scores.item() for call in calls]
+
+    line.run = run
+    for _ in range(3):
+        assert answers(1, 2) == [1, 2]
+    lost = line.submit(tagged(3), "population")
+    for _ in range(2):  # it is run once more
+        until(lambda: not line.alive, "the thread's end")
+        line.revive()
+    assert isinstance(lost.exception(LONG), InternalError)
+    assert answers(4, 5) == [4, 5]
 
 
 def test_clients_that_leave_give_up_their_places(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +492,7 @@ def test_a_killed_engine_comes_back_and_the_interrupted_request_is_answered(
     local: Local, monkeypatch: pytest.MonkeyPatch, death: str
 ) -> None:
     line = local.line()
-    run, revive, thread = line.run, line.revive, line._thread
+    run, revive, thread = line.run, line.revive, next(iter(line._running))
     wanted = ask_now(local.url, CLASSIFY, picture()).scores()
     restarts = metric(local.url, 'bkn_engine_restarts_total{model="first"}')
     running, may_come_back = threading.Event(), threading.Event()

@@ -99,7 +99,7 @@ class Classifier:
         self._preprocessing = config.preprocessing
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
         # On a CPU a batch gains next to nothing, and the first result would wait for the last.
-        self._batch = GPU_BATCH if self.device.type == "cuda" else streams
+        self._batch = GPU_BATCH if self.device.type == "cuda" else self.engine.streams
 
     @classmethod
     def from_pretrained(

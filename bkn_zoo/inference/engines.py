@@ -1,5 +1,6 @@
 """One network, prepared for inference, run by PyTorch or by OpenVINO."""
 
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -42,8 +43,8 @@ def create_engine(
             statistics and beliefs in float32 all the same; OpenVINO does not. "auto" is the fastest that the hardware
             has: bf16 or f16 on a GPU and, in OpenVINO, bf16 on a processor with AMX or AVX512-bf16 and f16 on an Arm
             that has it; else f32.
-        streams: images of a batch that OpenVINO runs at once, each on its share of the cores: more in all than one
-            after another on all of them, but each takes longer.
+        streams: images that OpenVINO runs at once, of a batch or of several threads, each on its share of the cores:
+            more in all than one after another on all of them, but each takes longer. At most one for each core.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -54,12 +55,12 @@ def create_engine(
         )
     if engine == "auto":
         # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
-        soon = not isinstance(model, Converted)
+        soon = not isinstance(model, Converted) or streams > 1
         engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and soon else "torch"
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
     if streams != 1:
-        raise InputError("streams are OpenVINO's, on a CPU: choose engine='openvino', or leave them out.")
+        raise InputError("streams are OpenVINO's: choose engine='openvino' and device='cpu', or leave them out.")
     return TorchEngine(model, device, precision)
 
 
@@ -70,7 +71,12 @@ class Engine:
     other weights, all is prepared anew; while it changes nobody may use the engine. Of each kind of parameter and
     buffer it looks at the first and the last: a change of nothing but some between takes a new engine, and so do those
     that PyTorch does not count (to a tensor's `.data`, or by a captured step) and modules that were replaced.
+
+    Attributes:
+        streams: images that run at once.
     """
+
+    streams = 1
 
     def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
@@ -193,7 +199,8 @@ class OpenVINOEngine(Engine):
         if streams < 1:
             raise InputError(f"streams is {streams}, but at least one image runs at a time.")
         super().__init__(model, device, precision)
-        self.streams = streams
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.streams = min(streams, cores)
 
     def _fastest_precision(self) -> str:
         native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")

@@ -199,14 +199,16 @@ class Cell:
         On the test images, a mode may also be one of the other rules, of those networks that were asked for it, or
         "recalibrated": of those with running statistics taken anew, the one that was best on the validation images.
         """
-        found = [(measured(record, images), _name(record, mode)) for record in self.good]
-        return [metrics[name]["top1"] for metrics, name in found if name in metrics]
+        return [value for record in self.good if (value := _top1(record, mode, images)) is not None]
 
 
-def _name(record: Record, mode: str | None) -> str:
+def _top1(record: Record, mode: str | None, images: str = "test") -> float | None:
+    """None where the network was not asked for it."""
+    name = mode or record["chosen_statistics"]
     if mode == "recalibrated" and (validation := record.get("recalibrated_validation")):
-        return f"recalibrated {max(validation, key=lambda each: validation[each])}"
-    return mode or record["chosen_statistics"]
+        name = f"recalibrated {max(validation, key=lambda each: validation[each])}"
+    metrics = measured(record, images).get(name)
+    return None if metrics is None else metrics["top1"]
 
 
 def measured(record: Record, images: str) -> Mapping[str, Mapping[str, float]]:
@@ -260,7 +262,8 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
         return None
     value, several = mean(this) - mean(that), min(len(this), len(that)) > 1
     if claim["this"] == claim["that"]:
-        paired = [a - b for a, b in zip(this, that, strict=True)]
+        both = [[_top1(record, mode) for mode in modes] for record in cells[0].good]
+        paired = [a - b for a, b in both if a is not None and b is not None]
         error = stdev(paired) / len(paired) ** 0.5 if several else None
     else:
         error = (stdev(this) ** 2 / len(this) + stdev(that) ** 2 / len(that)) ** 0.5 if several else None

@@ -356,5 +356,6 @@ def _speed(root: Path) -> list[str]:
                     "BKN": f"{row['images_per_s']:.0f}", "BKN / BN": f"{row['images_per_s'] / of_bn:.3f}",
                 })  # fmt: skip
     ratios = [float(line["BKN / BN"]) for line in lines]
-    said = f"BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: that it costs next to nothing held.\n"
+    held = "held" if min(ratios) > 0.95 else "did not hold"
+    said = f"BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: that it costs next to nothing {held}.\n"
     return [SPEED.format(hardware=results[0]["hardware"]), _table_of(lines), said]

@@ -123,12 +123,16 @@ def fit(
 def further_images(
     recipe: Recipe, data: Data, device: torch.device, batches: int, workers: int = 0
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Batches as a training had them, for what is asked of its result: those that one more epoch would begin with."""
-    batch = recipe.micro_batch or recipe.gradient_batch
+    """What a training passed at a time, for what is asked of its result: images that one more epoch would begin with.
+
+    Args:
+        batches: as many gradient batches, at most.
+    """
+    batch = recipe.micro_batch or recipe.gradient_batch // (dist.get_world_size() if dist.is_initialized() else 1)
     more = training_batches(
         _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
     )
-    for images, _ in islice(more, batches):
+    for images, _ in islice(more, batches * recipe.gradient_batch // batch):
         yield images.contiguous(memory_format=torch.channels_last)
 
 
