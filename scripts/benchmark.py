@@ -448,7 +448,7 @@ def main() -> None:
         "--cases", nargs="+", default=["resnet101:224:224", "resnet101:128:64", "inception_v2:128:64"],
         help="network, size of its input, side of the image that the clients send",
     )  # fmt: skip
-    command.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
+    command.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 16])
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with instead")
