@@ -87,6 +87,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return run(tmp_path_factory.mktemp("uninterrupted"))
 
 
+@pytest.mark.parametrize(("micro", "sizes"), [(None, [8, 8]), (2, [2] * 8)])
+def test_what_is_asked_of_a_result_is_asked_with_as_many_images_however_many_pass_at_a_time(
+    micro: int | None, sizes: list[int]
+) -> None:
+    recipe = dataclasses.replace(RECIPE, gradient_batch=8, micro_batch=micro, train_size=6)
+    found = list(loop.further_images(recipe, data(), CPU, batches=2))
+    assert [len(images) for images in found] == sizes
+    assert {tuple(images.shape[1:]) for images in found} == {(3, 6, 6)}
+
+
 # Evaluation
 
 
