@@ -61,9 +61,9 @@ work: they may add up to more than a step, and their shares are what counts.
 TRAIN = """\
 ## Training on a GPU: 256 images
 
-Statistics and beliefs are float32;
-their products with A are tf32 where the features are half precision, as here, and as exact as float32 otherwise. The
-tables were measured one after another, and a row is to be compared with those of its own table.
+Statistics and beliefs are float32; their products with A are tf32 where the features are half precision, as here, and
+as exact as float32 otherwise. The tables were measured one after another, and a row is to be compared with those of its
+own table.
 """
 
 ROOFLINE = """\

@@ -1,6 +1,5 @@
 """One network, prepared for inference, run by PyTorch or by OpenVINO."""
 
-import os
 import platform
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
-from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
+from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, cores, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
@@ -199,8 +198,7 @@ class OpenVINOEngine(Engine):
         if streams < 1:
             raise InputError(f"streams is {streams}, but at least one image runs at a time.")
         super().__init__(model, device, precision)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.streams = min(streams, cores)
+        self.streams = min(streams, cores())
 
     def _fastest_precision(self) -> str:
         native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")

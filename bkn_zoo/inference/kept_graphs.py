@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bkn_zoo.inference.openvino_graph import Graph, core, ov
+from bkn_zoo.inference.openvino_graph import Graph, core, cores, ov
 from bkn_zoo.models.network import Network
 from bkn_zoo.version import __version__
 
@@ -110,10 +110,9 @@ def _surroundings() -> Any:
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
         code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     properties = [core().get_property("CPU", name) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
     versions = (__version__, ov.get_version(), torch.__version__, np.__version__)
-    return code.hexdigest(), versions, platform.machine(), cores, properties
+    return code.hexdigest(), versions, platform.machine(), cores(), properties
 
 
 def _read(path: Path, options: dict[Any, Any]) -> Graph | None:

@@ -14,6 +14,7 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.publishing.replication import between
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe
 
@@ -348,17 +349,9 @@ def _parts(recipe: Mapping[str, Any], ablations: Sequence[Run]) -> str:
         return PARTS_UNKNOWN
     return (
         f"Of the gain over BN, by runs of {epochs} epochs with A held at zero ({len(unlinked)} seeds): the link "
-        f"between layers is worth {_less(whole, unlinked)} points, the shrinking of what a layer observes "
-        f"{_less(unlinked, plain)}."
+        f"between layers is worth {between(whole, unlinked)} points, the shrinking of what a layer observes "
+        f"{between(unlinked, plain)}."
     )
-
-
-def _less(these: Sequence[float], those: Sequence[float]) -> str:
-    """The difference of two means, with its standard error where there are seeds to tell."""
-    gap = f"{mean(these) - mean(those):+.2f}"
-    if min(len(these), len(those)) < 2:
-        return gap
-    return f"{gap} ± {(stdev(these) ** 2 / len(these) + stdev(those) ** 2 / len(those)) ** 0.5:.2f}"
 
 
 def _top1(runs: list[Run], mode: str) -> str:

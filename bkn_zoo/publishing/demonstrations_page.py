@@ -8,6 +8,7 @@ from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, diverged, measured
+from bkn_zoo.publishing.replication import between
 from bkn_zoo.publishing.results import save_figures, table
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}
@@ -18,6 +19,8 @@ PALETTE = (
     (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192), (0, 0, 0),
 )  # fmt: skip
 
+
+SAYS = {"held": "BKN is ahead", "did not hold": "BKN is behind", "within chance": "within chance"}
 
 INTRODUCTION = """# A pretrained network with tiny batches
 
@@ -189,11 +192,8 @@ def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]
 
 
 def _compared(these: Sequence[float], those: Sequence[float], name: str) -> str:
-    gap = mean(these) - mean(those)
-    error = (stdev(these) ** 2 / len(these) + stdev(those) ** 2 / len(those)) ** 0.5
-    margin = max(2 * error, 0.1)
-    says = "BKN is ahead" if gap > margin else "BKN is behind" if gap < -margin else "within chance"
-    return f"{gap:+.1f} ± {error:.1f} to {name}, {says}"
+    found = between(these, those)
+    return f"{found.value:+.1f} ± {found.error:.1f} to {name}, {SAYS[found.verdict()]}"
 
 
 def _modes(experiment: Experiment, records: Mapping[str, Record]) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -228,7 +228,7 @@ def missing(plan: Plan, records: Mapping[str, Record]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the means of two cells, with its standard error where both have several seeds."""
+    """Between two means, with its standard error where both are of several seeds."""
 
     value: float
     error: float | None
@@ -247,6 +247,13 @@ class Difference:
         return held if self.error is not None else f"{held} (one seed)"
 
 
+def between(these: Sequence[float], those: Sequence[float]) -> Difference:
+    """The difference between the means of runs that have nothing to do with each other."""
+    seeds = len(these), len(those)
+    error = (stdev(these) ** 2 / seeds[0] + stdev(those) ** 2 / seeds[1]) ** 0.5 if min(seeds) > 1 else None
+    return Difference(mean(these) - mean(those), error, seeds)
+
+
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
     """That a claim is about; None where runs are missing. Differences within the same runs are taken run by run."""
     if claim.get("steps"):
@@ -257,17 +264,17 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
         if name not in plan.arms:
             raise InputError(f"a claim is about {name}, which no experiment runs: name one of its arms.")
         cells.append(cell(plan.arms[name], records))
-    this, that = (each.top1(mode) for each, mode in zip(cells, modes, strict=True))
-    if not this or not that:
-        return None
-    value, several = mean(this) - mean(that), min(len(this), len(that)) > 1
     if claim["this"] == claim["that"]:
         both = [[_top1(record, mode) for mode in modes] for record in cells[0].good]
-        paired = [a - b for a, b in both if a is not None and b is not None]
-        error = stdev(paired) / len(paired) ** 0.5 if several else None
-    else:
-        error = (stdev(this) ** 2 / len(this) + stdev(that) ** 2 / len(that)) ** 0.5 if several else None
-    return Difference(value, error, (len(this), len(that)))
+        gaps = [a - b for a, b in both if a is not None and b is not None]
+        return _mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
+    this, that = (each.top1(mode) for each, mode in zip(cells, modes, strict=True))
+    return between(this, that) if this and that else None
+
+
+def _mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:
+    """Of differences that were taken run by run."""
+    return Difference(mean(gaps), stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None, seeds)
 
 
 def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
@@ -289,10 +296,7 @@ def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Reco
         for record in this
         if curve(record)
     ]
-    if not saved:
-        return None
-    error = stdev(saved) / len(saved) ** 0.5 if len(saved) > 1 else None
-    return Difference(mean(saved), error, (len(this), len(that)))
+    return _mean_of(saved, (len(this), len(that))) if saved else None
 
 
 def spread(values: Iterable[float]) -> str:
