@@ -230,7 +230,7 @@ def test_the_operators_are_registered_as_pytorch_wants_them():
         )
 
 
-def test_what_is_compiled_is_pytorchs_own():
+def test_what_is_compiled_without_a_gradient_is_pytorchs_own():
     def pool(x):
         return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
 
@@ -245,6 +245,31 @@ def test_what_is_compiled_is_pytorchs_own():
         torch.testing.assert_close(compiled(x), pool(x))
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert [name.split(".")[1] for name in names] == ["max_pool2d", "avg_pool2d"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_compiled_keeps_no_more_for_the_gradient(dynamic):
+    """PyTorch's own max pooling would keep its input in some versions, and with an operator above, nothing drops it."""
+
+    def learn(x, run):
+        x = x.detach().requires_grad_()
+        kept = []
+        with kernels.use("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = run(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        return y, gradient, [(tuple(t.shape), t.dtype) for t in kept if t.ndim == 4]
+
+    def pools(x):
+        return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
+
+    compiled = torch.compile(pools, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=dynamic)
+    for shape in [(2, 8, 8, 8), (1, 8, 6, 10)]:
+        x = features(shape)
+        y, gradient, kept = learn(x, compiled)
+        expected, expected_gradient, expected_kept = learn(x, pools)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(gradient, expected_gradient)
+        assert kept == expected_kept == [((shape[0], 8, shape[2] // 2, shape[3] // 2), torch.uint8)]
 
 
 def test_there_is_no_second_derivative():

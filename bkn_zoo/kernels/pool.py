@@ -28,7 +28,7 @@ def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: b
     """As `F.max_pool2d`, in value and gradient."""
     if not fused(x, kernel, stride, padding):
         return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
-    if x.requires_grad and torch.is_grad_enabled():
+    if learning(x):
         return MaxPooling.apply(x, kernel, stride, padding, ceil_mode)
     return torch.ops.bkn_zoo.max_pool(x, kernel, stride, padding, ceil_mode, False)[0]
 
@@ -46,10 +46,11 @@ def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tenso
 def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
     """Whether the kernels pool `x`. PyTorch does where they cannot, and it says what is wrong with an input.
 
-    The compiler fuses PyTorch's pooling with what stands around it, so that it gets that to see.
+    A compiler gets PyTorch's own to see, which it fuses with what stands around it; unless there is a gradient, for
+    which some versions (2.11 for one) would keep the input, only to know its size.
     """
     return (
-        not torch.compiler.is_compiling()
+        (learning(x) or not torch.compiler.is_compiling())
         and kernels.chosen(x)
         and x.ndim == 4
         and x.is_contiguous(memory_format=torch.channels_last)
@@ -58,6 +59,10 @@ def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
         and x.shape[0] <= MOST_IMAGES
         and 0 < x.numel() < 2**31 * x.shape[0]  # so far do offsets in an image reach
     )
+
+
+def learning(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 class Tile(NamedTuple):
