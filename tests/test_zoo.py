@@ -104,19 +104,7 @@ def test_its_accuracy_is_that_of_the_evaluations_on_record(folder: Path, device:
         assert row["top1"] == pytest.approx(accuracy[row["statistics"]]["top1"], abs=0.1)
 
 
-NOT_MEASURED = [
-    "inception_cifar_bkn.cifar10.cuda.bf16.json",
-    "inception_cifar_bkn.cifar10.cuda.f16.json",
-    "inception_cifar_bkn.cifar100.cuda.bf16.json",
-    "inception_cifar_bkn.cifar100.cuda.f16.json",
-    "inception_cifar_bkn.cifar100_single.cuda.bf16.json",
-    "inception_cifar_bkn.cifar100_single.cuda.f16.json",
-    "inception_v2_bkn.tiny_imagenet.cuda.bf16.json",
-    "inception_v2_bkn.tiny_imagenet.cuda.f16.json",
-    "resnet101_bkn.tiny_imagenet.cpu.bf16.json",
-    "resnet101_bkn.tiny_imagenet.cuda.bf16.json",
-    "resnet101_bkn.tiny_imagenet.cuda.f16.json",
-]
+NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json"]
 
 
 @each

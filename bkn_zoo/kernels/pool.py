@@ -50,8 +50,8 @@ def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
     which some versions (2.11 for one) would keep the input, only to know its size.
     """
     return (
-        (learning(x) or not torch.compiler.is_compiling())
-        and kernels.chosen(x)
+        kernels.chosen(x)
+        and (learning(x) or not torch.compiler.is_compiling())
         and x.ndim == 4
         and x.is_contiguous(memory_format=torch.channels_last)
         and stride in (1, 2)
