@@ -63,7 +63,9 @@ TRAIN = """\
 
 Statistics and beliefs are float32; their products with A are tf32 where the features are half precision, as here, and
 as exact as float32 otherwise. The tables were measured one after another, and a row is to be compared with those of its
-own table.
+own table. Where what Python takes to launch a step adds up to more than the same step takes as a graph, the GPU waits
+for Python: of ResNet101 this is so for BKN, and compiled for both, which is why a ratio there says more of the
+processor than of the kernels.
 """
 
 ROOFLINE = """\

@@ -254,7 +254,8 @@ def test_what_is_compiled_keeps_no_more_for_the_gradient(dynamic):
     def learn(x, run):
         x = x.detach().requires_grad_()
         kept = []
-        with kernels.use("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+        with kernels.use("triton"), keep:
             y = run(x)
         (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
         return y, gradient, [(tuple(t.shape), t.dtype) for t in kept if t.ndim == 4]

@@ -24,7 +24,7 @@ from bkn_zoo.models.registry import NORMS
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
-from bkn_zoo.publishing.replication import Difference, Plan, missing, read_plan, read_records
+from bkn_zoo.publishing.replication import Difference, Plan, difference, missing, read_plan, read_records
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw
 from bkn_zoo.training import datasets
@@ -219,7 +219,8 @@ def test_each_run_is_planned_once_and_a_row_with_all_its_seeds_before_the_next(p
 
 def test_claims_and_differences_are_about_arms_that_are_run(plan: Plan) -> None:
     about = [*plan.claims, *(claim for experiment in plan.experiments for claim in experiment.differences)]
-    assert [claim[side] for claim in about for side in ("this", "that") if claim[side] not in plan.arms] == []
+    named = [claim[side] for claim in about for side in ("this", "that")]
+    assert {name for each in named for name in (each if isinstance(each, list) else [each])} - set(plan.arms) == set()
 
 
 def test_a_plan_says_what_a_row_does_not_take(tmp_path: Path) -> None:
@@ -293,6 +294,21 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     assert "61.25" in text
     assert "0.600 ± 0.000" in text
     assert "not run yet" not in text.lower()
+
+
+def test_of_several_arms_the_one_counts_that_was_best_on_validation(plan: Plan) -> None:
+    records = invented(plan)
+    rates = [f"cifar100.bn.128-2.lr={rate}" for rate in (0.1, 0.2, 0.4)]
+    claim = {"says": "BKN is better", "this": "cifar100.bkn.128-2", "that": rates}
+    keys = [plan.arms[name].runs[0].key for name in rates]
+    for key, validation, test in zip(keys, (50.0, 70.0, 60.0), (58.0, 55.0, 59.0), strict=True):
+        of = {images: {"expected": {"top1": top1}} for images, top1 in (("validation", validation), ("test", test))}
+        records[key] = {**records[key], **of}
+    found = difference(claim, plan, records)
+    assert found is not None
+    assert found.value == pytest.approx(63.1 - 55.0)
+    del records[keys[0]]
+    assert difference(claim, plan, records) is None  # it might be the best
 
 
 def test_the_readmes_table_is_written_in_its_place(plan: Plan) -> None:

@@ -259,17 +259,22 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
     modes = claim.get("modes", [None, None])
-    cells = []
-    for name in (claim["this"], claim["that"]):
-        if name not in plan.arms:
-            raise InputError(f"a claim is about {name}, which no experiment runs: name one of its arms.")
-        cells.append(cell(plan.arms[name], records))
+    cells = [_best(_listed(claim[side]), plan, records) for side in ("this", "that")]
     if claim["this"] == claim["that"]:
         both = [[_top1(record, mode) for mode in modes] for record in cells[0].good]
         gaps = [a - b for a, b in both if a is not None and b is not None]
         return _mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
     this, that = (each.top1(mode) for each, mode in zip(cells, modes, strict=True))
     return between(this, that) if this and that else None
+
+
+def _best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
+    """Of several arms, the one that was best on its validation images; one without records, if there is any."""
+    for name in names:
+        if name not in plan.arms:
+            raise InputError(f"a claim is about {name}, which no experiment runs: name one of its arms.")
+    found = [cell(plan.arms[name], records) for name in names]
+    return max(found, key=lambda each: mean(each.top1(images="validation")) if each.good else float("inf"))
 
 
 def _mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:

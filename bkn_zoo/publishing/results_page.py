@@ -40,8 +40,8 @@ no more than that, or by 0.3 points. *batches* are gradient and statistics batch
 data sets: its ImageNet is Tiny ImageNet here, so that differences can be compared there, and levels cannot.
 
 **Effort.** All norms are trained by one recipe, and none has a setting of its own but BRN's schedule. That recipe was
-made with BKN and BN in view ([docs/runs.md](runs.md)); whether another learning rate suits one of them better is asked
-below, as far as it was run.
+made with BKN and BN in view ([docs/runs.md](runs.md)); that learning rate is not the best for each of them, and what
+they are worth at their own best is asked below, with one seed.
 """
 
 NOT_RUN = "not run yet"
