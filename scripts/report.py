@@ -240,11 +240,13 @@ def precisions() -> list[dict[str, Any]]:
         evaluations = read_evaluations(RESULTS / "evaluate", folder.name)
         exact = {row["statistics"]: row["top1"] for found in evaluations[:1] for row in found["rows"]}
         for found in evaluations:
+            if found.get("engine") == "torch":
+                continue  # on a GPU
             precision = found.get("precision") or "f32"
             for row in found["rows"]:
                 mode, top1 = row["statistics"], row["top1"]
                 line = {"checkpoint": folder.name, "precision": precision, "statistics": mode, "top1": f"{top1:.2f}"}
-                line["more than in f32"] = f"{top1 - exact[mode]:+.2f}" if precision != "f32" else None
+                line["more than in f32"] = f"{round(top1 - exact[mode], 2) + 0:+.2f}" if precision != "f32" else None
                 for kind, speed in read_speeds(RESULTS).items():
                     ran = (*config.architecture.rsplit("_", 1), "openvino", precision, mode, size)
                     fields = ("model", "norm", "engine", "precision", "statistics", "size")

@@ -3,6 +3,7 @@
 A run is a record that scripts/train.py left in results/runs/; speed is results/benchmark_infer.*.json.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -84,8 +85,8 @@ PARTS_UNKNOWN = (
 LESS = """\
 ### In less precision
 
-Top-1 by OpenVINO on a CPU (`results/evaluate/`). `precision="auto"`, the default of classifier, command and service,
-takes bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
+Top-1 by OpenVINO on a CPU and by PyTorch on a GPU (`results/evaluate/`). `precision="auto"`, the default of classifier,
+command and service, takes bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -100,8 +101,9 @@ def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_evaluations(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The evaluations of a checkpoint on a CPU: in f32 and, where it was measured, in less."""
-    paths = [folder / f"{name}.cpu.json", *sorted(folder.glob(f"{name}.cpu.*.json"))]
+    """The evaluations of a checkpoint: on a CPU in f32 and, where it was measured, there and on a GPU in less."""
+    less = (sorted(folder.glob(f"{name}.{device}.*.json")) for device in ("cpu", "cuda"))
+    paths = [folder / f"{name}.cpu.json", *itertools.chain(*less)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
@@ -142,7 +144,7 @@ def checkpoint_card(
     Args:
         speeds: by the kind of processor.
         ablations: the records of scripts/reproduce.py.
-        evaluations: those of the checkpoint on a CPU, the first in f32.
+        evaluations: those of the checkpoint, as `read_evaluations` gives them.
     """
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
@@ -278,8 +280,9 @@ def _precisions(evaluations: Sequence[Mapping[str, Any]]) -> str:
         return ""
     exact = {row["statistics"]: row["top1"] for row in evaluations[0]["rows"]}
     rows = [
-        {"precision": found["precision"], "statistics": row["statistics"], "top1": f"{row['top1']:.2f}"}
-        | {"more than in f32": f"{row['top1'] - exact[row['statistics']]:+.2f}"}
+        {"hardware": found["hardware"], "precision": found["precision"], "statistics": row["statistics"]}
+        | {"top1": f"{row['top1']:.2f}"}
+        | {"more than in f32": f"{round(row['top1'] - exact[row['statistics']], 2) + 0:+.2f}"}
         for found in evaluations[1:]
         for row in found["rows"]
     ]
