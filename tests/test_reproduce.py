@@ -21,10 +21,11 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.registry import NORMS
+from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
-from bkn_zoo.publishing.replication import Difference, Plan, difference, missing, read_plan, read_records
+from bkn_zoo.publishing.replication import Difference, Plan, difference, missing, read_plan, read_records, verdict
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw
 from bkn_zoo.training import datasets
@@ -302,13 +303,30 @@ def test_of_several_arms_the_one_counts_that_was_best_on_validation(plan: Plan) 
     claim = {"says": "BKN is better", "this": "cifar100.bkn.128-2", "that": rates}
     keys = [plan.arms[name].runs[0].key for name in rates]
     for key, validation, test in zip(keys, (50.0, 70.0, 60.0), (58.0, 55.0, 59.0), strict=True):
-        of = {images: {"expected": {"top1": top1}} for images, top1 in (("validation", validation), ("test", test))}
-        records[key] = {**records[key], **of}
+        for images, top1 in (("validation", validation), ("test", test)):
+            records[key][images] = {mode: {"top1": top1, "ece": 5.0} for mode in MODES}
     found = difference(claim, plan, records)
     assert found is not None
     assert found.value == pytest.approx(63.1 - 55.0)
+    end = "so that a larger one may be better still: BN, lr = 0.4 (128, 2)."
+    assert end not in page(plan, records, ROOT)
+    records[keys[2]]["validation"]["expected"]["top1"] = 80.0
+    assert end in page(plan, records, ROOT)
     del records[keys[0]]
     assert difference(claim, plan, records) is None  # it might be the best
+
+
+def test_that_no_steps_are_saved_is_not_chance(plan: Plan) -> None:
+    (claim,) = (claim for claim in plan.claims if claim.get("steps"))
+    records = invented(plan)
+    found = difference(claim, plan, records)
+    assert found is not None
+    assert verdict(claim, found) == "held"
+    for run in plan.arms[claim["this"]].runs:
+        records[run.key]["curve"] = [{"step": 10 * k, "top1": {"expected": 10.0}} for k in range(1, 6)]
+    found = difference(claim, plan, records)
+    assert found is not None
+    assert (found.value, verdict(claim, found)) == (0.0, "did not hold")
 
 
 def test_the_readmes_table_is_written_in_its_place(plan: Plan) -> None:

@@ -247,6 +247,12 @@ class Difference:
         return held if self.error is not None else f"{held} (one seed)"
 
 
+def verdict(claim: Mapping[str, Any], found: Difference) -> str:
+    """Whether it held. Steps can be saved, or none is: that is not chance."""
+    said = found.verdict(claim.get("same", False))
+    return said.replace("within chance", "did not hold") if claim.get("steps") else said
+
+
 def between(these: Sequence[float], those: Sequence[float]) -> Difference:
     """The difference between the means of runs that have nothing to do with each other."""
     seeds = len(these), len(those)
@@ -259,7 +265,7 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
     modes = claim.get("modes", [None, None])
-    cells = [_best(_listed(claim[side]), plan, records) for side in ("this", "that")]
+    cells = [best(_listed(claim[side]), plan, records) for side in ("this", "that")]
     if claim["this"] == claim["that"]:
         both = [[_top1(record, mode) for mode in modes] for record in cells[0].good]
         gaps = [a - b for a, b in both if a is not None and b is not None]
@@ -268,7 +274,7 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     return between(this, that) if this and that else None
 
 
-def _best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
+def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
     """Of several arms, the one that was best on its validation images; one without records, if there is any."""
     for name in names:
         if name not in plan.arms:

@@ -15,11 +15,13 @@ from bkn_zoo.publishing.replication import (
     Experiment,
     Plan,
     Record,
+    best,
     cell,
     cells,
     difference,
     missing,
     spread,
+    verdict,
 )
 from bkn_zoo.publishing.results import table
 
@@ -40,8 +42,8 @@ no more than that, or by 0.3 points. *batches* are gradient and statistics batch
 data sets: its ImageNet is Tiny ImageNet here, so that differences can be compared there, and levels cannot.
 
 **Effort.** All norms are trained by one recipe, and none has a setting of its own but BRN's schedule. That recipe was
-made with BKN and BN in view ([docs/runs.md](runs.md)); that learning rate is not the best for each of them, and what
-they are worth at their own best is asked below, with one seed.
+made with BKN and BN in view ([docs/runs.md](runs.md)); its learning rate is not the best for each of them, and what
+they are worth at the best of three is asked below, with one seed.
 """
 
 NOT_RUN = "not run yet"
@@ -181,7 +183,7 @@ def _claims(plan: Plan, records: Mapping[str, Record]) -> str:
         rows.append({
             "the paper says": claim["says"], "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
             "here": NOT_RUN if found is None else str(found), "seeds": "" if found is None else _seeds(found),
-            "claim": "not tested" if found is None else found.verdict(claim.get("same", False)),
+            "claim": "not tested" if found is None else verdict(claim, found),
         })  # fmt: skip
     return table(rows, list(rows[0])) + "\n" if rows else ""
 
@@ -196,14 +198,15 @@ def _failures(plan: Plan, records: Mapping[str, Record]) -> str:
         found = difference(claim, plan, records)
         if found is None:
             untested += 1
-        elif not (verdict := found.verdict(claim.get("same", False))).startswith("held"):
+        elif not (said := verdict(claim, found)).startswith("held"):
             theirs = f"{claim['paper']:+.2f} in the paper, " if "paper" in claim else ""
             note = f" {claim['note']}" if "note" in claim else ""
-            lines.append(f"- {claim['says']}: {theirs}{found} here ({verdict}).{note}")
+            lines.append(f"- {claim['says']}: {theirs}{found} here ({said}).{note}")
     if not lines:
         lines = ["Of what was tested, nothing."]
     if untested:
-        lines += ["", f"{untested} of the {len(plan.claims)} claims are not tested yet, for want of runs."]
+        are = "is" if untested == 1 else "are"
+        lines += ["", f"{untested} of the {len(plan.claims)} claims {are} not tested yet, for want of runs."]
     return "\n".join(lines) + "\n"
 
 
@@ -227,6 +230,12 @@ def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], 
     ]
     if lines:
         parts += [table(lines, list(lines[0])) + "\n"]
+    lists = [claim[side] for claim in experiment.differences for side in ("this", "that")]
+    choices = {tuple(names): best(names, plan, records) for names in lists if isinstance(names, list)}
+    ends = [each.arm for names, each in choices.items() if each.good and each.arm.name == names[-1]]
+    last = [f"{arm.label} ({arm.gradient}, {arm.group})" for arm in ends]
+    if last:
+        parts += [f"The largest that was tried, so that a larger one may be better still: {'; '.join(last)}.\n"]
     return "\n".join(parts)
 
 
