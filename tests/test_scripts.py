@@ -195,6 +195,18 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
     assert [row["statistics"] for row in rows] == ["sample"]
 
 
+def test_what_was_measured_is_shown_though_it_cannot_be_written(
+    script: Script, tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"label_names": ["dark", "light"], "preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3)}
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_bkn", 2).eval(), tmp_path / "mine", **about)
+    start = ("evaluate.py", tmp_path / "mine", "--data", tree, "--device", "cpu", "--split", "all", "--output")
+    assert "--output photos is a folder: name a file in it." in sentence(script, *start, "photos")
+    assert capsys.readouterr().out == ""  # it was not measured first
+    assert "cannot be written (File name too long): name another file." in sentence(script, *start, "x" * 300)
+    assert "| population | 24 |" in capsys.readouterr().out
+
+
 def test_options_override_the_recipe_wherever_they_stand() -> None:
     line = (
         "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --statistics_batch None"

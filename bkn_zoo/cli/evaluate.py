@@ -11,6 +11,7 @@ wrong), in the checkpoint's own statistics mode unless --statistics leaves that 
 """
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         make_folder(args.report)
     if args.output:
         make_folder(args.output.parent)
+        if os.path.isdir(args.output):
+            raise InputError(f"--output {args.output} is a folder: name a file in it.")
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.training.get("recipe", {})
     dataset = args.dataset or recipe.get("dataset", "folder")
@@ -90,9 +93,6 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     run = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
     logits, labels = predict(run, batches, args.statistics, "evaluating", len(images))
     rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
-    if args.output:
-        about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
-        write_results(args.output, rows, split=split, **about)
     said = {
         "test": "the test images",
         "validation": f"the {recipe.get('validation', 0.1):.0%} of images that a training on this folder holds out "
@@ -105,6 +105,12 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     print(table(rows, list(rows[0])))
     if isinstance(images, FileImages):
         images.say_left_out("" if split == "all" else split)
+    if args.output:
+        about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
+        try:
+            write_results(args.output, rows, split=split, **about)
+        except OSError as error:
+            raise InputError(f"{args.output} cannot be written ({error.strerror}): name another file.") from None
     if args.report:
         mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
