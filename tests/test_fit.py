@@ -38,7 +38,7 @@ from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import Training, TrainingError, begin, kept_line, load_state, refuse_to_replace, save_state
-from bkn_zoo.training.step import average, make_step
+from bkn_zoo.training.step import average, make_step, parallel
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -1000,8 +1000,19 @@ def test_two_processes_train_as_one_would(pair: Path, tmp_path: Path) -> None:
     assert [process["step"]["passes_alone"] for process in found] == [0, 0]
     assert [process["accumulated"]["passes_alone"] for process in found] == [1, 1]
     assert_shared_running_averages([process["step"] for process in found])
+    assert [process["broadcasts"] for process in found] == [False, False]
+    assert "broadcast_buffers" not in (pair / "log").read_text()  # a warning that it is deprecated
     assert_sharded_weights_agree([process["sharded"] for process in found])
     assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
+
+
+def test_buffers_are_left_alone_by_the_name_that_older_versions_have_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        def __init__(self, module: Any, broadcast_buffers: bool = True) -> None:
+            self.broadcast_buffers = broadcast_buffers
+
+    monkeypatch.setattr("bkn_zoo.training.step.DistributedDataParallel", Older)
+    assert parallel(network()).broadcast_buffers is False
 
 
 def test_torchrun_trains_by_the_recipe_for_imagenet(pair: Path) -> None:

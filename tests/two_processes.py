@@ -32,7 +32,7 @@ from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import begin, load_state
-from bkn_zoo.training.step import make_step, share_running_averages
+from bkn_zoo.training.step import make_step, parallel, share_running_averages
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -140,7 +140,7 @@ def main(folder: Path, *arguments: str) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
-    found |= {"sharded": sharded(rank)}
+    found |= {"sharded": sharded(rank), "broadcasts": parallel(network()).broadcast_buffers}
     found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")
     dist.destroy_process_group()

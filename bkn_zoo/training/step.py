@@ -1,5 +1,6 @@
 """One optimizer step, launched kernel by kernel or replayed from a CUDA graph; what processes and averages share."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -23,9 +24,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
     network: Any = training.model
     alone: Callable[[], Any] = nullcontext  # within it, gradients are not yet shared with other processes
     if dist.is_initialized():
-        # Every process normalizes by its own groups; `share_running_averages` joins what they remember.
         with side_stream() if device.type == "cuda" else nullcontext():
-            network = DistributedDataParallel(training.model, broadcast_buffers=False)
+            network = parallel(training.model)
         alone = network.no_sync
     if recipe.compile:
         network = torch.compile(network)
@@ -57,6 +57,19 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         return step
     replayed = captured(lambda images, targets: step(Batch(images, targets)))
     return lambda batch: replayed(*batch)
+
+
+def parallel(model: nn.Module) -> DistributedDataParallel:
+    """The model, with gradients that all processes share.
+
+    Every process normalizes by its own groups; `share_running_averages` joins what they remember, in place of the first
+    process's, which DDP would send to all with every pass.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    # The second is what older versions of torch call it.
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    option: dict[str, Any] = {name: False}
+    return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
