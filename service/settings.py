@@ -16,7 +16,7 @@ class Settings(BaseSettings):
     """Settings of the service. A flag wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True
+        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True, allow_inf_nan=False
     )
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")

@@ -618,12 +618,12 @@ def test_with_streams_an_image_s_logits_do_not_depend_on_who_runs_beside_it(smal
             assert all(any(row.equal(known) for known in alone) for row in found)
 
 
-def test_streams_are_for_openvino_and_at_least_one(small: Network) -> None:
+@pytest.mark.parametrize("streams", [0, 1.5, "2"])
+def test_streams_are_for_openvino_and_a_whole_number_of_at_least_one(small: Network, streams: Any) -> None:
     with pytest.raises(InputError, match="streams are OpenVINO's: choose engine='openvino' and device='cpu'"):
         create_engine(small, "torch", streams=2)
-    if engines.ov is not None:
-        with pytest.raises(InputError, match="streams is 0, but at least one image runs at a time"):
-            create_engine(small, "openvino", streams=0)
+    with pytest.raises(InputError, match=f"streams is {streams!r}, but must be a whole number of at least 1"):
+        create_engine(small, streams=streams)
 
 
 def test_unknown_names_are_said(small: Network) -> None:
@@ -636,12 +636,12 @@ def test_unknown_names_are_said(small: Network) -> None:
 
 
 def test_devices_that_are_not_there_are_said(small: Network) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="PyTorch finds no GPU here: choose device='cpu'"):
-            create_engine(small, device="cuda")
+    for device in ("tpu", "cuda:64", "xpu", "") if torch.cuda.is_available() else ("tpu", "cuda", "xpu", ""):
+        with pytest.raises(InputError, match=f"device '{device}' is nothing that PyTorch finds here: choose from cpu"):
+            create_engine(small, device=device)
     if engines.ov is not None:
-        with pytest.raises(InputError, match="OpenVINO runs on device='cpu' here, not on 'cuda'"):
-            create_engine(small, "openvino", "cuda")
+        with pytest.raises(InputError, match="OpenVINO runs on device='cpu' here, not on 'meta'"):
+            create_engine(small, "openvino", "meta")
 
 
 @pytest.mark.parametrize(

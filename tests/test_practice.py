@@ -277,8 +277,12 @@ def test_what_cannot_be_done_is_said_before_the_work_begins(commands: Commands, 
     for command, code, says in [
         ((*evaluate, "--report", "file"), 2, "file cannot be made for the results (File exists)"),
         ((*evaluate, "--output", "file/out.json"), 2, "file cannot be made for the results"),
-        ((*evaluate, "--device", "warp"), 2, "--device warp is nothing that PyTorch finds here"),
-        ((*train, "--device", "warp"), 2, "--device warp is nothing that PyTorch finds here"),
+        ((*evaluate, "--device", "warp"), 2, "device 'warp' is nothing that PyTorch finds here"),
+        ((*train, "--device", "warp"), 2, "device 'warp' is nothing that PyTorch finds here"),
+        ((*evaluate, "--workers", "-1"), 2, "argument --workers: '-1' is not a whole number of at least 0"),
+        ((*train, "--workers", "-1"), 2, "argument --workers: '-1' is not a whole number of at least 0"),
+        ((*evaluate, "--batch", "-3"), 2, "argument --batch: '-3' is not a whole number of at least 1"),
+        ((*evaluate, "--batch", "0"), 2, "argument --batch: '0' is not a whole number of at least 1"),
         ((*train, "--publish", "me"), 1, "HF_HUB_OFFLINE forbids to ask the Hub"),
     ]:
         done = commands(*command)

@@ -475,9 +475,16 @@ def test_keys_that_nobody_could_send_are_refused(monkeypatch: pytest.MonkeyPatch
         read_settings([])
 
 
+SECONDS = [f"--{name.replace('_', '-')}" for name, field in Settings.model_fields.items() if field.annotation is float]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--port", "70000"], "--port"), (["--engine", "magic"], "--engine"), (["--deadline", "x"], "--deadline")],
+    [
+        (["--port", "70000"], "--port"),
+        (["--engine", "magic"], "--engine"),
+        *(([name, value], name) for name in SECONDS for value in ("x", "inf", "nan")),
+    ],
 )
 def test_a_bad_setting_is_named_in_one_sentence(flags: list[str], named: str) -> None:
     with pytest.raises(InputError, match=named):

@@ -1,19 +1,21 @@
 """What a command can find out before its work begins, rather than after hours."""
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from bkn_zoo.errors import InputError
 
 
-def check_device(device: str) -> None:
-    """Refuse one that PyTorch does not know or find."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise InputError(f"--device {device} is nothing that PyTorch finds here: choose from {there}.") from None
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option that takes one of at least so much."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 def make_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
+from bkn_zoo.cli.checks import whole_number
 from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
@@ -153,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--model", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo (default: the best here)"
         )
-        command.add_argument("--top-k", type=_count, default=5, metavar="K", help="labels to show (default: 5)")
+        command.add_argument(
+            "--top-k", type=whole_number(1), default=5, metavar="K", help="labels to show (default: 5)"
+        )
         command.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
         command.add_argument(
             "--precision", choices=PRECISIONS, default="auto", help="that it runs in (default: auto, the hardware's)"
@@ -173,12 +176,6 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _compare(args: argparse.Namespace) -> int:

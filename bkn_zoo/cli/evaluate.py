@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.cli.checks import check_device, make_folder
+from bkn_zoo.cli.checks import make_folder, whole_number
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.inference.engines import check_device, create_engine
 from bkn_zoo.norms import MODES
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
@@ -47,9 +47,9 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         "--engine", choices=["eager", *named], default="eager", help="the network as it is, or prepared"
     )
     parser.add_argument("--precision", choices=exact, default="f32", help="of a prepared network")
-    parser.add_argument("--batch", type=int, help="images at a time; default: 500, or 16 on a CPU")
+    parser.add_argument("--batch", type=whole_number(1), help="images at a time; default: 500, or 16 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--workers", type=whole_number(0), default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="for pictures of what went wrong")
     args = parser.parse_args(arguments)

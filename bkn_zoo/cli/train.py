@@ -41,10 +41,11 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.checkpoints.locate import locate
-from bkn_zoo.cli.checks import check_device
+from bkn_zoo.cli.checks import whole_number
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
+from bkn_zoo.inference.engines import check_device
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.progress import waiting
@@ -108,7 +109,7 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     )
     parser.add_argument("--resume", action="store_true", help="go on with the training in the output folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=0, help="processes that decode image files")
+    parser.add_argument("--workers", type=whole_number(0), default=0, help="processes that decode image files")
     parser.add_argument("--save-minutes", type=float, default=5.0)
     fields = parser.add_argument_group("fields of the recipe")
     for field in dataclasses.fields(Recipe):

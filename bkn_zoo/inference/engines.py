@@ -52,6 +52,9 @@ def create_engine(
             f"no engine runs a {type(model).__name__}: pass a network of the zoo, or what bkn_zoo.convert made of a "
             "whole one."
         )
+    check_device(device)
+    if not isinstance(streams, int) or streams < 1:
+        raise InputError(f"streams is {streams!r}, but must be a whole number of at least 1.")
     if engine == "auto":
         # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
         soon = not isinstance(model, Converted) or streams > 1
@@ -61,6 +64,15 @@ def create_engine(
     if streams != 1:
         raise InputError("streams are OpenVINO's: choose engine='openvino' and device='cpu', or leave them out.")
     return TorchEngine(model, device, precision)
+
+
+def check_device(device: str) -> None:
+    """Refuse one that PyTorch does not know or find."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
 
 
 class Engine:
@@ -153,11 +165,6 @@ class Engine:
 class TorchEngine(Engine):
     """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last."""
 
-    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise InputError(f"device={device!r}, but PyTorch finds no GPU here: choose device='cpu'.")
-        super().__init__(model, device, precision)
-
     def _fastest_precision(self) -> str:
         if self.device.type == "cuda":
             return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "f16"
@@ -195,8 +202,6 @@ class OpenVINOEngine(Engine):
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
         if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
-        if streams < 1:
-            raise InputError(f"streams is {streams}, but at least one image runs at a time.")
         super().__init__(model, device, precision)
         self.streams = min(streams, cores())
 
