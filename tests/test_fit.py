@@ -1006,6 +1006,16 @@ def test_two_processes_train_as_one_would(pair: Path, tmp_path: Path) -> None:
     assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
 
 
+def test_norms_are_frozen_under_ddp_as_the_page_on_the_layer_says(pair: Path) -> None:
+    page = " ".join((ROOT / "docs" / "layer.md").read_text().split())
+    freezing = page[page.index("**Freeze norms.**") : page.index("**Weight decay**")]
+    assert all(word in freezing for word in ("DDP", "`norm.no_weight_decay()`", "`find_unused_parameters=True`"))
+    for rank in range(2):
+        *told, untold = torch.load(pair / f"found_{rank}.pt", weights_only=True)["frozen"]
+        assert told == ["done", "done"]
+        assert "Expected to have finished reduction" in untold  # else the page asks for more than it takes
+
+
 def test_buffers_are_left_alone_by_the_name_that_older_versions_have_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Older:
         def __init__(self, module: Any, broadcast_buffers: bool = True) -> None:
