@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import InternalError, OverloadedError
+from bkn_zoo.errors import BknZooError
+
+from .errors import InternalError, OverloadedError, of_the_image
 from .logs import request_id
 from .metrics import Metrics
 
@@ -183,6 +185,10 @@ class Line:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
+        except BknZooError as error:  # the engine refuses the mode, which they have in common
+            for call in batch:
+                call.future.set_exception(of_the_image(error))
+            return
         except Exception:
             requests = ", ".join(str(call.request) for call in batch)
             log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})

@@ -69,13 +69,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evaluate_confirms(
-    script: Script, tree: Path, checkpoint: Path, tmp_path: Path
+    script: Script, tree: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = bkn_zoo.from_pretrained(checkpoint)
     more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
     script("train.py", "--data", tree, "--init", checkpoint, "--epochs", "2", *more)
 
     output = tmp_path / "runs" / "inception_cifar_bkn.photos-epochs_2-gradient_batch_8-lr_0.02-validation_0.3"
+    assert f"try it with: bkn-zoo serve --models runs/{output.name}/{output.name}" in capsys.readouterr().out
     model = bkn_zoo.from_pretrained(output / output.name)
     assert model.name == "inception_cifar_bkn"
     assert model.num_classes == 2
@@ -416,6 +417,18 @@ def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_pat
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
     assert model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
+
+
+def test_a_variant_that_no_engine_knows_is_not_said_to_be_served(
+    script: Script, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
+    script(
+        *start, "--device", "cpu", "--gradient_batch", "8", "--norm_options.prediction_bias", "true", "--name", "odd"
+    )
+    said = capsys.readouterr().out
+    assert "saved to runs/odd/odd: a variant for ablations" in said
+    assert "bkn-zoo serve" not in said
 
 
 def test_the_cost_of_imagenet_follows_from_the_measured_speeds() -> None:

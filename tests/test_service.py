@@ -26,7 +26,9 @@ from PIL import Image
 from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
 from starlette.testclient import TestClient
 
+import bkn_zoo
 from bkn_zoo import Classifier, InputError
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES
 from service.app import Service, create_app, main
 from service.decoding import usable_cores
@@ -402,6 +404,29 @@ def test_an_image_of_several_that_fails_here_leaves_the_others_their_answers(
         given = client.post("/v1/classify/batch", json={"images": [text] * 3})
     assert given.status_code == 200
     assert [result.get("error", {}).get("code") for result in given.json()["results"]] == [None, "internal", None]
+
+
+@pytest.mark.parametrize("cause", ["a variant", "f16"])
+def test_statistics_that_the_engine_refuses_are_the_clients_error_in_its_own_words(
+    tmp_path: Path, photo: Path, caplog: pytest.LogCaptureFixture, cause: str
+) -> None:
+    if cause == "f16":
+        pytest.importorskip("openvino")
+    model = bkn_zoo.create_model("inception_cifar_bkn", 10, prediction_bias=cause == "a variant").eval()
+    if cause == "f16":
+        model.conv.norm.running_var.fill_(1e4)  # too large for sums in f16
+    about: dict[str, Any] = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.25,) * 3)}
+    bkn_zoo.save_pretrained(model, tmp_path / "odd", default_statistics="population", **about)
+    engine = ["--engine", "torch"] if cause == "a variant" else ["--engine", "openvino", "--precision", "f16"]
+    with TestClient(
+        create_app(read_settings(["--models", str(tmp_path / "odd"), "--device", "cpu", *engine]))
+    ) as client:
+        until_ready(client)
+        assert client.post("/v1/classify", content=photo.read_bytes()).status_code == 200
+        refused = client.post("/v1/classify?statistics=sample", content=photo.read_bytes())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "bad_parameter")
+    assert "statistics='population'" in refused.json()["error"]["message"]
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.usefixtures("bundled")

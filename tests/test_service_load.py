@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,10 +27,11 @@ from PIL import Image
 from service_process import ServiceProcess, Watch, save_small_checkpoint
 from torch import Tensor
 
+from bkn_zoo.errors import InputError
 from bkn_zoo.norms import MODES
 from service.app import Server, Service, create_app
 from service.batching import Line
-from service.errors import InternalError, OverloadedError
+from service.errors import BadParameterError, InternalError, OverloadedError
 from service.metrics import Metrics
 from service.pool import Loaded
 from service.settings import read_settings
@@ -700,6 +702,21 @@ def test_one_bad_image_harms_no_neighbour(engine: Engine, make_line: Callable[..
             assert "this image breaks the engine" not in str(error.value)
         else:
             assert float(future.result(LONG).scores[0]) == k
+    assert line.alive
+
+
+def test_what_the_engine_refuses_in_a_sentence_is_told_to_all_of_a_batch(
+    engine: Engine, make_line: Callable[..., Line]
+) -> None:
+    line = make_line(max_batch=4)
+    hold(engine, line)
+    line.run = refuse = Mock(side_effect=InputError("it cannot be had: choose another."))
+    futures = [line.submit(tagged(k), "sample") for k in range(4)]
+    engine.go_on.set()
+    for future in futures:
+        with pytest.raises(BadParameterError, match="it cannot be had: choose another"):
+            future.result(LONG)
+    assert refuse.call_count == 1
     assert line.alive
 
 

@@ -48,6 +48,7 @@ from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.inference.engines import check_device
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
+from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
@@ -317,7 +318,12 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
         if isinstance(part, FileImages):
             part.say_left_out(kind)
-    print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
+    if any(isinstance(layer, BatchKalmanVariant2d) for layer in model.modules()):
+        print(
+            f"saved to {folder}: a variant for ablations, which bkn-zoo evaluate runs, and the service's engines do not"
+        )
+    else:
+        print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         try:
             publish(folder, name, args.publish, args.results.parent)

@@ -168,7 +168,10 @@ class ImageNorm(nn.Module):
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
         if isinstance(norm, BatchKalmanVariant2d):
-            raise InputError("a variant of BKN for ablations runs as the network that it is: no engine knows it.")
+            raise InputError(
+                "no engine knows a variant of BKN for ablations but with statistics='population': choose those, or "
+                "call the network itself."
+            )
         self.believes = isinstance(norm, BatchKalmanNorm2d)
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
         self.eps = nn.Buffer(torch.tensor(norm.eps))
