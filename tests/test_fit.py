@@ -1030,6 +1030,13 @@ def test_torchrun_trains_by_the_recipe_for_imagenet(pair: Path) -> None:
     assert bkn_zoo.from_pretrained(pair / "run" / "pair").config.label_names == ("dark", "light")
     record = json.loads((pair / "results" / "pair.json").read_text())
     assert record["curve"][-1]["step"] == 2
+    assert record["processes"] == 2
+    recipe = "recipes/inception_v2_bkn.imagenet.toml"
+    assert record["command"].startswith(f"torchrun --nproc-per-node=2 scripts/train.py {recipe} --data tree --model")
+    training = bkn_zoo.from_pretrained(pair / "run" / "pair").config.training
+    assert {name: training[name] for name in ("processes", "command")} == {
+        name: record[name] for name in ("processes", "command")
+    }
     assert len((pair / "run" / "log.jsonl").read_text().splitlines()) == 1
 
 

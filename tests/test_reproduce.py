@@ -405,7 +405,7 @@ def test_runs_leave_records_that_are_not_trained_again(
         "A of rank 16", "A of rank 4",
     }  # fmt: skip
     assert record["recipe"]["epochs"] == 1
-    assert record["command"].startswith("python reproduce.py --run cifar100.bkn.128-2.seed=0")
+    assert record["command"].startswith("python scripts/reproduce.py --run cifar100.bkn.128-2.seed=0")
     assert {"hardware", "versions", "seed"} <= set(record)
     assert (tmp_path / "results" / "cifar100.bkn.128-2.seed=0.json").stat().st_size < 20_000
     assert not (tmp_path / "runs" / "cifar100.bkn.128-2.seed=0" / "state.pt").exists()

@@ -23,6 +23,7 @@ from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
+from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.recipes import read_recipe
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -97,7 +98,9 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
     assert record["seconds"] > 0
+    assert record["command"].startswith("python scripts/train.py")
     assert "--init" in record["command"]
+    assert record["processes"] == 1
     assert record["hardware"]
     assert "torch" in record["versions"]
     assert [line["epoch"] for line in record["curve"]] == [1, 2]
@@ -311,6 +314,29 @@ def test_stopped_before_it_saved_a_training_is_not_said_to_go_on_from_an_older_o
     (tmp_path / "new").write_bytes(b"its own")
     (tmp_path / "new").replace(tmp_path / "state.pt")
     assert _how_to_go_on(KeyboardInterrupt(), "train", args).endswith("go on with:\ntrain --resume")
+
+
+@pytest.mark.parametrize(
+    ("started", "processes", "here", "told"),
+    [
+        ("scripts/train.py", 1, None, "python scripts/train.py"),
+        ("/home/me/zoo/scripts/train.py", 1, None, "python scripts/train.py"),
+        ("/home/me/own.py", 1, None, "python own.py"),
+        ("/home/me/.venv/bin/bkn-zoo", 1, None, "bkn-zoo"),
+        ("./scripts/train.py", 8, 8, "torchrun --nproc-per-node=8 ./scripts/train.py"),
+        ("scripts/train.py", 16, 8, "torchrun --nnodes=2 --nproc-per-node=8 scripts/train.py"),
+        ("/home/me/.venv/bin/bkn-zoo", 2, 2, "torchrun --nproc-per-node=2 --no-python bkn-zoo"),
+    ],
+)
+def test_a_result_says_how_its_command_was_started(
+    monkeypatch: pytest.MonkeyPatch, started: str, processes: int, here: int | None, told: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos"])
+    monkeypatch.setattr("bkn_zoo.publishing.results.processes", lambda: processes)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    found = environment(0)
+    assert (found["command"], found["processes"]) == (f"{told} --data photos", processes)
 
 
 def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_its_own(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bkn_zoo.training.state import processes
 from bkn_zoo.version import __version__
 
 PACKAGES = (
@@ -37,14 +38,27 @@ def environment(seed: int | None = None) -> dict[str, Any]:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    # Paths of the machine say nothing to others: of those, the last part.
+    # Paths of the machine say nothing to others: of those, the last part, and that a script is one of scripts/.
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
+    if os.path.isabs(sys.argv[0]) and Path(sys.argv[0]).parent.name == "scripts":
+        words[0] = f"scripts/{words[0]}"
     return {
-        "command": shlex.join(words if words[0] == "bkn-zoo" else ["python", *words]),
+        "command": shlex.join(launched(words)),
+        "processes": processes(),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **installed},
         "seed": seed,
     }
+
+
+def launched(words: list[str]) -> list[str]:
+    """The words of a command, after those that start it: for several processes, torchrun's."""
+    script, together = words[0] != "bkn-zoo", processes()
+    if together == 1:
+        return ["python", *words] if script else words
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", together))
+    machines = [f"--nnodes={together // here}"] if here < together else []
+    return ["torchrun", *machines, f"--nproc-per-node={here}", *([] if script else ["--no-python"]), *words]
 
 
 def hardware() -> str:

@@ -19,7 +19,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, processes, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -36,7 +36,7 @@ def fit(
     the first epoch and the last, after those between if the last save is half a minute ago, every `save_minutes`, and
     when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a KeyboardInterrupt, at once.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = dist.get_rank() if dist.is_initialized() else 0, processes()
     local = _local_batch(recipe, ranks)
     per_epoch = len(data.train) // recipe.gradient_batch
     if not per_epoch:
@@ -128,7 +128,7 @@ def further_images(
     Args:
         batches: as many gradient batches, at most.
     """
-    batch = recipe.micro_batch or recipe.gradient_batch // (dist.get_world_size() if dist.is_initialized() else 1)
+    batch = recipe.micro_batch or recipe.gradient_batch // processes()
     more = training_batches(
         _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
     )

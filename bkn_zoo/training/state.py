@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
@@ -71,6 +72,11 @@ def classifier(model: Network) -> nn.Module:
         if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == model.num_classes:
             return layer
     raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
+
+
+def processes() -> int:
+    """How many train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
