@@ -1006,6 +1006,29 @@ def test_two_processes_train_as_one_would(pair: Path, tmp_path: Path) -> None:
     assert_stopped_together([process["fit"] for process in found], tmp_path / "alone")
 
 
+def test_a_training_goes_on_with_as_many_processes_as_it_had(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = two_processes.RECIPE
+
+    def resumed(folder: Path) -> int:
+        training = begin(recipe, network(), CPU)
+        load_state(training, recipe, folder, CPU)
+        return training.step
+
+    with pytest.raises(CheckpointError, match=r"by 2 processes, not 1: resume by torchrun, with 2 in all\.$"):
+        resumed(pair / "fit")
+    state = torch.load(pair / "fit" / "state.pt", weights_only=True)
+    del state["processes"]  # as earlier versions did not have it
+    torch.save(state, tmp_path / "state.pt")
+    assert resumed(tmp_path) == 6
+    save_state(begin(recipe, network(), CPU), recipe, tmp_path)
+    assert resumed(tmp_path) == 0
+    monkeypatch.setattr("bkn_zoo.training.state.processes", lambda: 2)
+    with pytest.raises(CheckpointError, match=r"by 1 process, not 2: resume without torchrun\.$"):
+        resumed(tmp_path)
+
+
 def test_norms_are_frozen_under_ddp_as_the_page_on_the_layer_says(pair: Path) -> None:
     page = " ".join((ROOT / "docs" / "layer.md").read_text().split())
     freezing = page[page.index("**Freeze norms.**") : page.index("**Weight decay**")]

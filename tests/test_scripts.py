@@ -6,6 +6,7 @@ import io
 import json
 import runpy
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,11 @@ from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, parse, run_name
+from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, main, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.recipes import read_recipe
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -314,6 +316,31 @@ def test_stopped_before_it_saved_a_training_is_not_said_to_go_on_from_an_older_o
     (tmp_path / "new").write_bytes(b"its own")
     (tmp_path / "new").replace(tmp_path / "state.pt")
     assert _how_to_go_on(KeyboardInterrupt(), "train", args).endswith("go on with:\ntrain --resume")
+
+
+@pytest.mark.parametrize(
+    ("processes", "prog", "told"),
+    [
+        (1, None, "go on with:\npython scripts/train.py --data D --output {output} --resume\n"),
+        (1, "bkn-zoo train", "go on with:\nbkn-zoo train --data D --output {output} --resume\n"),
+        (2, None, "go on with:\ntorchrun --nproc-per-node=2 scripts/train.py --data D --output {output} --resume\n"),
+        (4, None, "go on with the same torchrun command and --resume, on each machine\n"),
+    ],
+)
+def test_a_training_that_stopped_goes_on_with_as_many_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int, prog: str | None, told: str
+) -> None:
+    def stopped(args: Any, _: Any) -> None:
+        args.found = None
+        (tmp_path / "state.pt").touch()
+        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; go on with --resume")
+
+    monkeypatch.setattr("bkn_zoo.cli.train.train", stopped)
+    monkeypatch.setattr("bkn_zoo.publishing.results.processes", lambda: processes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(processes, 2)))
+    with pytest.raises(SystemExit):
+        main(["--data", "D", "--output", str(tmp_path)], prog)
+    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(output=tmp_path)}"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ into the repository's own with --results results/runs. The statistics mode is ch
 images are used once, at the end, on the weights as they are stored.
 
 Ctrl-C saves, says how to go on and stops; once more, it stops at once. The state is saved every few minutes, too, and
-after epochs, though not more than twice a minute. --resume takes the same command once more, and on the same hardware
-and versions ends with the very same weights as if nothing had happened. For that, cuDNN is held to algorithms that
-repeat their results, and chooses them by rule rather than by a race, which another process might decide otherwise.
+after epochs, though not more than twice a minute. --resume takes the same command once more, with as many processes,
+and on the same hardware and versions ends with the very same weights as if nothing had happened. For that, cuDNN is
+held to algorithms that repeat their results, and chooses them by rule rather than by a race, which another process
+might decide otherwise.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
-from bkn_zoo.publishing.results import environment
+from bkn_zoo.publishing.results import environment, launched, machines
 from bkn_zoo.training.comparisons import layers, recalibrated
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages, load_data
@@ -356,7 +357,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
             raise
         if int(os.environ.get("RANK", "0")) == 0:
-            command = shlex.join([*(prog or "python scripts/train.py").split(), *arguments])
+            command = shlex.join(launched([*(prog or "scripts/train.py").split(), *arguments]))
             print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
         # As a shell reports a process that a signal ended.
         raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
@@ -371,6 +372,8 @@ def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) 
         if isinstance(error, Stopped)
         else "stopped at once, and the last saved state stays"
     )
+    if machines() > 1:  # whose torchrun was also told how they meet
+        return f"{what}; go on with the same torchrun command{'' if args.resume else ' and --resume'}, on each machine"
     return f"{what}; go on with:\n{command}{'' if args.resume else ' --resume'}"
 
 

@@ -53,12 +53,17 @@ def environment(seed: int | None = None) -> dict[str, Any]:
 
 def launched(words: list[str]) -> list[str]:
     """The words of a command, after those that start it: for several processes, torchrun's."""
-    script, together = words[0] != "bkn-zoo", processes()
-    if together == 1:
+    script = words[0] != "bkn-zoo"
+    if processes() == 1:
         return ["python", *words] if script else words
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", together))
-    machines = [f"--nnodes={together // here}"] if here < together else []
-    return ["torchrun", *machines, f"--nproc-per-node={here}", *([] if script else ["--no-python"]), *words]
+    several = [f"--nnodes={machines()}"] if machines() > 1 else []
+    here = f"--nproc-per-node={processes() // machines()}"
+    return ["torchrun", *several, here, *([] if script else ["--no-python"]), *words]
+
+
+def machines() -> int:
+    """On how many these processes run, by what torchrun says of this one."""
+    return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 
 def hardware() -> str:

@@ -110,6 +110,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "history": json.dumps(training.history),
         "data": training.data,
         "images": training.images,
+        "processes": processes(),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
     scratch = folder / f".{STATE}.tmp"
@@ -157,6 +158,11 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     if changed:
         name = changed[0]
         raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
+    together = state.get("processes", processes())  # which earlier versions did not keep
+    if together != processes():  # whose groups and augmentation are each process's own
+        how = "1 process" if together == 1 else f"{together} processes"
+        resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
+        raise CheckpointError(f"{path} is of a training by {how}, not {processes()}: resume {resume}.")
     images = state.get("images")
     if images is None and not held_out:  # earlier versions took others for that
         raise CheckpointError(f"{path} is of a training that did not choose by the images of val: start anew.")
