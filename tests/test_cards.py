@@ -186,6 +186,13 @@ def test_a_card_says_which_images_it_was_tested_on(folder: Path) -> None:
         assert word not in card(test_images="validation")
 
 
+def test_a_card_says_that_running_averages_were_taken_anew(folder: Path) -> None:
+    config = Config.read(folder / "config.json")
+    for said, shown in (({}, False), ({"statistics_anew": False}, False), ({"statistics_anew": True}, True)):
+        text = checkpoint_card(replace(config, training={**config.training, **said}), "x")
+        assert ("running averages were taken anew" in text) is shown
+
+
 def test_a_card_of_a_users_own_network_claims_nothing(tmp_path: Path) -> None:
     bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_gn", 3), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()

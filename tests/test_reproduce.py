@@ -1,5 +1,6 @@
 """The replication: variants for ablations, other rules for inference, the plan, the runner, and docs/results.md."""
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -237,6 +238,18 @@ def test_published_runs_count_for_the_plan_and_others_do_not(plan: Plan) -> None
     assert "tiny_full.bkn.256-4.seed=0" in done
     assert "tiny_full.bkn.256-4.seed=1" not in done
     assert "cifar100.bkn.128-2.seed=0" not in done  # whose epochs are fewer than the published run's
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"), [({}, True), ({"statistics_anew": False}, True), ({"statistics_anew": True}, False)]
+)
+def test_a_run_whose_running_averages_were_taken_anew_does_not_count_for_the_plan(
+    plan: Plan, tmp_path: Path, said: dict[str, bool], counts: bool
+) -> None:
+    run = plan.runs()[0]
+    record = {"name": "published", "recipe": dataclasses.asdict(run.recipe), "width": run.width, "every": run.every}
+    (tmp_path / "published.json").write_text(json.dumps(record | said))
+    assert (run not in missing(plan, read_records(tmp_path))) is counts
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     validation = record["curve"][record["kept_epoch"] - 1]["validation"]
     assert record["validation"] == validation
     assert record["validation_anew"] is None  # of weights that are not averaged
+    assert record["statistics_anew"] is False
     chosen = record["chosen_statistics"]
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == model.config.default_statistics == chosen
@@ -146,7 +147,7 @@ def test_averaged_weights_get_statistics_of_their_own_where_validation_images_sa
     assert record["validation_anew"].keys() == {"population", "sample", "expected"}
     assert record["validation"] == (record["validation_anew"] if better else record["curve"][0]["validation"])
     model = bkn_zoo.from_pretrained(output / "averaged")
-    assert model.config.training["statistics_anew"] is better
+    assert record["statistics_anew"] is model.config.training["statistics_anew"] is better
     averaged = torch.load(output / "state.pt", weights_only=True)["best"]
     assert torch.allclose(model.conv.norm.running_mean, averaged["conv.norm.running_mean"], rtol=1e-3) is not better
     assert torch.allclose(model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)

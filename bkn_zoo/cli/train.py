@@ -269,6 +269,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         anew = with_statistics_anew(model.to(device), recipe, data, device, args.workers)
     if anew is not None and top1(anew[1]) > top1(validation):
         model, validation = anew
+    statistics_anew = validation is not kept["validation"]
     model = model.cpu()
     best = max(validation, key=lambda mode: validation[mode]["top1"])
     split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
@@ -278,7 +279,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         "init": args.init,
         "test_images": split,
         "kept_epoch": kept["epoch"],
-        "statistics_anew": validation is not kept["validation"],
+        "statistics_anew": statistics_anew,
         "validation_split": _validation_split(data),
     }
     about: dict[str, Any] = {
@@ -300,7 +301,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
             "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
             "test_images": split, "kept_epoch": kept["epoch"], "validation": validation,
-            "validation_anew": None if anew is None else anew[1],
+            "validation_anew": None if anew is None else anew[1], "statistics_anew": statistics_anew,
             "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
         }  # fmt: skip
         (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -406,10 +406,15 @@ def _training(config: Config, run: Run) -> str:
     took = f" in at most {duration(run['seconds'])}" if run else ""
     group = config.statistics_batch_size or "all"
     images = "image" if group == 1 else "images"
+    anew = (
+        " In the end the running averages were taken anew, for the averaged weights: that was better on the validation "
+        "images."
+    )
     return (
         f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} {images} per statistics "
         f"group, from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
-        f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}.\n\n"
+        f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}."
+        f"{anew if training.get('statistics_anew') else ''}\n\n"
         f"```bash\n{training['command']}\n```\n\n"
         f"The recipe:\n\n```json\n{json.dumps(training.get('recipe', {}), indent=1)}\n```"
     )

@@ -1,6 +1,7 @@
 """The plan of a replication, read from a file of experiments, and the records that its runs left.
 
-A planned run and a record belong together if their recipes are the same; names are for people.
+A planned run and a record belong together if their recipes are the same; names are for people. A record of running
+averages that were taken anew stands for no planned run: a recipe does not say so, and a replication never does it.
 """
 
 import dataclasses
@@ -172,11 +173,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_records(*folders: Path) -> dict[str, Record]:
-    """What runs left, by the key of their recipes; of two for one recipe, that of the first folder."""
+    """What runs left that can stand for planned ones, by the key of their recipes; of two, that of the first folder."""
     records: dict[str, Record] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text())
+            if record.get("statistics_anew"):
+                continue
             recipe = read_recipe(None, record["recipe"])
             records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
     return records
