@@ -2,16 +2,15 @@
 
 import asyncio
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from PIL.Image import Image
 from torch import Tensor
 
+from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, ImageTooLargeError
 from bkn_zoo.images import open_header
 from bkn_zoo.inference.classifier import Classifier
@@ -143,14 +142,3 @@ class Lane:
 
 def _pixels(image: Image) -> int:
     return image.width * image.height
-
-
-def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Those that this process may use, by its affinity and by the quota of its control group, if there is one."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of the second version, and first
-        with suppress(OSError, ValueError):  # missing, or "max"
-            quota, period = (int(word) for file in files for word in (root / file).read_text().split())
-            if quota > 0:
-                return max(1, min(allowed, math.ceil(quota / period)))
-    return max(1, allowed)

@@ -17,6 +17,7 @@ from bkn_zoo.checkpoints.folder import load
 from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
+from bkn_zoo.inference.engines import keep_to_quota
 from bkn_zoo.models import Network
 
 from .batching import Line
@@ -39,6 +40,8 @@ class Loaded:
         self.classifier = Classifier(model, name, *how)
         if self.classifier.engine_name == "openvino":
             torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
+        else:
+            keep_to_quota()
         size = self.classifier.model.config.preprocessing.size
         self.classifier.scores(torch.zeros(1, 3, size, size))
         self.since = time.monotonic()

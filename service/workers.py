@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from bkn_zoo.cores import share_quota
 from bkn_zoo.errors import InputError
 
 from .logs import set_up_logs
@@ -140,5 +141,6 @@ def _interrupts_held_back() -> Iterator[None]:
 
 def _work(settings: Settings, serve: Callable[[Settings], int]) -> None:
     os.setpgid(0, 0)  # or Ctrl-C would reach it twice, and the second time means at once
+    share_quota(settings.workers)
     set_up_logs()
     sys.exit(COULD_NOT_START if serve(settings) else 0)

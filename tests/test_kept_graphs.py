@@ -115,6 +115,22 @@ def test_another_network_has_another_file(model: Network, change: Callable[[Netw
     assert kept_graphs._name(model, "what") != before
 
 
+def test_a_graph_for_a_quota_has_its_own_file_and_keeps_to_it_when_it_is_read(
+    model: Network, folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    for quota in (2.0, 1.0):
+        monkeypatch.setattr("bkn_zoo.cores._quota", lambda root, quota=quota: quota)
+        start(model)
+    assert len(list(folder.iterdir())) == len(made) == 2
+    engine = OpenVINOEngine(model)
+    engine(IMAGES, "population")
+    (graph,) = engine._prepared.values()
+    assert len(made) == 2
+    assert graph.compiled.get_property("INFERENCE_NUM_THREADS") == 1
+    assert not graph.compiled.get_property("ENABLE_CPU_PINNING")
+
+
 def test_a_network_with_code_of_its_own_has_none(model: Network) -> None:
     head = model.head
     model.head = lambda features: 10 * head(features)  # type: ignore[method-assign,assignment]

@@ -31,7 +31,6 @@ from bkn_zoo import Classifier, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES
 from service.app import Service, create_app, main
-from service.decoding import usable_cores
 from service.errors import MalformedRequestError, ServiceError
 from service.settings import Settings, read_settings
 from service.uploads import read_uploads
@@ -321,19 +320,6 @@ def test_logs_are_ascii_and_without_the_warnings_of_libraries(capsys: pytest.Cap
     (line,) = done.stderr.splitlines()
     assert line.isascii()
     assert json.loads(line)["message"] == "a\u2028b\u202ec"
-
-
-def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert usable_cores(tmp_path) == 8
-    for quota, cores in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)):
-        (tmp_path / "cpu.max").write_text(quota)
-        assert usable_cores(tmp_path) == cores
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("200000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert usable_cores(tmp_path) == 2
 
 
 def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> None:

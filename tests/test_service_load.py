@@ -305,6 +305,7 @@ def test_with_streams_several_images_run_at_once_and_statistics_never_leak(
     pytest.importorskip("openvino")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)  # also where there is one core
+    monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 2.0)
     with Local("--models", "first", "--queue-length", "256", "--engine", "openvino", "--streams", "2") as running:
         assert running.line().threads == 2
         check_that_statistics_never_leak(running.url)

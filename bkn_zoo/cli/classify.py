@@ -59,7 +59,9 @@ class Format(NamedTuple):
 def load(args: argparse.Namespace) -> "Classifier":
     """The classifier that the options ask for."""
     from bkn_zoo.inference.classifier import Classifier, default_checkpoint
+    from bkn_zoo.inference.engines import keep_to_quota
 
+    keep_to_quota()
     return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine, args.precision)
 
 

@@ -21,7 +21,7 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cli.checks import make_folder, whole_number
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference.engines import check_device, create_engine
+from bkn_zoo.inference.engines import check_device, create_engine, keep_to_quota
 from bkn_zoo.norms import MODES
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
@@ -56,6 +56,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     if args.engine == "eager" and args.precision != "f32":
         raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
     check_device(args.device)
+    keep_to_quota()
     if args.report:  # now, rather than after the evaluation
         check_matplotlib()
         make_folder(args.report)

@@ -18,6 +18,7 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.conversion.libraries import is_model
+from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
 from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
@@ -26,7 +27,7 @@ from bkn_zoo.modes import choose_statistics
 
 PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
 GPU_BATCH = 32
-DECODERS = min(4, os.cpu_count() or 1)  # threads; each may hold a large image, which is why they are not more
+DECODERS = min(4, usable_cores())  # threads; each may hold a large image, which is why they are not more
 
 
 @dataclass(frozen=True)

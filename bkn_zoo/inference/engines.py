@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.cores import allowed_cores, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
-from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, cores, ov
+from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
@@ -43,7 +44,8 @@ def create_engine(
             has: bf16 or f16 on a GPU and, in OpenVINO, bf16 on a processor with AMX or AVX512-bf16 and f16 on an Arm
             that has it; else f32.
         streams: images that OpenVINO runs at once, of a batch or of several threads, each on its share of the cores:
-            more in all than one after another on all of them, but each takes longer. At most one for each core.
+            more in all than one after another on all of them, but each takes longer. At most one for each core, of
+            those that a quota leaves.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -73,6 +75,12 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError):
         there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
+
+
+def keep_to_quota() -> None:
+    """Let PyTorch start no more threads than a quota leaves cores: for programs, since it is of the whole process."""
+    if usable_cores() < min(allowed_cores(), torch.get_num_threads()):
+        torch.set_num_threads(usable_cores())
 
 
 class Engine:
@@ -203,7 +211,12 @@ class OpenVINOEngine(Engine):
         if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
         super().__init__(model, device, precision)
-        self.streams = min(streams, cores())
+        usable = usable_cores()
+        self.streams = min(streams, usable)
+        # OpenVINO knows no quota, and would start a thread for each core of the machine. Fewer threads it would pin to
+        # the first cores, which are the same ones for every container.
+        quota = {"INFERENCE_NUM_THREADS": usable, "ENABLE_CPU_PINNING": False}
+        self._threads: dict[Any, Any] = quota if usable < allowed_cores() else {}
 
     def _fastest_precision(self) -> str:
         native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -222,7 +235,7 @@ class OpenVINOEngine(Engine):
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self._precision_at(statistics)
-        options: dict[Any, Any] = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
+        options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY", **self._threads}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
         if isinstance(self.model, Converted):

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bkn_zoo.inference.openvino_graph import Graph, core, cores, ov
+from bkn_zoo.cores import allowed_cores
+from bkn_zoo.inference.openvino_graph import Graph, core, ov
 from bkn_zoo.models.network import Network
 from bkn_zoo.version import __version__
 
@@ -112,7 +113,7 @@ def _surroundings() -> Any:
         code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     properties = [core().get_property("CPU", name) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
     versions = (__version__, ov.get_version(), torch.__version__, np.__version__)
-    return code.hexdigest(), versions, platform.machine(), cores(), properties
+    return code.hexdigest(), versions, platform.machine(), allowed_cores(), properties
 
 
 def _read(path: Path, options: dict[Any, Any]) -> Graph | None:

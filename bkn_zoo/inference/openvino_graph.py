@@ -1,7 +1,6 @@
 """A network as an OpenVINO graph: its own code runs once on a stand-in for an image, which writes down what is done."""
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -98,11 +97,6 @@ def core() -> Any:
     in the order in which they began left a stack that was gone, and the next signal (a child's end, say) was a crash.
     """
     return ov.Core()
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Symbol:
