@@ -574,7 +574,7 @@ def test_auto_is_the_fastest_precision_that_the_processor_has(
 def test_auto_on_a_gpu_is_bf16_where_it_need_not_be_emulated(
     small: Network, native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "check_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
     assert create_engine(small, device="cuda", precision="auto").precision == chosen
     assert create_engine(small, device="cuda").precision == "f32"
