@@ -97,6 +97,12 @@ def test_what_is_asked_of_a_result_is_asked_with_as_many_images_however_many_pas
     assert {tuple(images.shape[1:]) for images in found} == {(3, 6, 6)}
 
 
+def test_a_process_passes_its_share_of_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "processes", lambda: 2)
+    assert loop.images_at_a_time(dataclasses.replace(RECIPE, gradient_batch=8, micro_batch=None)) == 4
+    assert loop.images_at_a_time(dataclasses.replace(RECIPE, gradient_batch=8, micro_batch=2)) == 2
+
+
 # Evaluation
 
 

@@ -59,7 +59,7 @@ from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
-from bkn_zoo.training.loop import fit, further_images
+from bkn_zoo.training.loop import fit, further_images, images_at_a_time
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import (
     STATE,
@@ -415,7 +415,7 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
             f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
             + ("" if data.test is None else f" and {len(data.test)} to test by")
         )
-        groups = recipe.statistics_batch or recipe.gradient_batch
+        groups = recipe.statistics_batch or images_at_a_time(recipe)
         print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, build(recipe, args.init, data.label_names), device)

@@ -178,9 +178,10 @@ def read_records(*folders: Path) -> dict[str, Record]:
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text())
-            if record.get("statistics_anew"):
-                continue
             recipe = read_recipe(None, record["recipe"])
+            shared = record.get("processes", 1) > 1 and recipe.statistics_batch is None  # groups are smaller then
+            if record.get("statistics_anew") or shared:
+                continue
             records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
     return records
 

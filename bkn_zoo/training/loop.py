@@ -128,12 +128,17 @@ def further_images(
     Args:
         batches: as many gradient batches, at most.
     """
-    batch = recipe.micro_batch or recipe.gradient_batch // processes()
+    batch = images_at_a_time(recipe)
     more = training_batches(
         _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
     )
     for images, _ in islice(more, batches * recipe.gradient_batch // batch):
         yield images.contiguous(memory_format=torch.channels_last)
+
+
+def images_at_a_time(recipe: Recipe) -> int:
+    """That a process passes through the network, and so takes statistics of where a recipe says nothing else."""
+    return recipe.micro_batch or recipe.gradient_batch // processes()
 
 
 def _at_training_size(data: Data, recipe: Recipe) -> Data:
