@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import safetensors.torch
@@ -30,6 +31,7 @@ from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d
+from bkn_zoo.publishing.cards import checkpoint_card
 
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL = "inception_cifar_bkn"
@@ -441,6 +443,41 @@ def test_the_old_checkpoint_returns_if_the_new_one_cannot_take_its_place(
         save_pretrained(make(), folder)
     assert contents(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
+) -> None:
+    rename, count = os.rename, 0
+
+    def interrupt(source: Path, target: Path) -> None:
+        nonlocal count
+        if count == renamed:
+            count = -9
+            raise KeyboardInterrupt
+        rename(source, target)
+        count += 1
+
+    monkeypatch.setattr(os, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt) if renamed < 2 else nullcontext():
+        save_pretrained(make(), folder)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    bkn_zoo.from_pretrained(folder)
+
+
+def test_a_card_in_another_encoding_is_one_of_its_own(folder: Path) -> None:
+    (folder / "README.md").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(CheckpointError, match="more than the short card"):
+        save_pretrained(make(), folder)
+
+
+@pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
+def test_what_is_said_of_a_training_is_free(folder: Path, training: dict[str, Any]) -> None:
+    save_pretrained(make(), folder, training=training, card="# mine\n")
+    model = bkn_zoo.from_pretrained(folder)
+    assert model.config.recipe == {}
+    assert checkpoint_card(model.config, "mine").startswith("---")
 
 
 @pytest.mark.parametrize("stray", ["notes.txt", "logs/"])

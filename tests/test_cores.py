@@ -120,8 +120,12 @@ def measure(folder: Path) -> None:
     assert command.main(["evaluate", str(folder), "--data", str(folder), "--device", "cpu"]) == 1
 
 
+def train(folder: Path) -> None:
+    assert command.main(["train", "--data", str(folder), "--device", "cpu", "--model", "inception_cifar_bkn"]) != 0
+
+
 @pytest.mark.usefixtures("quota_of_three")
-@pytest.mark.parametrize("program", [serve, classify, measure])
+@pytest.mark.parametrize("program", [serve, classify, measure, train])
 def test_programs_let_pytorch_have_as_many_threads_as_a_quota_leaves_cores(
     program: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -618,7 +618,7 @@ def test_with_streams_an_image_s_logits_do_not_depend_on_who_runs_beside_it(smal
             assert all(any(row.equal(known) for known in alone) for row in found)
 
 
-@pytest.mark.parametrize("streams", [0, 1.5, "2"])
+@pytest.mark.parametrize("streams", [0, 1.5, "2", True])
 def test_streams_are_for_openvino_and_a_whole_number_of_at_least_one(small: Network, streams: Any) -> None:
     with pytest.raises(InputError, match="streams are OpenVINO's: choose engine='openvino' and device='cpu'"):
         create_engine(small, "torch", streams=2)

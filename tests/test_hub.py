@@ -19,6 +19,7 @@ import pytest
 import torch
 from hub_server import HubServer
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from service_process import DIRECT, ServiceProcess
@@ -203,6 +204,17 @@ def test_without_a_connection_the_cache_serves_and_all_else_is_refused_at_once(o
     assert_refused(gone["not cached"], "HubUnavailableError", "owner/never-asked", "check the connection")
     assert_refused(gone["misspelt"], "UnknownNameError", "'inception_cifar_bnk'", "check the connection")
     assert "UnknownNameError" not in gone["misspelt"]["message"]
+
+
+def test_strangers_files_in_folders_are_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def list_repo_tree(self, repository: str, recursive: bool = False) -> list[RepoFile]:
+            names = ["model-old.safetensors", "notes.txt"] + ["model_fp16/weights.safetensors"] * recursive
+            return [RepoFile(path=name, size=1, oid="0" * 40) for name in names]
+
+    monkeypatch.setattr(hub, "_api", Api)
+    found = hub.changes(folder, "owner/name")
+    assert [change.file for change in found if change.kind == "removed"] == ["model-old.safetensors"]
 
 
 def test_publishing_in_other_files_removes_the_old_ones_in_the_same_commit(online: Result, folder: Path) -> None:

@@ -330,6 +330,8 @@ def test_of_several_arms_the_one_counts_that_was_best_on_validation(plan: Plan) 
     assert end not in page(plan, records, ROOT)
     records[keys[2]]["validation"]["expected"]["top1"] = 80.0
     assert end in page(plan, records, ROOT)
+    records[keys[0]] = {**records[keys[0]], "failed": "the loss is not finite"}
+    assert difference(claim, plan, records) is not None  # it cannot be the best
     del records[keys[0]]
     assert difference(claim, plan, records) is None  # it might be the best
 
@@ -345,6 +347,7 @@ def test_that_no_steps_are_saved_is_not_chance(plan: Plan) -> None:
     found = difference(claim, plan, records)
     assert found is not None
     assert (found.value, verdict(claim, found)) == (0.0, "did not hold")
+    assert verdict(claim, Difference(8.3, 6.0, (3, 3))) == "within chance"
 
 
 def test_the_readmes_table_is_written_in_its_place(plan: Plan) -> None:

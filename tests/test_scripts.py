@@ -202,6 +202,20 @@ def test_evaluate_preprocesses_as_the_checkpoint_says_and_measures_what_is_asked
     assert [row["statistics"] for row in rows] == ["sample"]
 
 
+def test_all_images_may_be_one_of_each_class(
+    script: Script, tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"label_names": ["dark", "light"], "preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3)}
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_bkn", 2).eval(), tmp_path / "mine", **about)
+    for folder in tree.iterdir():
+        for path in sorted(folder.iterdir())[1:]:
+            path.unlink()
+    start = ("evaluate.py", tmp_path / "mine", "--data", tree, "--device", "cpu")
+    script(*start, "--split", "all")
+    assert "| population | 2 |" in capsys.readouterr().out
+    assert "too few images to set any apart" in sentence(script, *start)
+
+
 def test_what_was_measured_is_shown_though_it_cannot_be_written(
     script: Script, tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

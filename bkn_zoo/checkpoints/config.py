@@ -70,6 +70,12 @@ class Config:
                 )
             object.__setattr__(self, "label_names", tuple(self.label_names))
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """That of the training; empty where `training`, which is free, has none that could be one."""
+        recipe = self.training.get("recipe")
+        return recipe if isinstance(recipe, dict) else {}
+
     def to_json(self) -> str:
         """The text of config.json."""
         try:

@@ -43,12 +43,12 @@ def sync(folder: Path) -> None:
 def put_in_place(new: Path, folder: Path) -> None:
     """Give the complete folder `new` its name, in place of the one that may be there."""
     old = new.with_suffix(".old")
-    if folder.exists():
-        os.rename(folder, old)
     try:
+        if folder.exists():
+            os.rename(folder, old)
         os.rename(new, folder)
-    except OSError:
-        if old.exists():
+    except BaseException:  # Ctrl-C, too
+        if old.exists() and not folder.exists():
             os.rename(old, folder)
         raise
     sync(folder.parent)

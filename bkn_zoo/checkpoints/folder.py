@@ -258,7 +258,11 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
                 "move it away or choose another folder."
             )
     card = folder / CARD
-    if keep_card and card.exists() and not is_short_card(card.read_text(), Config.read(folder / CONFIG)):
+    if (
+        keep_card
+        and card.exists()
+        and not is_short_card(card.read_text(errors="replace"), Config.read(folder / CONFIG))
+    ):
         raise CheckpointError(
             f"{card} is more than the short card that save_pretrained writes, and would be lost: pass card=, or choose "
             "another folder."

@@ -124,7 +124,7 @@ def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
     from huggingface_hub.hf_api import RepoFile
 
     try:
-        entries = ask(repository, lambda: list(_api().list_repo_tree(repository, recursive=True)))
+        entries = ask(repository, lambda: list(_api().list_repo_tree(repository)))
     except HubNotFoundError:
         entries = []
     there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}

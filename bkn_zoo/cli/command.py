@@ -228,8 +228,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _dataset(config: Config) -> str:
-    recipe = config.training.get("recipe")
-    return str(recipe["dataset"]) if isinstance(recipe, dict) and "dataset" in recipe else "-"
+    return str(config.recipe.get("dataset", "-"))
 
 
 def _info(args: argparse.Namespace) -> int:

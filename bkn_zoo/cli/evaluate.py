@@ -65,11 +65,12 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         if os.path.isdir(args.output):
             raise InputError(f"--output {args.output} is a folder: name a file in it.")
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
-    recipe = model.config.training.get("recipe", {})
+    recipe = model.config.recipe
     dataset = args.dataset or recipe.get("dataset", "folder")
     preprocessing = model.config.preprocessing
     # The same share as in training, so that what was held out then is held out now.
-    data = load_data(dataset, args.data, preprocessing and preprocessing.size, recipe.get("validation", 0.1))
+    share = None if args.split == "all" else recipe.get("validation", 0.1)
+    data = load_data(dataset, args.data, preprocessing and preprocessing.size, share)
     data = replace(data, preprocessing=preprocessing or data.preprocessing)
     if len(data.label_names) != model.num_classes:
         raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")

@@ -46,7 +46,7 @@ from bkn_zoo.cli.checks import whole_number
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
-from bkn_zoo.inference.engines import check_device
+from bkn_zoo.inference.engines import check_device, keep_to_quota
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
@@ -321,9 +321,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
         if isinstance(part, FileImages):
             part.say_left_out(kind)
     if any(isinstance(layer, BatchKalmanVariant2d) for layer in model.modules()):
-        print(
-            f"saved to {folder}: a variant for ablations, which bkn-zoo evaluate runs, and the service's engines do not"
-        )
+        print(f"saved to {folder}: a variant for ablations, which engines run with population statistics only")
     else:
         print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
@@ -402,6 +400,7 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     check_device(args.device)
+    keep_to_quota()
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     device = torch.device(args.device)

@@ -55,7 +55,7 @@ def create_engine(
             "whole one."
         )
     check_device(device)
-    if not isinstance(streams, int) or streams < 1:
+    if type(streams) is not int or streams < 1:
         raise InputError(f"streams is {streams!r}, but must be a whole number of at least 1.")
     if engine == "auto":
         # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.

@@ -171,8 +171,8 @@ def dataset_name(config: Config) -> str | None:
 
 
 def _dataset(config: Config) -> Dataset:
-    key = config.training.get("recipe", {}).get("dataset")
-    return DATASETS.get(key, Dataset(key))
+    key = config.recipe.get("dataset")
+    return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
 def _metadata(config: Config, name: str) -> str:
@@ -183,7 +183,7 @@ def _metadata(config: Config, name: str) -> str:
     results = [
         EvalResult(
             task_type="image-classification",
-            dataset_type=data.hub or config.training["recipe"]["dataset"],
+            dataset_type=data.hub or config.recipe["dataset"],
             dataset_name=data.shown,
             dataset_split=None if _on_validation(config) else data.split,
             metric_type="accuracy",
@@ -295,7 +295,7 @@ def _on_validation(config: Config) -> bool:
 
 
 def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str:
-    recipe = config.training.get("recipe", {})
+    recipe = config.recipe
     network = config.architecture.rpartition("_")[0]
     groups: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
@@ -402,7 +402,8 @@ def _training(config: Config, run: Run) -> str:
     training = config.training
     if "command" not in training:
         return ""
-    versions = ", ".join(f"{package} {version}" for package, version in training.get("versions", {}).items())
+    given = training.get("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in (given if isinstance(given, dict) else {}).items())
     took = f" in at most {duration(run['seconds'])}" if run else ""
     group = config.statistics_batch_size or "all"
     images = "image" if group == 1 else "images"

@@ -7,6 +7,7 @@ averages that were taken anew stands for no planned run: a recipe does not say s
 import dataclasses
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,9 +253,9 @@ class Difference:
 
 
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:
-    """Whether it held. Steps can be saved, or none is: that is not chance."""
+    """Whether it held. That no step is saved is not chance."""
     said = found.verdict(claim.get("same", False))
-    return said.replace("within chance", "did not hold") if claim.get("steps") else said
+    return said.replace("within chance", "did not hold") if claim.get("steps") and found.value <= 0 else said
 
 
 def between(these: Sequence[float], those: Sequence[float]) -> Difference:
@@ -279,12 +280,19 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
 
 
 def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
-    """Of several arms, the one that was best on its validation images; one without records, if there is any."""
+    """Of several arms, the one that was best on its validation images; one without records, if there is any.
+
+    One that diverged is a result, too, and the worst.
+    """
     for name in names:
         if name not in plan.arms:
             raise InputError(f"a claim is about {name}, which no experiment runs: name one of its arms.")
     found = [cell(plan.arms[name], records) for name in names]
-    return max(found, key=lambda each: mean(each.top1(images="validation")) if each.good else float("inf"))
+
+    def worth(each: Cell) -> float:
+        return mean(each.top1(images="validation")) if each.good else -math.inf if each.records else math.inf
+
+    return max(found, key=worth)
 
 
 def _mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:

@@ -158,7 +158,7 @@ Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
 Loader = Callable[[str, Path, int | None], Loaded]
 
 
-def load_data(name: str, root: str | Path, size: int | None = None, validation: float = 0.1) -> Data:
+def load_data(name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1) -> Data:
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:
@@ -168,7 +168,7 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
             `test`. Without any of these there is no test set.
         size: side of the network's input; by default the images' own, or 224 for files.
         validation: share of the training images that is set apart for choices, where no folder is; of a "folder", of
-            each class.
+            each class. None sets none apart.
     """
     root = Path(root)
     loaders: dict[str, Loader] = {
@@ -181,17 +181,19 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: name the one that holds the data set.")
-    if not 0 < validation < 1:
+    if validation is not None and not 0 < validation < 1:
         raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
     everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
     if chosen is not None:
         return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
-    if name == "folder":  # may be small; the splits of the others were published with their figures
+    if validation is None:
+        held = order[:0]
+    elif name == "folder":  # may be small; the splits of the others were published with their figures
         held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
     else:
         held = order[: max(round(validation * len(everything)), 1)]
-    if not 0 < len(held) < len(everything):
+    if validation is not None and not 0 < len(held) < len(everything):
         raise InputError(
             f"{root} holds too few images to set any apart for validation: add a second one of some class."
         )
