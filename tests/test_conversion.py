@@ -2,12 +2,14 @@
 
 import copy
 import json
+import random
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, spectral_norm, weight_norm
 from torchvision.models.regnet import BlockParams
+from torchvision.ops import StochasticDepth
 
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
@@ -615,6 +618,30 @@ def test_half_precision_and_float64_networks_keep_their_kind() -> None:
             assert all(converted(images, statistics=mode).dtype == dtype for mode in MODES)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        StochasticDepth(0.5, "row"),
+        timm.layers.DropPath(0.5),
+        nn.Dropout(0.5),
+        lambda x: F.dropout(x, 0.5),
+        lambda x: x * torch.rand_like(x),
+    ],
+    ids=["StochasticDepth", "DropPath", "Dropout", "dropout", "rand_like"],
+)
+def test_what_is_drawn_by_a_module_or_for_an_input_is_drawn_anew(layer: Callable[[Tensor], Tensor]) -> None:
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        x = block.a(block.first(x))
+        if block.training:
+            x = block.layer(x) if isinstance(layer, nn.Module) else layer(x)
+        return block.b(block.second(x))
+
+    layers = {"layer": layer} if isinstance(layer, nn.Module) else {}
+    converted = plan_of(forward, first=conv(3, 4), a=norm(4), second=conv(4, 4), b=norm(4), **layers).train()
+    images = torch.randn(4, 3, 6, 6)
+    assert len({converted(images).sum().item() for _ in range(12)}) > 1
+
+
 # Bad input
 
 
@@ -711,6 +738,87 @@ def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[],
     assert ". " not in str(caught.value)
     assert look(given) == before
     torch.testing.assert_close(numbers(given), state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1).item()])
+def test_what_a_forward_draws_itself_is_refused_and_no_generator_moves(draw: Callable[[], float]) -> None:
+    """Stochastic depth by hand: tracing would choose one path, or one noise, for good."""
+
+    def draws() -> tuple[float, ...]:
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def skip(block: nn.Module, x: Tensor) -> Tensor:
+        return x if block.training and draw() < 0.5 else block.norm(block.conv(x))
+
+    def add(block: nn.Module, x: Tensor) -> Tensor:
+        return block.norm(block.conv(x)) + draw()
+
+    def fail(block: nn.Module, x: Tensor) -> Tensor:
+        return x if block.norm(x).sum() > draw() else -x
+
+    for forward, words in ((skip, "draws random numbers"), (add, "draws random numbers"), (fail, "cannot be traced")):
+        model = Block(forward, conv=conv(3, 3), norm=norm(3))
+        seed()
+        with pytest.raises(ConversionError, match=words) as caught:
+            convert(model)
+        assert ". " not in str(caught.value)
+        after = draws()
+        seed()
+        assert draws() == after
+
+
+def without_gradient(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = block.a(block.first(x))
+    return block.b(block.second(x))
+
+
+def without_autocast(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        x = block.a(block.first(x))
+    return block.b(block.second(x))
+
+
+def two_layers(forward: Callable[..., Any]) -> nn.Module:
+    return stir(Block(forward, first=conv(3, 4), a=norm(4), second=conv(4, 4), b=norm(4)))
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, lambda: torch.autocast("cpu")])
+def test_what_switches_gradients_or_autocast_is_refused_with_its_line(around: Callable[[], Any]) -> None:
+    """Since the graph would forget it, whatever the caller has switched around the conversion."""
+    with around():
+        for forward, words in ((without_gradient, "gradients are switched off"), (without_autocast, "autocast is")):
+            with pytest.raises(ConversionError, match=rf"test_conversion\.py:\d+, .*{words}"):
+                convert(two_layers(forward))
+        convert(two_layers(lambda s, x: s.b(s.second(s.a(s.first(x)).detach()))))
+
+
+def test_a_gradient_that_the_original_does_not_have_is_not_proved() -> None:
+    images = torch.randn(4, 3, 6, 6)
+    original = two_layers(without_gradient)
+    detached, plain = copy.deepcopy(original), copy.deepcopy(original)
+    detached.function = lambda s, x: s.b(s.second(s.a(s.first(x)).detach()))
+    plain.function = lambda s, x: s.b(s.second(s.a(s.first(x))))
+    prove(original, convert(detached), images)
+    with pytest.raises(ConversionError, match="differs from the original"):
+        prove(original, convert(plain), images)
+
+
+def test_a_module_that_holds_no_norm_may_switch_and_draw_as_it_likes() -> None:
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return block.conv(x) * (random.random() if block.training else 1)
+
+    model = nn.Sequential(conv(3, 4), norm(4), Block(forward, conv=conv(4, 4)), norm(4))
+    converted, images = convert(model), torch.randn(4, 3, 6, 6)
+    assert converted.report.guesses == ()
+    assert converted.report.rows[1].priors == {"1": 4}
+    torch.testing.assert_close(converted.eval()(images), model.eval()(images))
 
 
 def test_the_part_in_a_wrapper_can_be_converted_and_only_pytorchs_own_are_taken_for_wrappers() -> None:

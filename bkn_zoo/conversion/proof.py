@@ -89,7 +89,8 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
         torch.manual_seed(seed)  # random weights, since a mean of squares after a norm would have no gradient
         loss = torch.stack([(x * torch.randn_like(x)).mean() for x in outputs]).sum()
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # None is a zero: where a forward detaches its features, a belief about them still has a gradient, zero at gain 1.
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach()}, gradients, dict(model.named_buffers())
 
 

@@ -2,13 +2,17 @@
 
 import inspect
 import math
+import random
 import re
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.errors import ConversionError
 
@@ -26,6 +30,19 @@ class Tracer(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
+        self.autocasts = _autocasts()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients are switched off there, by torch.no_grad or a reentrant checkpoint, which a traced network "
+                "forgets, unlike .detach()"
+            )
+        if _autocasts() != self.autocasts:
+            raise RuntimeError(
+                "autocast is switched there, which a traced network forgets except in modules that hold no batch norm"
+            )
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_batchnorm(m) or not holds_batchnorm(m)
@@ -44,6 +61,9 @@ class LayerTracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
 
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        return fx.Tracer.create_node(self, *args, **kwargs)  # it is run as it is, and forgets nothing
+
 
 def trace(model: nn.Module, part: str = "") -> fx.Graph:
     """The graph of `model` in the mode, training or evaluation, that it is in.
@@ -55,8 +75,10 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
         raise ConversionError(f"{type(model).__name__} is a batch norm itself: convert a network that it is part of.")
     if "forward" in vars(model):
         raise ConversionError(f"the forward of this {type(model).__name__} was replaced by another: put it in a class.")
+    states = _random_states()
     try:
-        return Tracer().trace(model)
+        with torch.enable_grad():
+            graph = Tracer().trace(model)
     except Exception as error:  # tracing runs the model's own code on stand-ins, which can fail in any way
         parts = [name for name, child in model.named_children() if holds_batchnorm(child) and not is_batchnorm(child)]
         hint = ""
@@ -67,6 +89,42 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
             f"{type(model).__name__} cannot be traced at {_line_of(error)} ({first_sentence(error)}): write that line "
             f"without it{hint}."
         ) from error
+    finally:
+        drawn = not _same(states, _random_states())
+        if drawn:
+            _set_random_states(states)
+    if drawn:
+        raise ConversionError(
+            f"{type(model).__name__} draws random numbers in its forward outside of a module, and would keep those of "
+            "now for good: draw them in a module of its own that holds no batch norm, such as torchvision's "
+            "StochasticDepth or timm's DropPath."
+        )
+    return graph
+
+
+def _autocasts() -> int:
+    """How many autocasts we are in; one with enabled=False counts, although it may change nothing right now."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Of all generators that a forward may draw from without having one of its own."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    python, numpy, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+
+
+def _same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return all(map(np.array_equal, tree_leaves(states), tree_leaves(others)))
 
 
 def _line_of(error: Exception) -> str:
