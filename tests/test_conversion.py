@@ -618,6 +618,32 @@ def test_half_precision_and_float64_networks_keep_their_kind() -> None:
             assert all(converted(images, statistics=mode).dtype == dtype for mode in MODES)
 
 
+def test_a_buffer_is_read_when_the_network_runs() -> None:
+    """Whatever a forward makes of it: it loads, moves and changes its type with the network, and may count."""
+
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        block.seen.add_(1)
+        if block.mean.ndim != 1 or block.mean.size(0) != len(block.mean):  # its shape may be looked at
+            return x
+        return block.norm(block.conv((x - block.mean.view(1, 3, 1, 1)) * (1 / block.mean).view(3, 1, 1)))
+
+    model = Block(forward, conv=conv(3, 4), norm=norm(4))
+    model.register_buffer("mean", torch.tensor([0.1, 0.2, 0.3]))
+    model.register_buffer("seen", torch.zeros(()))
+    converted, images = convert(stir(model)), torch.randn(4, 3, 6, 6)
+    prove(model, converted, images)
+    assert converted.seen.item() == 0
+    state = model.state_dict() | {"mean": torch.tensor([5.0, 6.0, 7.0])}
+    model.load_state_dict(state)
+    converted.load_state_dict(state, strict=False)
+    torch.testing.assert_close(converted.eval()(images), model.eval()(images))
+    assert converted(images).shape == (4, 4, 6, 6)
+    assert converted.seen.item() == 2
+    assert converted.double()(images.double()).dtype == torch.float64
+    assert converted.half()(images.half()).dtype == torch.float16
+    assert converted.to("meta")(images.half().to("meta")).is_meta
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
@@ -25,12 +25,39 @@ def holds_batchnorm(module: nn.Module) -> bool:
     return any(map(is_batchnorm, module.modules()))
 
 
+class Buffer(fx.Proxy):
+    """A buffer, which is read when the network runs; only its shape may be looked at before."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: Tensor) -> None:
+        super().__init__(node, tracer)
+        self.buffer = buffer
+
+    def __getattr__(self, k: str) -> Any:
+        shape = k in ("shape", "size", "dim", "ndim", "numel", "nelement")
+        return getattr(self.buffer, k) if shape else super().__getattr__(k)
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+
 class Tracer(fx.Tracer):
     """Traces through modules that hold a batch norm. Arguments with a default keep it, and are no inputs."""
 
     def __init__(self) -> None:
         super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
         self.autocasts = _autocasts()
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Buffers are nodes, as parameters are: what a forward makes of one would be a constant otherwise."""
+        if isinstance(attr_val, Tensor) and not isinstance(attr_val, nn.Parameter):
+            for name, buffer in self.root.named_buffers():
+                if buffer is attr_val:
+                    if name not in parameter_proxy_cache:
+                        parameter_proxy_cache[name] = self.create_proxy(
+                            "get_attr", name, (), {}, proxy_factory_fn=lambda node: Buffer(node, self, attr_val)
+                        )
+                    return parameter_proxy_cache[name]
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled():
