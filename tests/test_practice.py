@@ -107,6 +107,10 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
     assert whole.code == 0, whole.output
     moments, number, stops = random.Random(0), 0, []
 
+    def between() -> int:
+        """How often it was stopped amid its steps."""
+        return len([step for step in stops if 0 < step < 9])
+
     def go_on(*signals: tuple[int, float]) -> Answer:
         nonlocal number
         folder = place / "runs" / f"run{number}"
@@ -125,15 +129,19 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
             assert answer.output.rstrip().endswith(told), answer.output
         return answer
 
-    for trial in range(10):
+    trial = 0
+    while trial < 8 or (between() < 2 and trial < 40):  # how much of a run its steps are depends on the machine
         moment = moments.uniform(0, 0.8 * whole.seconds)
         twice = [(signal.SIGINT, moment + 0.005)] if trial % 3 == 2 else []
         answer = go_on((signal.SIGINT, moment), *twice)
         assert answer.code in (0, 130), answer.output
+        if stops[-1:] == [9] and answer.code:  # all steps are done: what is left is no longer stopped
+            assert go_on().code == 0
+        trial += 1
     assert go_on((signal.SIGKILL, whole.seconds / 3)).code in (0, -signal.SIGKILL)
     last = go_on()
     assert last.code == 0, last.output
-    assert len([step for step in stops if 0 < step < 9]) >= 2, stops
+    assert between() >= 2, stops
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
