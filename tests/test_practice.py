@@ -130,13 +130,11 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
         return answer
 
     trial = 0
-    while trial < 8 or (between() < 2 and trial < 40):  # how much of a run its steps are depends on the machine
+    while trial < 10 or (between() < 2 and trial < 40):  # how much of a run its steps are depends on the machine
         moment = moments.uniform(0, 0.8 * whole.seconds)
         twice = [(signal.SIGINT, moment + 0.005)] if trial % 3 == 2 else []
         answer = go_on((signal.SIGINT, moment), *twice)
         assert answer.code in (0, 130), answer.output
-        if stops[-1:] == [9] and answer.code:  # all steps are done: what is left is no longer stopped
-            assert go_on().code == 0
         trial += 1
     assert go_on((signal.SIGKILL, whole.seconds / 3)).code in (0, -signal.SIGKILL)
     last = go_on()
