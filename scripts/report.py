@@ -14,7 +14,7 @@ from typing import Any
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing.cards import DATASETS, Run, batches, read_evaluations, read_runs, read_speeds
+from bkn_zoo.publishing.cards import DATASETS, Run, batches, gained, read_evaluations, read_runs, read_speeds
 from bkn_zoo.publishing.finetuning import read_study, study_table
 from bkn_zoo.publishing.headline import Headline, draw_headline, headline_table, headlines
 from bkn_zoo.publishing.publish import card_from_results
@@ -237,16 +237,14 @@ def precisions() -> list[dict[str, Any]]:
     for folder in sorted(path.parent for path in CHECKPOINTS.glob("*/config.json")):
         config = Config.read(folder / "config.json")
         size = config.preprocessing.size if config.preprocessing else None
-        evaluations = read_evaluations(RESULTS / "evaluate", folder.name)
+        evaluations = read_evaluations(RESULTS / "evaluate", folder.name, ["cpu"])
         exact = {row["statistics"]: row["top1"] for found in evaluations[:1] for row in found["rows"]}
         for found in evaluations:
-            if found.get("engine") == "torch":
-                continue  # on a GPU
             precision = found.get("precision") or "f32"
             for row in found["rows"]:
                 mode, top1 = row["statistics"], row["top1"]
                 line = {"checkpoint": folder.name, "precision": precision, "statistics": mode, "top1": f"{top1:.2f}"}
-                line["more than in f32"] = f"{round(top1 - exact[mode], 2) + 0:+.2f}" if precision != "f32" else None
+                line["more than in f32"] = gained(top1, exact[mode]) if precision != "f32" else None
                 for kind, speed in read_speeds(RESULTS).items():
                     ran = (*config.architecture.rsplit("_", 1), "openvino", precision, mode, size)
                     fields = ("model", "norm", "engine", "precision", "statistics", "size")

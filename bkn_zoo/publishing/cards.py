@@ -100,11 +100,16 @@ def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem.partition(".")[2]: json.loads(path.read_text()) for path in paths}
 
 
-def read_evaluations(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The evaluations of a checkpoint: on a CPU in f32 and, where it was measured, there and on a GPU in less."""
-    less = (sorted(folder.glob(f"{name}.{device}.*.json")) for device in ("cpu", "cuda"))
+def read_evaluations(folder: Path, name: str, devices: Sequence[str] = ("cpu", "cuda")) -> list[dict[str, Any]]:
+    """The evaluations of a checkpoint: on a CPU in f32 and, where it was measured, on each of the devices in less."""
+    less = (sorted(folder.glob(f"{name}.{device}.*.json")) for device in devices)
     paths = [folder / f"{name}.cpu.json", *itertools.chain(*less)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def gained(top1: float, exact: float) -> str:
+    """How far one accuracy is above another, to show; what rounds to zero has no sign of its own."""
+    return f"{round(top1 - exact, 2) + 0:+.2f}"
 
 
 def check_agreement(config: Config, name: str, runs: Sequence[Run]) -> None:
@@ -282,7 +287,7 @@ def _precisions(evaluations: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {"hardware": found["hardware"], "precision": found["precision"], "statistics": row["statistics"]}
         | {"top1": f"{row['top1']:.2f}"}
-        | {"more than in f32": f"{round(row['top1'] - exact[row['statistics']], 2) + 0:+.2f}"}
+        | {"more than in f32": gained(row["top1"], exact[row["statistics"]])}
         for found in evaluations[1:]
         for row in found["rows"]
     ]
