@@ -69,10 +69,10 @@ def create_engine(
 
 
 def check_device(device: str) -> None:
-    """Refuse one that PyTorch does not know or find."""
+    """Refuse one that PyTorch does not know or find, or that nothing can be read from, as "meta"."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, ImportError):
         there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
 
