@@ -644,6 +644,38 @@ def test_a_buffer_is_read_when_the_network_runs() -> None:
     assert converted.to("meta")(images.half().to("meta")).is_meta
 
 
+@pytest.mark.parametrize("where", ["the network", "a module that holds no norm"])
+def test_what_a_forward_keeps_for_the_next_is_not_kept_by_the_conversion(where: str) -> None:
+    """A cache would hold stand-ins for tensors: they cannot be copied, and are of one graph only."""
+
+    def cached(block: nn.Module, x: Tensor) -> Tensor:
+        if "shift" not in block.cache:
+            block.cache["shift"], block.cache["ones"] = block.shift.exp(), torch.ones(4, 1, 1)
+        return x + block.cache["shift"] + block.cache["ones"]
+
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        x = block.a(block.first(x))
+        return block.b(block.second(block.inner(x) if hasattr(block, "inner") else cached(block, x)))
+
+    layers = {"first": conv(3, 4), "a": norm(4), "second": conv(4, 4), "b": norm(4)}
+    model = Block(forward, **layers) if where == "the network" else Block(forward, **layers, inner=Block(cached))
+    keeper = getattr(model, "inner", model)
+    keeper.cache = {}
+    keeper.register_buffer("shift", torch.zeros(4, 1, 1))
+    converted = convert(stir(model))
+    assert getattr(converted, "inner", converted).cache == {}
+    prove(model, converted, torch.randn(4, 3, 6, 6))
+
+
+def test_a_network_whose_train_returns_nothing_is_converted_and_proved() -> None:
+    class Silent(nn.Sequential):
+        def train(self, mode: bool = True) -> None:  # type: ignore[override]
+            super().train(mode)
+
+    model = stir(Silent(conv(3, 4), norm(4), conv(4, 4), norm(4)))
+    prove(model, convert(model), torch.randn(4, 3, 6, 6))
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
@@ -187,14 +187,14 @@ def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
 
 def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
     """Convert in place, and return what takes the model's place, which is a part of this name or the whole."""
-    modes = [(module, module.training) for module in model.modules()]
     graphs, plans = [], []
     for training in (True, False):
-        graphs.append(trace(model.train(training), name))
-        plans.append(make_plan(model, graphs[-1], left))
+        twin = _twin(model)
+        twin.train(training)
+        graphs.append(trace(twin, name))
+        plans.append(make_plan(twin, graphs[-1], left))
         left = plans[-1].left
-    for module, mode in modes:
-        module.training = mode
+        _take_constants(model, twin, graphs[-1])
     _check_plans(model, *plans)
     rows = tuple(_rows(model, *plans))
     for plan in plans:
@@ -206,6 +206,18 @@ def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
     guesses = tuple(dict.fromkeys(guess for plan in plans for guess in plan.guesses))
     converted.report = Report(rows, guesses, 0, 0)
     return converted
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy to be traced, with the very same tensors: what a forward keeps, as in a cache, are stand-ins there."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _take_constants(model: nn.Module, twin: nn.Module, graph: fx.Graph) -> None:
+    """Let the model have the constants that its traced twin was given for the graph."""
+    for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
+        if name in vars(twin) and name not in vars(model):
+            setattr(model, name, vars(twin)[name])
 
 
 def _check_plans(model: nn.Module, training: Plan, evaluation: Plan) -> None:

@@ -53,8 +53,10 @@ def prove(
     """
     bn, bkn = (copy.deepcopy(model).double() for model in (original, converted))
     inputs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    for model in (bn, bkn):
+        model.eval()  # which may return nothing, if the network has a train() of its own
     with torch.no_grad():
-        output = _difference(_tensors(bn.eval()(*inputs)), _tensors(bkn.eval()(*inputs)))
+        output = _difference(_tensors(bn(*inputs)), _tensors(bkn(*inputs)))
     for module in bkn.modules():
         if isinstance(module, Converted):
             module.statistics_batch_size = None
