@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 from torchvision.models.regnet import BlockParams
 from torchvision.ops import StochasticDepth
 
@@ -674,6 +675,17 @@ def test_a_network_whose_train_returns_nothing_is_converted_and_proved() -> None
 
     model = stir(Silent(conv(3, 4), norm(4), conv(4, 4), norm(4)))
     prove(model, convert(model), torch.randn(4, 3, 6, 6))
+
+
+@pytest.mark.parametrize("only", [None, "body"])
+def test_a_part_that_the_original_recomputes_is_proved(only: str | None) -> None:
+    """Which moves its averages once for the forward pass and once for the backward pass; BKN's move once."""
+    model = Block(lambda m, x: checkpoint(m.body, x, use_reentrant=False), body=small())
+    converted, images = convert(model, only=only), torch.randn(4, 3, 8, 8)
+    prove(model, converted, images)
+    for network, moves in ((model, 2), (converted, 1)):
+        network.train()(images).sum().backward()
+        assert network.get_buffer("body.1.num_batches_tracked").item() == moves
 
 
 @pytest.mark.parametrize(

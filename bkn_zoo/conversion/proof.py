@@ -83,17 +83,21 @@ def _nudge(x: Any) -> Any:
 
 
 def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor], ...]:
-    """Loss, gradients and buffers of a training step."""
+    """Loss, gradients and buffers of a training step, the buffers as the forward pass leaves them.
+
+    Where a checkpoint recomputes a part, batch norms of PyTorch move their averages once more in the backward pass.
+    """
     model.train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         outputs = _tensors(model(*inputs)).values()
         torch.manual_seed(seed)  # random weights, since a mean of squares after a norm would have no gradient
         loss = torch.stack([(x * torch.randn_like(x)).mean() for x in outputs]).sum()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     loss.backward()
     # None is a zero: where a forward detaches its features, a belief about them still has a gradient, zero at gain 1.
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return {"loss": loss.detach()}, gradients, dict(model.named_buffers())
+    return {"loss": loss.detach()}, gradients, buffers
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:
