@@ -645,6 +645,33 @@ def test_a_broken_config_is_refused(folder: Path, text: str) -> None:
     assert_refused(folder, "config.json", "JSON")
 
 
+@pytest.fixture
+def closed(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of the checkpoint, or all of it, that may not be read, by its relative path: pytest's own are closed, too.
+
+    Root, as which tests may run, may read everything, and is somebody else meanwhile.
+    """
+    monkeypatch.setattr(locate, "SOURCE_TREE", Path("nowhere"))
+    monkeypatch.chdir(folder.parent)
+    folder.parent.chmod(0o755)
+    path = Path(folder.name, request.param)
+    path.chmod(0)
+    if not hasattr(os, "seteuid"):
+        pytest.skip("a system without users")
+    user = os.geteuid()
+    try:
+        os.seteuid(user or 65534)
+    except OSError as error:
+        pytest.skip(f"root that can be nobody else ({error})")
+    yield path
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("closed", ["", "config.json", "model.safetensors"], indirect=True)
+def test_what_may_not_be_read_is_refused(closed: Path) -> None:
+    assert_refused(Path("checkpoint"), str(closed), "cannot be read (Permission denied): check its permissions")
+
+
 def test_a_folder_without_config_or_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert_refused(folder, str(folder), "holds no model.safetensors")
@@ -839,6 +866,16 @@ def test_names_are_found_in_the_source_tree_and_in_the_named_folders(
     assert list_checkpoints() == ["a.tree", "b.named", "c.third"]
     monkeypatch.delenv("BKN_ZOO_CHECKPOINTS")
     assert list_checkpoints() == ["a.tree"]
+
+
+@pytest.mark.usefixtures("places")
+def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(path: Path | str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", forbid)  # root, as which tests may run, may read everything
+    with pytest.raises(CheckpointError, match=r"named cannot be read \(Permission denied\): check its permissions"):
+        list_checkpoints()
 
 
 def test_a_name_that_exists_twice_is_refused(places: tuple[Path, Path], folder: Path) -> None:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +56,20 @@ def put_in_place(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """Where the system refuses to let this process read, by permissions say, that is an error of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(error.filename or "a file", error) from None
+
+
+def unreadable(path: str | Path, error: OSError) -> CheckpointError:
+    remedy = "check its permissions, or restore it from the original checkpoint"
+    return CheckpointError(f"{path} cannot be read ({error.strerror or error}): {remedy}.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's file."""
     remedy = "restore it from the original checkpoint"
@@ -63,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: {remedy}.") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): {remedy}.") from None
     if not isinstance(data, dict):
@@ -75,6 +90,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+@reading()
 def weights_file(folder: Path) -> Path:
     """The file of weights or, where there are several, their index."""
     present = [folder / name for name in (WEIGHTS, INDEX) if (folder / name).is_file()]
@@ -129,6 +145,7 @@ def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
                 )
 
 
+@reading()
 def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
     """Of a file; `done` is called with the size of each part that was read."""
     digest = hashlib.sha256()
@@ -139,6 +156,7 @@ def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str
     return digest.hexdigest()
 
 
+@reading()
 def files_of(folder: Path) -> list[Path]:
     """All files of a checkpoint, which are those that stand on the Hub."""
     weights = weights_file(folder)

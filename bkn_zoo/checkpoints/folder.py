@@ -27,6 +27,7 @@ from bkn_zoo.checkpoints.files import (
     OWN_FILES,
     check_hashes,
     put_in_place,
+    reading,
     sync,
     weights_file,
     write,
@@ -246,6 +247,7 @@ def _without_none(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+@reading()
 def _check_replaceable(folder: Path, keep_card: bool) -> None:
     if not folder.exists():
         return

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.hub import REPOSITORY, download
 from bkn_zoo.errors import CheckpointError, HubError, UnknownNameError
 
@@ -17,6 +17,7 @@ SOURCE_TREE = Path(__file__).resolve().parents[2] / "checkpoints"
 ENVIRONMENT_VARIABLE = "BKN_ZOO_CHECKPOINTS"
 
 
+@reading()
 def list_checkpoints() -> list[str]:
     """The names that `from_pretrained` finds in the source tree and in the folders of BKN_ZOO_CHECKPOINTS."""
     configs = [config for root in _roots() for config in root.glob(f"*/{CONFIG}")]
@@ -54,6 +55,7 @@ def locate(name: str | os.PathLike[str]) -> Location:
         raise
 
 
+@reading()
 def find(name: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint that is on this machine, by its path or its name; the Hub is not asked.
 
@@ -66,7 +68,7 @@ def find(name: str | os.PathLike[str]) -> Path:
         if not folder.is_dir():
             raise CheckpointError(f"there is no folder {text}: correct the path, or choose from {available}.")
         of_run = folder / folder.resolve().name
-        return of_run if (of_run / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
+        return folder if (folder / CONFIG).is_file() or not (of_run / CONFIG).is_file() else of_run
     roots = _roots()
     found = [root / text for root in roots if text and (root / text).is_dir()]
     if not found:
@@ -94,4 +96,6 @@ def is_folder(name: str | os.PathLike[str]) -> bool:
 def _roots() -> list[Path]:
     named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
     roots = [Path(name).expanduser().resolve() for name in named if name]
+    for root in filter(Path.is_dir, roots):
+        os.scandir(root).close()  # or else one that may not be read would be taken for empty
     return list(dict.fromkeys([*roots, *([SOURCE_TREE] if SOURCE_TREE.is_dir() else [])]))

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, write
+from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import of_version_2
 
@@ -98,11 +98,12 @@ def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
+        path.open("rb").close()  # safetensors says of a file that may not be opened that there is none
         return safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: restore it from the original checkpoint.") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): restore it from the original checkpoint.") from None
+        raise unreadable(path, error) from None
     except SafetensorError as error:
         with path.open("rb") as file:
             start = file.read(4)

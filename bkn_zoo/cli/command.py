@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
 from bkn_zoo.cli.checks import whole_number
 from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
@@ -237,11 +237,13 @@ def _info(args: argparse.Namespace) -> int:
     location = locate(args.name)
     model = load(location)
     config: Config = model.config
+    with reading():
+        size = sum(file.stat().st_size for file in location.folder.iterdir())
     facts = {
         "name": args.name,
         "revision": location.revision,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes_on_disk": sum(file.stat().st_size for file in location.folder.iterdir()),
+        "bytes_on_disk": size,
         **asdict(config),
     }
     if args.format == "json":
