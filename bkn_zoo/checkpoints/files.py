@@ -48,12 +48,11 @@ def put_in_place(new: Path, folder: Path) -> None:
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
-    except BaseException:  # Ctrl-C, too
+        sync(folder.parent)
+    finally:  # after Ctrl-C, too
         if old.exists() and not folder.exists():
             os.rename(old, folder)
-        raise
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
