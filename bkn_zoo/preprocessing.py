@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from bkn_zoo.fields import Count, Rule, check_fields, one_of
+from bkn_zoo.fields import Rule, check_fields, one_of
+
+MAX_SIDE = 4096
+"""Of a network's input: many times what classifiers are trained at, and in float32 200 MB an image before any layer."""
+
+Side = Annotated[int, Rule(lambda value: 1 <= value <= MAX_SIDE, f"a whole number of 1 to {MAX_SIDE}")]
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
@@ -21,12 +26,12 @@ class Preprocessing:
         interpolation: of every resize; one of `INTERPOLATIONS`.
     """
 
-    size: Count
+    size: Side
     mean: Annotated[tuple[float, ...], Rule(lambda values: len(values) == 3, "three numbers")]
     std: Annotated[
         tuple[float, ...], Rule(lambda values: len(values) == 3 and min(values) > 0, "three positive numbers")
     ]
-    native_size: Count | None = None
+    native_size: Side | None = None
     interpolation: Annotated[str, one_of(*INTERPOLATIONS)] = "bilinear"
 
     def __post_init__(self) -> None:

@@ -557,6 +557,8 @@ def test_a_wrapped_or_altered_network_is_refused(tmp_path: Path) -> None:
     [
         ({"size": 0}, "preprocessing.size is 0"),
         ({"size": True}, "preprocessing.size is True"),
+        ({"size": 4097}, "preprocessing.size is 4097, but must be a whole number of 1 to 4096"),
+        ({"native_size": 10**7}, "preprocessing.native_size is 10000000"),
         ({"native_size": 1.5}, "preprocessing.native_size is 1.5"),
         ({"mean": (0.5,)}, "preprocessing.mean"),
         ({"std": (0.1, 0.0, 0.1)}, "preprocessing.std"),
@@ -598,6 +600,7 @@ def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
         ({"preprocessing": {"size": 32}}, ["config.json", "preprocessing.mean is missing"]),
         ({"preprocessing": {"size": 32, "crop": 1, "mean": [0], "std": [1]}}, ["config.json", "preprocessing.crop"]),
         ({"preprocessing": {"size": 32, "mean": [0, 0, 10**400], "std": [1, 1, 1]}}, ["preprocessing.mean"]),
+        ({"preprocessing": {"size": 10**7, "mean": [0, 0, 0], "std": [1, 1, 1]}}, ["preprocessing.size is 10000000"]),
         ({"format_version": 2, "new_field": 1}, ["config.json", "format_version is 2", "upgrade"]),
         ({"format_version": "1"}, ["config.json", "format_version is '1'"]),
         ({"colour": "red"}, ["config.json", "colour is unknown"]),

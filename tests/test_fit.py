@@ -380,6 +380,7 @@ def test_the_schedule_of_brn_reaches_its_layers() -> None:
         ("statistics_batch", 0, "statistics_batch is 0"),
         ("micro_batch", -1, "micro_batch is -1"),
         ("size", 0, "size is 0"),
+        ("train_size", 10**7, "train_size is 10000000"),
         ("optimizer", "lion", "optimizer is 'lion', but must be one of sgd, adamw"),
         ("schedule", "flat", "schedule is 'flat', but must be one of one_cycle, cosine"),
         ("precision", "float16", "precision is 'float16', but must be one of bfloat16, float32"),

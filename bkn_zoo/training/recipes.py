@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
+from bkn_zoo.preprocessing import Side
 from bkn_zoo.training.augmentation import Augmentation
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
@@ -46,8 +47,8 @@ class Recipe:
     gradient_batch: Count
     statistics_batch: Count | None = None
     micro_batch: Count | None = None
-    size: Count | None = None
-    train_size: Count | None = None
+    size: Side | None = None
+    train_size: Side | None = None
     validation: BetweenZeroAndOne = 0.1
     optimizer: Annotated[str, one_of("sgd", "adamw")] = "sgd"
     lr: Amount = 0.1
