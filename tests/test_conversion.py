@@ -919,6 +919,29 @@ def test_an_input_that_is_called_as_the_statistics_are_is_refused() -> None:
         convert(Weighted())
 
 
+@pytest.mark.parametrize("name", sorted({*Converted.__annotations__, "no_weight_decay"}))
+def test_what_is_called_as_a_converted_network_calls_its_own_is_refused(name: str) -> None:
+    given: tuple[Any, ...] = (nn.Identity(), nn.Parameter(torch.ones(1)), "a word")
+    for value in given:
+        model = Block(lambda m, x: m.body(x), body=small())
+        setattr(model, name, value)
+        with pytest.raises(ConversionError, match=f"Block has something called {name}, .*: rename it") as caught:
+            convert(model)
+        assert ". " not in str(caught.value)
+        if name == "report":  # which the whole has beside its part
+            with pytest.raises(ConversionError, match="called report"):
+                convert(model, only="body")
+        else:
+            assert getattr(convert(model, only="body"), name) is not None
+
+
+def test_other_names_are_free() -> None:
+    """Those that the generated code has, say."""
+    model = Block(lambda m, x: m.prior(m.statistics(m.belief(x))), belief=conv(3, 4), statistics=norm(4), prior=small())
+    model.prior = nn.Sequential(conv(4, 4), norm(4))
+    prove(stir(model), convert(model), torch.randn(4, 3, 6, 6))
+
+
 def test_an_error_of_tracing_names_the_line_and_a_part_that_may_be_converted() -> None:
     with pytest.raises(ConversionError, match=r"test_conversion\.py:\d+, .*only='backbone'"):
         convert(Branching())

@@ -38,6 +38,8 @@ class Converted(nn.Module):
     foldable: dict[str, str]
     statistics_batch_size: int | None
     default_statistics: str
+    _in_training: Forward
+    _in_evaluation: Forward
 
     def __init__(self, original: nn.Module, in_training: Forward, in_evaluation: Forward) -> None:
         nn.Module.__init__(self)
@@ -60,6 +62,10 @@ class Converted(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
         return no_weight_decay(self)
+
+
+OWN_NAMES = {*Converted.__annotations__, *vars(Converted)} - set(dir(nn.Module))
+"""What a converted network has and a module has not: parts and attributes of the original must not be called so."""
 
 
 def convert(
@@ -132,6 +138,14 @@ def _check(model: nn.Module, name: str) -> None:
         raise ConversionError(f"{part.name} is one of the zoo's own networks: take create_model({twin!r}) instead.")
     if not any(map(is_batchnorm, modules)):
         raise ConversionError(f"{what} holds no batch norm: there is nothing to convert.")
+    taken = OWN_NAMES & {*vars(part), *part._modules, *part._parameters, *part._buffers}
+    if part is not model and hasattr(model, "report") and not isinstance(model.report, Report):
+        what, taken = kind, {"report"}
+    if taken:
+        names = " and ".join(sorted(taken))
+        raise ConversionError(
+            f"{what} has something called {names}, which is what a converted network calls its own: rename it."
+        )
     devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
     if len(devices) > 1:
         raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
