@@ -842,6 +842,42 @@ def test_what_a_forward_draws_itself_is_refused_and_no_generator_moves(draw: Cal
         assert draws() == after
 
 
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator, lambda g: torch.rand(1, generator=g).item()),
+        (random.Random, lambda g: g.random()),
+        (np.random.default_rng, lambda g: g.random()),
+        (np.random.RandomState, lambda g: g.rand()),
+    ],
+    ids=["PyTorch", "Python", "NumPy", "NumPy, the older"],
+)
+def test_what_a_forward_draws_from_a_generator_of_its_own_is_refused(
+    generator: Callable[[], Any], draw: Callable[[Any], float]
+) -> None:
+    model = Block(lambda m, x: m.body(m.inner(x)), body=small(), inner=Block(lambda m, x: x + draw(m.noise)))
+    model.inner.noise = generator()
+    convert(model)  # where a module draws that holds no norm
+    model.inner.norm = norm(3)
+    before = copy.deepcopy(model.inner.noise)
+    with pytest.raises(ConversionError, match="draws random numbers"):
+        convert(model)
+    assert draw(model.inner.noise) == draw(before)
+
+
+def test_generators_and_tensors_in_the_graph_are_the_network_s_own() -> None:
+    """So that who seeds the one, or changes the other, does so for the next pass."""
+    model = Block(lambda m, x: m.body(x) * torch.rand_like(x[:, :2], generator=m.noise) * m.scales[0], body=small())
+    model.noise, model.scales = torch.Generator(), [torch.ones(1)]
+    converted, images = convert(model).eval(), torch.randn(2, 3, 8, 8)
+    assert not torch.equal(converted(images), converted(images))
+    converted.noise.manual_seed(1)
+    first = converted(images)
+    converted.noise.manual_seed(1)
+    converted.scales[0].fill_(2)
+    assert torch.equal(converted(images), 2 * first)
+
+
 def without_gradient(block: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         x = block.a(block.first(x))

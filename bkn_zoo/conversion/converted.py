@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.plan import Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
@@ -223,8 +224,12 @@ def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy to be traced, with the very same tensors: what a forward keeps, as in a cache, are stand-ins there."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    """A copy to be traced: what a forward keeps, as in a cache, are stand-ins there.
+
+    Tensors and generators are the very same, since the graph may have them as constants.
+    """
+    leaves = [leaf for module in model.modules() for leaf in tree_leaves(vars(module))]
+    return copy.deepcopy(model, {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor | torch.Generator)})
 
 
 def _take_constants(model: nn.Module, twin: nn.Module, graph: fx.Graph) -> None:

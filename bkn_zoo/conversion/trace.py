@@ -5,7 +5,7 @@ import math
 import random
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,8 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
         raise ConversionError(f"{type(model).__name__} is a batch norm itself: convert a network that it is part of.")
     if "forward" in vars(model):
         raise ConversionError(f"the forward of this {type(model).__name__} was replaced by another: put it in a class.")
-    states = _random_states()
+    generators = _generators(model)
+    states, own = _random_states(), list(map(_state, generators))
     try:
         with torch.enable_grad():
             graph = Tracer().trace(model)
@@ -120,7 +121,7 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
         drawn = not _same(states, _random_states())
         if drawn:
             _set_random_states(states)
-    if drawn:
+    if drawn or not _same(own, list(map(_state, generators))):
         raise ConversionError(
             f"{type(model).__name__} draws random numbers in its forward outside of a module, and would keep those of "
             "now for good: draw them in a module of its own that holds no batch norm, such as torchvision's "
@@ -141,6 +142,18 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
+def _generators(model: nn.Module) -> list[Any]:
+    """Those that its modules have as attributes."""
+    kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kinds)]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
 def _set_random_states(states: tuple[Any, ...]) -> None:
     python, numpy, cpu, cuda = states
     random.setstate(python)
@@ -150,7 +163,7 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state_all(cuda)
 
 
-def _same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+def _same(states: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(map(np.array_equal, tree_leaves(states), tree_leaves(others)))
 
 
