@@ -13,9 +13,9 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from .envelope import QUIET
+from .envelope import QUIET, Envelope
 from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
 from .metrics import Metrics
 from .settings import Settings
@@ -256,10 +256,11 @@ class Connection(asyncio.Protocol):
         }
         last = self._in_a_row >= MAX_PIPELINED
         # The page finds what it needs beside itself, which is below the root only with a slash at its end.
-        app = RedirectResponse(f"{root}/") if at_root else self.app
+        answer: Response | None = RedirectResponse(f"{root}/") if at_root else None
         if len(self.state.connections) > self.edge.most and path not in QUIET:
-            app, last = self._too_many(), True
+            answer, last = self._too_many(), True
         self.exchange = Exchange(self, scope, last)
+        app = self.app if answer is None else Envelope(answer, self.edge.metrics)
         task = self.loop.create_task(self.exchange.run(app))
         self.state.tasks.add(task)
         task.add_done_callback(self.state.tasks.discard)

@@ -1,5 +1,6 @@
 """Slow, hostile and merely clumsy clients, over real sockets, and a healthy client who must not notice them."""
 
+import asyncio
 import contextlib
 import inspect
 import io
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,9 @@ from service_process import ServiceProcess, Watch, save_small_checkpoint
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from service.connections import Connection
+from service.connections import Connection, Edge
+from service.metrics import Metrics
+from service.settings import read_settings
 
 FILES, STALL = 256, 1.5  # descriptors that the service may open; seconds that it waits for anybody
 KEY = {"X-API-Key": "secret"}
@@ -391,6 +395,37 @@ def test_uvicorn_hands_to_a_protocol_what_connections_rely_on() -> None:
     config = uvicorn.Config(lambda: None, log_config=None, proxy_headers=False)
     config.load()
     assert callable(config.loaded_app)
+
+
+@pytest.mark.parametrize(
+    ("path", "others", "status", "header"),
+    [
+        ("/v1/models", 2, b"429 Too Many Requests", b"retry-after: 1"),
+        ("/bkn", 0, b"307 Temporary Redirect", b"location: /bkn/"),
+    ],
+)
+def test_what_the_edge_answers_by_itself_is_like_any_other_answer(
+    path: str, others: int, status: bytes, header: bytes
+) -> None:
+    """Where there are too many connections, and where the page is asked for without the slash at its end."""
+
+    async def answer() -> bytes:
+        state, transport = (
+            ServerState(),
+            Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None}),
+        )
+        state.connections |= {Mock() for _ in range(others)}  # at work, so that none of them makes room
+        edge = Edge(read_settings(["--max-connections", "2", "--root-path", "/bkn"]), Metrics())
+        connection = Connection(edge, Mock(), state, {})
+        connection.connection_made(transport)
+        connection.data_received(get(path))
+        await asyncio.gather(*state.tasks)
+        return b"".join(call.args[0] for call in transport.write.call_args_list)
+
+    first, *headers = asyncio.run(answer()).partition(b"\r\n\r\n")[0].split(b"\r\n")
+    assert first == b"HTTP/1.1 " + status
+    assert header in headers
+    assert any(re.fullmatch(rb"x-request-id: \w+", line) for line in headers)
 
 
 # Images
