@@ -60,7 +60,8 @@ from .settings import Settings, read_settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 from .workers import listen, supervise
 
-ERRORS: dict[int | str, dict[str, Any]] = {
+Answers = dict[int | str, dict[str, Any]]
+ERRORS: Answers = {  # of those who send an image
     400: {"model": ErrorBody, "description": "malformed request"},
     401: {"model": ErrorBody, "description": "API key missing or wrong"},
     404: {"model": ErrorBody, "description": "unknown model"},
@@ -69,9 +70,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     415: {"model": ErrorBody, "description": "not an accepted image format"},
     422: {"model": ErrorBody, "description": "broken image or bad parameter"},
     429: {"model": ErrorBody, "description": "too many requests wait; see Retry-After"},
-    503: {"model": ErrorBody, "description": "starting or draining"},
+    503: {"model": ErrorBody, "description": "starting, about to stop, or without room for the model"},
     504: {"model": ErrorBody, "description": "deadline passed"},
 }
+# That of an image which is none is in its place within the answer.
+ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
+ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
+FAULT: Answers = {500: {"model": ErrorBody, "description": "a fault of the service"}}
 DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Normalization. The caller chooses whose
 statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
 (those that the image would have met in training)."""
@@ -242,7 +247,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
 
     app = FastAPI(
         title="bkn_zoo", version=bkn_zoo.__version__, description=DESCRIPTION, lifespan=lifespan,
-        redirect_slashes=False, docs_url=None, redoc_url=None,
+        redirect_slashes=False, docs_url=None, redoc_url=None, responses=FAULT,
     )  # fmt: skip
     app.state.service = service
     _add_routes(app, service)
@@ -282,7 +287,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     most = service.settings.max_images
 
-    @app.post("/v1/classify/batch", openapi_extra=uploads("images", most), response_model=Several, responses=ERRORS)
+    @app.post(
+        "/v1/classify/batch", openapi_extra=uploads("images", most), response_model=Several,
+        responses=ERRORS_OF_SEVERAL,
+    )  # fmt: skip
     async def classify_several(request: Request) -> Response:
         """Classify several images: a form (`-F images=@a.jpg -F images=@b.jpg`), or JSON with a list of base64."""
         service.check_key(request)
@@ -301,7 +309,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         answer = await service.classify(request, "inputs", name)
         return JSONResponse([prediction.model_dump() for prediction in answer.predictions])
 
-    @app.get("/v1/models", response_model=Models, responses=ERRORS)
+    @app.get("/v1/models", response_model=Models, responses=ERRORS_OF_A_LIST)
     async def models(request: Request) -> Models:
         """The models to choose from; the first is the default."""
         service.check_key(request)  # before a thread is taken

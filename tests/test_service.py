@@ -326,7 +326,6 @@ def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> Non
     schema = ask(f"{running.url}/openapi.json")[1]
     operation = schema["paths"]["/v1/classify"]["post"]
     assert {"multipart/form-data", "application/json", "image/*"} <= operation["requestBody"]["content"].keys()
-    assert {"200", "400", "401", "404", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
     several = schema["paths"]["/v1/classify/batch"]["post"]
     assert several["requestBody"]["content"].keys() == {"multipart/form-data", "application/json"}
     for path, parameters in {
@@ -336,6 +335,30 @@ def test_openapi_shows_the_ways_to_send_an_image(running: ServiceProcess) -> Non
     }.items():
         shown = schema["paths"][path]["post"]["parameters"]
         assert {(parameter["name"], parameter["in"]) for parameter in shown} == parameters
+
+
+def test_openapi_lists_every_status_of_every_route_with_its_body(running: ServiceProcess) -> None:
+    image = {"400", "401", "404", "408", "413", "415", "422", "429", "503", "504"}
+    wanted = {
+        "/v1/classify": image,
+        "/v1/classify/batch": image - {"415"},
+        "/models/{name}": image,
+        "/v1/models": {"401", "429"},
+        "/health/live": set(),
+        "/health/ready": {"503"},
+        "/metrics": set(),
+    }
+    shown = {path: method["responses"] for path, methods in ask(f"{running.url}/openapi.json")[1]["paths"].items()
+             for method in methods.values()}  # fmt: skip
+    assert {path: answers.keys() - {"200", "500"} for path, answers in shown.items()} == wanted
+    assert all({"200", "500"} <= answers.keys() for answers in shown.values())
+    bodies = {
+        answer["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for path, answers in shown.items()
+        for status, answer in answers.items()
+        if status != "200" and (path, status) != ("/health/ready", "503")
+    }
+    assert bodies == {"ErrorBody"}
 
 
 def test_the_curl_examples_of_the_guide_work(running: ServiceProcess, photo: Path) -> None:
