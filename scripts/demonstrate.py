@@ -21,7 +21,6 @@ same command goes on with the rest. Processes that share a GPU take turns on it,
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -51,6 +50,7 @@ from bkn_zoo.publishing.demonstrations_page import draw, page
 from bkn_zoo.publishing.results import environment, write_record, write_results
 from bkn_zoo.training.augmentation import generator, vary
 from bkn_zoo.training.capture import captured
+from bkn_zoo.training.datasets import decoded_once
 from bkn_zoo.training.evaluation import measure
 from bkn_zoo.training.optimizer import learning_rate, make_optimizer
 
@@ -142,24 +142,11 @@ def pack(experiment: Experiment, root: Path, target: Path) -> None:
         list(pool.map(save, files))
 
 
-def decoded(name: str, args: argparse.Namespace) -> Path:
-    """Where all images of an experiment are, as they are in this folder of data."""
-    return args.output / f"{name}.{zlib.crc32(str(args.data.resolve()).encode()):08x}.pt"
-
-
-def prepare(experiment: Experiment, args: argparse.Namespace) -> None:
-    """Decode all images into one file, which every process then maps into its memory."""
-    path = decoded(experiment.name, args)
-    if not path.exists():
-        splits = {"classification": imagewoof, "segmentation": camvid}[experiment.name](args.data / experiment.data)
-        args.output.mkdir(parents=True, exist_ok=True)
-        torch.save(splits, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
-
-
 @cache
-def load(path: Path, device: torch.device) -> Splits:
-    splits = torch.load(path, mmap=True, weights_only=True)
+def load(experiment: str, root: Path, output: Path, device: torch.device) -> Splits:
+    """All images of an experiment, which are decoded once, into a file that all processes map."""
+    read = {"classification": imagewoof, "segmentation": camvid}[experiment]
+    splits = decoded_once(output, experiment, root, lambda: read(root))
     return {name: (images.to(device), labels.to(device)) for name, (images, labels) in splits.items()}
 
 
@@ -326,10 +313,10 @@ ARMS: dict[str, Callable[[nn.Module, Run], nn.Module]] = {
 # One run.
 
 
-def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+def train(run: Run, root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train, measure, and leave the record."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    splits = load(decoded(run.experiment, args), device)
+    splits = load(run.experiment, root, args.output, device)
     torch.manual_seed(run.seed)
     classes = VOID if run.experiment == "segmentation" else int(splits["train"][1].max()) + 1
     model = build(run, classes, args.weights or weights_file()).to(device).to(memory_format=LAYOUT)
@@ -446,7 +433,7 @@ def drift(experiment: Experiment, args: argparse.Namespace) -> list[dict[str, An
 
     That is their correlation with those of frozen norms over validation images, both less their mean over the images.
     """
-    images, _ = load(decoded(experiment.name, args), torch.device("cpu"))["validation"]
+    images, _ = load(experiment.name, args.data / experiment.data, args.output, torch.device("cpu"))["validation"]
     images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
     pixels = normalize(enlarge(images.float() / 255, experiment.size or NATIVE), preprocessing(1))
 
@@ -481,6 +468,7 @@ def begin() -> None:
 
 def work(experiments: list[Experiment], args: argparse.Namespace) -> int:
     """Train what is missing, as far as what is chosen is known; returns how many failed."""
+    roots = {each.name: args.data / each.data for each in experiments}
     begun, slowest, failed = time.monotonic(), dict[tuple[str, int], float](), set[str]()
     running: dict[Future[dict[str, Any]], tuple[Run, float]] = {}
 
@@ -495,7 +483,7 @@ def work(experiments: list[Experiment], args: argparse.Namespace) -> int:
     with pool:
         while True:
             for run in left()[: args.jobs - len(running)]:
-                running[pool.submit(train, run, args)] = run, time.monotonic()
+                running[pool.submit(train, run, roots[run.experiment], args)] = run, time.monotonic()
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -571,9 +559,9 @@ def main(arguments: list[str]) -> int:
         if args.weights is None:
             weights_file()
         for each in there:
-            prepare(each, args)
+            splits = load(each.name, args.data / each.data, args.output, torch.device("cpu"))
             if each.name == "segmentation":
-                save_truth(load(decoded(each.name, args), torch.device("cpu")), args.results / "predictions")
+                save_truth(splits, args.results / "predictions")
         if args.drift:
             dogs = [each for each in there if each.name == "classification"]
             if not dogs:

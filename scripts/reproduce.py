@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +99,15 @@ def show(plan: Plan, records: dict[str, Record]) -> None:
 
 def load(recipe: Recipe, args: argparse.Namespace) -> Any:
     """A recipe's data set. One of image files is decoded once, into a file that all processes map."""
-    import torch
-
-    from bkn_zoo.training.datasets import load_data
+    from bkn_zoo.training.datasets import decoded_once, load_data
 
     if recipe.dataset != "tiny_imagenet":
         return load_data(recipe.dataset, args.data, recipe.size, recipe.validation)
     where = args.data / FOLDERS[recipe.dataset]
-    place = zlib.crc32(str(where.resolve()).encode())
-    path = args.output / f"{recipe.dataset}.{recipe.size}.{recipe.validation}.{place:08x}.pt"
-    if not path.exists():
-        data = load_data(recipe.dataset, where, recipe.size, recipe.validation)
-        args.output.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(data, scratch)
-        os.replace(scratch, path)
-    return torch.load(path, mmap=True, weights_only=False)  # what this script has written itself
+    name = f"{recipe.dataset}.{recipe.size}.{recipe.validation}"
+    return decoded_once(
+        args.output, name, where, lambda: load_data(recipe.dataset, where, recipe.size, recipe.validation)
+    )
 
 
 def train(run: Run, args: argparse.Namespace) -> None:

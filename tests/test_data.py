@@ -21,7 +21,7 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
 
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False)
@@ -185,6 +185,25 @@ def test_tiny_imagenet_is_the_same_when_many_processes_decode_it(
         assert torch.equal(getattr(alone, split).images, getattr(together, split).images)
         assert torch.equal(getattr(alone, split).labels, getattr(together, split).labels)
     assert len(set(alone.train.images[:, 0, 0, 0].tolist())) == 9
+
+
+def test_what_was_decoded_of_a_folder_is_read_from_a_file_and_nothing_else_in_it_is_run(tmp_path: Path) -> None:
+    data, decoded = array_data(), list[int]()
+
+    def decode() -> Data:
+        decoded.append(1)
+        return data
+
+    for root in ("first", "first", "second"):
+        found = decoded_once(tmp_path / "kept", "mine", tmp_path / root, decode)
+        assert torch.equal(found.train.images, data.train.images)
+        assert (found.label_names, found.preprocessing) == (data.label_names, data.preprocessing)
+    assert len(decoded) == 2
+    splits = decoded_once(tmp_path / "kept", "others", tmp_path, lambda: {"train": (torch.ones(2), torch.zeros(2))})
+    assert torch.equal(splits["train"][0], torch.ones(2))
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    with pytest.raises(pickle.UnpicklingError):
+        decoded_once(tmp_path / "kept", "odd", tmp_path, Path)
 
 
 @pytest.mark.parametrize("bad", ["not an image", "of another size"])

@@ -344,7 +344,7 @@ def test_runs_leave_records_and_pictures_and_are_not_trained_again(
 def test_no_run_starts_that_could_not_be_finished_in_time(
     demonstrate: ModuleType, data: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def slow(run: Any, args: Any) -> Any:
+    def slow(run: Any, root: Path, args: Any) -> Any:
         raise RuntimeError("it broke")
 
     monkeypatch.setattr(demonstrate, "train", slow)

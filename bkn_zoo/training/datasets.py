@@ -7,11 +7,12 @@ listed.
 import os
 import pickle
 import signal
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -150,6 +151,29 @@ class Data:
     def to(self, device: torch.device) -> "Data":
         splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
         return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
+
+
+Decoded = TypeVar("Decoded")
+
+
+def decoded_once(folder: Path, name: str, root: Path, decode: Callable[[], Decoded]) -> Decoded:
+    """What `decode` gives, from a file in `folder` that is written if it is not there, and that all processes map.
+
+    Args:
+        folder: where decoded images are kept.
+        name: of these, which says all that they depend on beside `root`.
+        root: the folder of the image files.
+        decode: reads them: `Data`, or tensors in dictionaries and tuples.
+    """
+    path = folder / f"{name}.{zlib.crc32(str(root.resolve()).encode()):08x}.pt"
+    if not path.exists():
+        decoded = decode()
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save(decoded, scratch)
+        os.replace(scratch, path)
+    with torch.serialization.safe_globals([Data, ArrayImages, Preprocessing]):  # so that nothing else in it is run
+        return torch.load(path, mmap=True, weights_only=True)
 
 
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
