@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import Run, but_for_twins, read_runs
+from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, read_runs
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,12 @@ def test_gains_that_are_stored_as_numbers_give_the_outputs_that_they_gave(folder
 def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
     stored = Config.read(folder / "config.json").training["recipe"]
     assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == read_recipe(None, stored)
+
+
+@each
+def test_its_classes_are_those_that_the_readme_counts_parameters_with(folder: Path) -> None:
+    config = Config.read(folder / "config.json")
+    assert DATASETS[config.recipe["dataset"]].classes == config.num_classes
 
 
 @each

@@ -30,12 +30,14 @@ class Dataset(NamedTuple):
         hub: its id on the Hub.
         split: what the Hub calls the images that are the test images here.
         note: on those images, where the name misleads.
+        classes: how many it has.
     """
 
     shown: str | None
     hub: str | None = None
     split: str | None = None
     note: str = ""
+    classes: int | None = None
 
 
 OFFICIAL_VALIDATION = """\
@@ -43,10 +45,10 @@ The labels of Tiny ImageNet's own test images are not public. The test images he
 images, and the validation images here a part of its training images."""
 
 DATASETS = {  # by the name in a recipe
-    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test"),
-    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100", "test"),
-    "tiny_imagenet": Dataset("Tiny ImageNet", "zh-plus/tiny-imagenet", "valid", OFFICIAL_VALIDATION),
-    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k", "validation"),
+    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test", classes=10),
+    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100", "test", classes=100),
+    "tiny_imagenet": Dataset("Tiny ImageNet", "zh-plus/tiny-imagenet", "valid", OFFICIAL_VALIDATION, classes=200),
+    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k", "validation", classes=1000),
     "folder": Dataset("images of its owner"),
 }
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}

@@ -60,9 +60,10 @@ def headlines(runs: Iterable[Run]) -> list[Headline]:
 
 def headline_table(rows: Iterable[Headline]) -> str:
     """The rows, with what A costs in parameters."""
+    classes = {dataset.shown: dataset.classes for dataset in DATASETS.values()}
 
     def line(row: Headline) -> dict[str, str]:
-        bn, bkn = (parameters(f"{row.network}_{norm}") / 1e6 for norm in ("bn", "bkn"))
+        bn, bkn = (parameters(f"{row.network}_{norm}", classes[row.data]) / 1e6 for norm in ("bn", "bkn"))
         return {
             "data, network": f"{row.data}, `{row.network}`",
             "images per group": str(row.few),
@@ -77,9 +78,9 @@ def headline_table(rows: Iterable[Headline]) -> str:
     return table(lines, list(lines[0]))
 
 
-def parameters(name: str) -> int:
+def parameters(name: str, classes: int | None) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in create_model(name).parameters())
+        return sum(parameter.numel() for parameter in create_model(name, classes).parameters())
 
 
 def draw_headline(rows: list[Headline], path: Path) -> None:
