@@ -182,7 +182,7 @@ class _Planner:
 
     def renumber(self, x: Tensor, gate: bool = False) -> Tensor:
         """The same channels after an operation: a norm that sees them from here on has not seen those before it."""
-        old, places = torch.unique(x // IMAGES, return_inverse=True)
+        old, places = _distinct(x // IMAGES)
         first = len(self.origins)
         self.origins.extend([self.origins[n] for n in old.tolist()])
         if gate or (old.numel() and int(old[0]) in self.gates):
@@ -194,7 +194,7 @@ class _Planner:
         numbers = (x // IMAGES).movedim(dim, 0).flatten(1)
         if numbers.numel() and bool((numbers == numbers[:, :1]).all()):
             return numbers[:, 0].tolist()
-        return torch.unique(numbers).tolist()
+        return _distinct(numbers)[0].tolist()
 
     def depth(self, origin: Origin) -> float:
         if origin is None:
@@ -204,7 +204,7 @@ class _Planner:
         return origin.mix.depth
 
     def depth_of(self, x: Tensor) -> float:
-        return max((self.depth(self.origins[n]) for n in torch.unique(x // IMAGES).tolist()), default=0)
+        return max((self.depth(self.origins[n]) for n in _distinct(x // IMAGES)[0].tolist()), default=0)
 
     def is_gate(self, x: Tensor) -> bool:
         return x.numel() > 0 and int(x.flatten()[0]) // IMAGES in self.gates
@@ -345,7 +345,7 @@ class _Planner:
         return self.replace(x, dim, made)
 
     def norm(self, node: fx.Node, name: str, module: nn.Module, x: Tensor) -> Tensor:
-        numbers = self.channels(x, 1) if x.ndim > 1 else torch.unique(x // IMAGES).tolist()
+        numbers = self.channels(x, 1) if x.ndim > 1 else _distinct(x // IMAGES)[0].tolist()
         features = int(getattr(module, "num_features"))  # noqa: B009
         origins = [self.origins[n] for n in numbers]
         pieces = _pieces(origins, features)
@@ -363,6 +363,12 @@ class _Planner:
             for number, origin in zip(numbers, seen, strict=True):
                 self.origins[number] = origin
         return self.replace(x, 1, seen) if x.ndim > 1 else self.number(_default_shape(features), seen)
+
+
+def _distinct(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers that occur, and where each is among them: as `torch.unique`, which would sort them."""
+    occurs = torch.bincount(numbers.flatten()) > 0
+    return occurs.nonzero().flatten(), (occurs.cumsum(0) - 1)[numbers]
 
 
 def _default_shape(features: int) -> tuple[int, ...]:
