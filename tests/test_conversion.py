@@ -358,7 +358,10 @@ def test_the_unknown_passes_on_its_first_tensor_s_belief_and_says_so() -> None:
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
-    assert "cumsum" in str(converted.report)
+    assert "guess: cumsum in the network itself: taken to pass on" in str(converted.report)
+    inner = Block(lambda m, x: m.deeper(x), deeper=Block(lambda m, x: torch.cumsum(x, 2)))
+    converted = plan_of(lambda m, x: torch.cumsum(m.n2(m.inner(m.n1(m.c1(x)))), 2), **layers, inner=inner)
+    assert [guess.split(":")[0] for guess in converted.report.guesses] == ["cumsum in deeper of a Block"]
 
 
 def test_tokens_in_the_batch_are_positions_of_their_image() -> None:

@@ -163,6 +163,7 @@ class _Planner:
         self.relevant = 0  # guesses that some norm comes after
         self.interleaved: dict[str, str] = {}
         self.names = {module: name for name, module in model.named_modules()}
+        self.inside = ""  # what kind of module is looked into
 
     # Numbers
 
@@ -268,8 +269,9 @@ class _Planner:
     def guess(self, node: fx.Node, tensors: list[Tensor]) -> Any:
         if not tensors:
             return OTHER
-        place = list(node.meta.get("nn_module_stack", {}).values())[-1:]
-        self.note(f"{node.name} in {place[0][0] or 'the network itself'}" if place else node.name)
+        stack = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
+        place = " of ".join(filter(None, (*stack[-1:], self.inside)))
+        self.note(f"{node.name} in {place or 'the network itself'}")
         return self.renumber(tensors[0])
 
     def note(self, what: str) -> None:
@@ -304,12 +306,13 @@ class _Planner:
 
     def look_inside(self, node: fx.Node, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module that is one node of the graph: by its own graph, if it has one."""
-        guesses = len(self.plan.guesses)
+        guesses, outside = len(self.plan.guesses), self.inside
         try:
             if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential):
                 raise TypeError(f"{type(module).__name__} has no graph to look at")
             whole = nn.Sequential(module) if "forward" in vars(module) else module  # fx would look at the class only
             graph = LayerTracer().trace(whole)
+            self.inside = f"a {type(module).__name__}"  # there may be many of them, which are all the same
             inputs = [n for n in graph.nodes if n.op == "placeholder"]
             values = dict(zip(inputs, args, strict=False)) | {n: kwargs[n.target] for n in inputs if n.target in kwargs}
             return self.run(graph, whole, values)
@@ -319,6 +322,8 @@ class _Planner:
             self.note(name)
             mixes = any(parameter.ndim > 1 for parameter in module.parameters())
             return self.mix(x, min(1, x.ndim - 1), x.shape[min(1, x.ndim - 1)], 1, name) if mixes else self.renumber(x)
+        finally:
+            self.inside = outside
 
     def pool(self, x: Tensor, size: Any) -> Tensor:
         x = self.renumber(x)
