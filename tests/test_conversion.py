@@ -381,6 +381,23 @@ def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
     assert alone.std() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("take", "batch"),
+    [
+        (lambda batch: batch["image"], {"image": torch.randn(4, 3, 6, 6)}),
+        (lambda batch: batch[1], [torch.randn(4, 2, 9, 9), torch.randn(4, 3, 6, 6)]),
+    ],
+    ids=["dict", "list"],
+)
+def test_an_input_may_be_a_dict_or_a_list_of_tensors(take: Callable[[Any], Tensor], batch: Any) -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)}
+    model = stir(Block(lambda m, batch: {"out": m.n2(m.c2(m.n1(m.c1(take(batch)))))}, **layers))
+    converted = convert(model)
+    prove(model, converted, batch)
+    assert priors(converted) == {"n1": {}, "n2": {"n1": 4}}
+    assert torch.export.export(converted.eval(), (batch,)).module()(batch)["out"].shape == (4, 5, 6, 6)
+
+
 def test_other_code_is_run_in_training_than_in_evaluation() -> None:
     layers = {"c1": conv(3, 4), "n1": norm(4), "aux": nn.Sequential(conv(4, 4), norm(4)), "c2": conv(4, 2)}
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.batchnorm import start_near_batchnorm
 from bkn_zoo.conversion.plan import NormCall, Plan
@@ -43,6 +44,11 @@ class Gather(nn.Module):
 
     def extra_repr(self) -> str:
         return "all" if self.all else f"{self.span.start} to {self.span.stop}" if self.index is None else "shuffled"
+
+
+def count_images(batch: Any) -> int:
+    """How many there are in the first input of a network: a tensor, or a dict or list that begins with one."""
+    return next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)).shape[0]
 
 
 def by_image(x: Tensor, images: int) -> Tensor:
@@ -184,8 +190,7 @@ def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Forward:
             if call.pieces:
                 prior = graph.call_module(f"{name}.priors.{number}", tuple(beliefs[below] for below in _below(call)))
             if call.rows:
-                shape = graph.call_function(getattr, (first, "shape"))
-                images = graph.call_function(operator.getitem, (shape, 0))
+                images = graph.call_function(count_images, (first,))
                 result = graph.call_module(name, (graph.call_function(by_image, (x, images)), prior, statistics))
                 y = graph.call_function(by_row, (graph.call_function(operator.getitem, (result, 0)), x))
             else:
