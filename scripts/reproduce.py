@@ -236,7 +236,7 @@ def measure(model: Any, run: Run, data: Any, device: Any) -> dict[str, Any]:
     if recipe.model.endswith("_bkn"):
         for name, smaller in {
             "A in 8 bits": lambda a: coarse(a, 8), "A of rank 16": lambda a: low_rank(a, 16),
-            "A of rank 4": lambda a: low_rank(a, 4),
+            "A of rank 4": lambda a: low_rank(a, 4), "A set to zero": torch.zeros_like,
         }.items():  # fmt: skip
             rules[name] = top(with_smaller_transitions(model, smaller), best)[best]
         gains = {name: value for name, value in model.named_parameters() if name.endswith("raw_gain")}

@@ -135,9 +135,13 @@ def make_norm() -> Callable[..., nn.Module]:
     """Makes a norm of a kind ("bkn", "bn", "brn", "gn") with nothing at its starting value, in float64 unless told."""
 
     def make(
-        kind: str, channels: int, prior_channels: int | None = None, dtype: torch.dtype = torch.float64
+        kind: str,
+        channels: int,
+        prior_channels: int | None = None,
+        dtype: torch.dtype = torch.float64,
+        **options: Any,
     ) -> nn.Module:
-        layer = NORMS[kind](channels, prior_channels)
+        layer = NORMS[kind](channels, prior_channels, **options)
         scatter(layer)
         remember_something(layer)
         return layer.to(dtype)

@@ -1,7 +1,5 @@
 """The norms that BKN is compared with: Batch Renormalization and group normalization."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -132,10 +130,16 @@ def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
 # Group normalization
 
 
-@pytest.mark.parametrize("channels", [64, 48, 7])
-def test_the_group_norm_twin_is_group_norm(make_norm, channels: int) -> None:
-    layer: GroupNorm2d = make_norm("gn", channels)
-    twin = nn.GroupNorm(math.gcd(32, channels), channels).double()
+@pytest.mark.parametrize(
+    ("channels", "options", "groups"),
+    [
+        (64, {}, 32), (48, {}, 16), (7, {}, 1), (64, {"channels_per_group": 16}, 4),
+        (24, {"channels_per_group": 16}, 3), (7, {"channels_per_group": 16}, 7),
+    ],
+)  # fmt: skip
+def test_the_group_norm_twin_is_group_norm(make_norm, channels: int, options: dict[str, int], groups: int) -> None:
+    layer: GroupNorm2d = make_norm("gn", channels, **options)
+    twin = nn.GroupNorm(groups, channels).double()
     twin.load_state_dict(layer.state_dict())
     x = torch.randn(3, channels, 4, 4).double()
     assert_close(layer(x)[0], twin(x))

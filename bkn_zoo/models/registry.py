@@ -51,11 +51,16 @@ def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_0
     return partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps)
 
 
+def group_norm(channels_per_group: int | None = None) -> NormFactory:
+    """GroupNorm with 32 groups a layer, or with groups of so many channels."""
+    return partial(GroupNorm2d, channels_per_group=channels_per_group)
+
+
 NORMS: dict[str, Callable[..., NormFactory]] = {
     "bkn": batch_kalman,
     "bn": lambda: BatchNorm2d,
     "brn": batch_renorm,
-    "gn": lambda: GroupNorm2d,
+    "gn": group_norm,
 }
 
 _networks: dict[str, Callable[[NormFactory, int], Network]] = {}
@@ -91,7 +96,7 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
         name: one of `list_models()`.
         num_classes: outputs of the classifier; by default those of the data set the network was designed for.
         norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`, `prediction_bias`
-            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`.
+            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
     """
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:

@@ -90,15 +90,22 @@ class BatchRenorm2d(RunningNorm):
 
 
 class GroupNorm2d(nn.GroupNorm):
-    """Group normalization (Wu & He 2018), 32 groups or as many of them as divide the channels.
+    """Group normalization (Wu & He 2018): 32 groups, or groups of so many channels, as far as they divide a layer's.
 
     It normalizes each image by itself in training and at inference, so that the three statistics modes agree.
     """
 
     carries_belief = True
 
-    def __init__(self, num_features: int, prior_features: int | None = None, eps: float = 1e-5) -> None:
-        super().__init__(math.gcd(32, num_features), num_features, eps)
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        eps: float = 1e-5,
+        channels_per_group: int | None = None,
+    ) -> None:
+        of_channels = num_features // math.gcd(channels_per_group, num_features) if channels_per_group else None
+        super().__init__(of_channels or math.gcd(32, num_features), num_features, eps)
 
     def forward(  # type: ignore[override]
         self,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from bkn_zoo.errors import InputError
@@ -21,6 +21,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
 Record = Mapping[str, Any]
+CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}
 NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm"}
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
@@ -56,6 +57,7 @@ class Arm:
     """
 
     name: str
+    setting: str
     label: str
     gradient: int
     group: int
@@ -166,7 +168,7 @@ def _arm(
     shown += ["widened"] if wide else []
     label = ", ".join([NORMS[row["norm"]], *shown])
     ablation = bool(options) or width != 1 or (bool(fields) and gradient == base.gradient_batch)
-    return Arm(arm, label, gradient, group, runs, row.get("paper"), ablation)
+    return Arm(arm, name, label, gradient, group, runs, row.get("paper"), ablation)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -198,22 +200,40 @@ class Cell:
     def good(self) -> list[Record]:
         return [record for record in self.records if "failed" not in record]
 
+    @cached_property
+    def chosen(self) -> str:
+        """The mode that was best on the validation images, in the mean over seeds."""
+        return _best([{mode: measured(each, "validation")[mode]["top1"] for mode in MODES} for each in self.good])
+
+    @property
+    def learned(self) -> bool:
+        """Whether it is better than guessing, and not by a little."""
+        return mean(self.top1()) > 2 * 100 / CLASSES[self.arm.runs[0].recipe.dataset]
+
     def top1(self, mode: str | None = None, images: str = "test") -> list[float]:
-        """Of each seed, in percent; without a mode, in that which was best on the run's validation images.
+        """Of each seed, in percent; without a mode, in the one that is chosen.
 
         On the test images, a mode may also be one of the other rules, of those networks that were asked for it, or
         "recalibrated": of those with running statistics taken anew, the one that was best on the validation images.
         """
-        return [value for record in self.good if (value := _top1(record, mode, images)) is not None]
+        return [top1 for top1 in self._asked(mode, images) if top1 is not None]
+
+    def gaps(self, this: str | None, that: str | None) -> list[float]:
+        """Between two modes on the test images, network by network."""
+        pairs = zip(self._asked(this), self._asked(that), strict=True)
+        return [a - b for a, b in pairs if a is not None and b is not None]
+
+    def _asked(self, mode: str | None, images: str = "test") -> list[float | None]:
+        """None for a network that was not asked for it."""
+        if mode == "recalibrated":
+            asked = [each["recalibrated_validation"] for each in self.good if "recalibrated_validation" in each]
+            mode = f"recalibrated {_best(asked)}" if asked else mode
+        return [measured(each, images).get(mode or self.chosen, {}).get("top1") for each in self.good]
 
 
-def _top1(record: Record, mode: str | None, images: str = "test") -> float | None:
-    """None where the network was not asked for it."""
-    name = mode or record["chosen_statistics"]
-    if mode == "recalibrated" and (validation := record.get("recalibrated_validation")):
-        name = f"recalibrated {max(validation, key=lambda each: validation[each])}"
-    metrics = measured(record, images).get(name)
-    return None if metrics is None else metrics["top1"]
+def _best(validation: Sequence[Mapping[str, float]]) -> str:
+    """The mode whose accuracies have the largest mean; of equal ones, the first."""
+    return max(validation[0], key=lambda mode: mean(each[mode] for each in validation))
 
 
 def measured(record: Record, images: str) -> Mapping[str, Mapping[str, float]]:
@@ -232,51 +252,101 @@ def missing(plan: Plan, records: Mapping[str, Record]) -> list[Run]:
 
 
 @dataclass(frozen=True)
+class Deviation:
+    """Between the seeds of a setting's arms, and from how many degrees of freedom it is known."""
+
+    value: float
+    freedom: int
+
+
+def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
+    """The one that is typical of a setting; None where no arm has several seeds.
+
+    Its square is the mean over a setting's arms or, where there are many, the median, since some that hardly learn
+    scatter widely. The median of variances from few seeds is too small by a factor that is known (Wilson and Hilferty's
+    approximation of the chi-squared distribution's).
+    """
+    every = [cell(arm, records).top1(images=images) for arm in plan.arms.values() if arm.setting == setting]
+    seeds = [top1 for top1 in every if len(top1) > 1]
+    if not seeds:
+        return None
+    if len(seeds) < MANY:
+        variance = mean(stdev(top1) ** 2 for top1 in seeds)
+    else:
+        variance = median(stdev(top1) ** 2 / (1 - 2 / (9 * (len(top1) - 1))) ** 3 for top1 in seeds)
+    return Deviation(variance**0.5, sum(len(top1) - 1 for top1 in seeds))
+
+
+MANY = 10  # arms
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, 60: 2.00}  # Student's t, two-sided
+UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
+SAME = 1.0  # points: things that differ by less are the same
+
+
+@dataclass(frozen=True)
 class Difference:
-    """Between two means, with its standard error where both are of several seeds."""
+    """Between two means, with its standard error where one is known, from some degrees of freedom."""
 
     value: float
     error: float | None
     seeds: tuple[int, int]
+    freedom: int = 1
 
     def __str__(self) -> str:
         return f"{self.value:+.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
 
+    @property
+    def margin(self) -> float:
+        """Half of its 95 % interval."""
+        return UNSURE if self.error is None else T95[max(few for few in T95 if few <= self.freedom)] * self.error
+
     def verdict(self, same: bool = False) -> str:
         """Whether a claim held that it is positive or, if `same`, that there is none."""
-        margin = 0.5 if self.error is None else max(2 * self.error, 0.1)
         if same:
-            held = "held" if abs(self.value) <= max(margin, 0.3) else "did not hold"
+            near = "held" if abs(self.value) + self.margin <= SAME else "cannot be told"
+            said = "did not hold" if abs(self.value) > self.margin else near
         else:
-            held = "held" if self.value > margin else "did not hold" if self.value < -margin else "within chance"
-        return held if self.error is not None else f"{held} (one seed)"
+            within = abs(self.value) <= self.margin
+            said = "within chance" if within else "held" if self.value > 0 else "did not hold"
+        return said if self.error is not None else f"{said} (one seed)"
 
 
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:
-    """Whether it held. That no step is saved is not chance."""
+    """Whether it held; or what else its not holding means, where the claim says so."""
     said = found.verdict(claim.get("same", False))
-    return said.replace("within chance", "did not hold") if claim.get("steps") and found.value <= 0 else said
+    return said if said.startswith("held") else claim.get("otherwise", said)
 
 
-def between(these: Sequence[float], those: Sequence[float]) -> Difference:
-    """The difference between the means of runs that have nothing to do with each other."""
+def between(these: Sequence[float], those: Sequence[float], typical: Deviation | None = None) -> Difference:
+    """The difference between the means of two arms.
+
+    Each has its own deviation or, where that is larger, the one that is typical: three seeds may be near to each other
+    by chance. That runs of equal seeds see the same images in the same order is not made use of.
+    """
     seeds = len(these), len(those)
-    error = (stdev(these) ** 2 / seeds[0] + stdev(those) ** 2 / seeds[1]) ** 0.5 if min(seeds) > 1 else None
-    return Difference(mean(these) - mean(those), error, seeds)
+    if typical is None and min(seeds) < 2:
+        return Difference(mean(these) - mean(those), None, seeds)
+    least = typical.value if typical else 0.0
+    own = [max(stdev(values), least) if len(values) > 1 else least for values in (these, those)]
+    error = sum(size**2 / count for size, count in zip(own, seeds, strict=True)) ** 0.5
+    return Difference(mean(these) - mean(those), error, seeds, typical.freedom if typical else sum(seeds) - 2)
 
 
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
     """That a claim is about; None where runs are missing. Differences within the same runs are taken run by run."""
+    if "this" not in claim:
+        return None
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
-    modes = claim.get("modes", [None, None])
-    cells = [best(_listed(claim[side]), plan, records) for side in ("this", "that")]
-    if claim["this"] == claim["that"]:
-        both = [[_top1(record, mode) for mode in modes] for record in cells[0].good]
-        gaps = [a - b for a, b in both if a is not None and b is not None]
+    modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
+    this, that = (best(_listed(claim[side]), plan, records) for side in ("this", "that"))
+    if this.arm is that.arm:
+        gaps = this.gaps(*modes)
         return _mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
-    this, that = (each.top1(mode) for each, mode in zip(cells, modes, strict=True))
-    return between(this, that) if this and that else None
+    ours, theirs = this.top1(modes[0], images), that.top1(modes[1], images)
+    if not ours or not theirs:
+        return None
+    return between(ours, theirs, deviation(this.arm.setting, plan, records, images))
 
 
 def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
@@ -297,7 +367,8 @@ def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cel
 
 def _mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:
     """Of differences that were taken run by run."""
-    return Difference(mean(gaps), stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None, seeds)
+    error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
+    return Difference(mean(gaps), error, seeds, max(len(gaps) - 1, 1))
 
 
 def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
