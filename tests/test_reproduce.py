@@ -26,6 +26,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
+from bkn_zoo.publishing.headline import drawn
 from bkn_zoo.publishing.replication import (
     Deviation,
     Difference,
@@ -39,8 +40,9 @@ from bkn_zoo.publishing.replication import (
     read_records,
     verdict,
 )
+from bkn_zoo.publishing.results import plotted
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
-from bkn_zoo.publishing.results_plots import PLOTS, draw
+from bkn_zoo.publishing.results_plots import PLOTS, draw, figures
 from bkn_zoo.training import datasets
 from bkn_zoo.training.comparisons import (
     coarse,
@@ -428,11 +430,84 @@ def test_a_run_that_diverged_is_a_result(plan: Plan) -> None:
 
 def test_plots_are_drawn_from_records_and_left_out_without(plan: Plan, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    drawn = draw(plan, invented(plan), tmp_path)
-    assert {path.stem for path in drawn} == set(PLOTS)
-    assert all(path.stat().st_size > 10_000 for path in drawn)
+    records = invented(plan)
+    paths = draw(plan, records, tmp_path)
+    assert {path.stem for path in paths} == set(PLOTS)
+    assert all(path.stat().st_size > 10_000 for path in paths)
+    again = figures(plan, records)
+    assert all(drawn(path) == plotted(again[path.stem]) for path in paths)
     assert draw(plan, {}, tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_plot_says_follows_from_what_it_shows(plan: Plan) -> None:
+    pytest.importorskip("matplotlib")
+    records = invented(plan)
+
+    def said() -> dict[str, str]:
+        """The words of each, and the values of its first line."""
+        words = {}
+        for name, figure in figures(plan, records).items():
+            about, first, *_ = plotted(figure)
+            values = [str(value) for line in first["lines"][:1] for value in line[1]]
+            words[name] = " ".join([*about["texts"], *first["texts"], *values]).replace("\n", " ")
+        return words
+
+    def add(points: float, *arms: str) -> None:
+        for run in (run for arm in arms for run in plan.arms[arm].runs):
+            for metrics in records[run.key]["test"].values():  # its validation's, too
+                metrics["top1"] += points
+            for line in records[run.key]["curve"]:
+                line["top1"] = {mode: top1 + points for mode, top1 in line["top1"].items()}
+
+    before = said()
+    assert "Groups of 1: BKN is 3.0 points above BN, 2.0 points above A held at zero" in before["controls"]
+    assert "Learning A: a gain with groups of 1, 2, 4, 8 and 32 CIFAR-100" in before["link"]
+    assert "63.1 63.1 63.1 63.1 63.1" in before["link"]
+    assert "Of 15 starts of the gain q other than 0.5, none is beyond chance" in before["gain"]
+    assert "BKN (128,2) is 3.0 points above BN (128,128), 3.0 points above BN (128,2) and" in before["curves"]
+    assert "BKN ends above BN at 6 of 6 pairs" in before["micro_batches"]
+    assert "is smaller at full length in 0 of 3 settings" in before["lengths"]
+    assert "strays from the moving average by 0.50 with BN and 0.50 with BKN" in before["variance_gap"]
+
+    add(-2.0, "cifar100.bkn.128-2")
+    add(-4.0, "cifar100.bkn.128-8", "cifar100_full.bkn.128-2", "tiny_full.bkn.256-4", "tiny.bkn.256-1")
+    add(-4.0, "cifar10.bkn.128-2")
+    for arm in ("cifar10.bkn.128-2", "cifar10.bn.128-2"):
+        for run in plan.arms[arm].runs:
+            records[run.key]["variance_gap_map"] = [[0.2 if "bkn" in arm else 0.1] * 2] * 2
+    after = said()
+    assert "Groups of 2: BKN is 1.0 points above BN, within chance of A held at zero" in after["controls"]
+    assert "a gain with groups of 1, 4 and 32; a loss with groups of 8; within chance with groups of 2" in after["link"]
+    assert "63.1 61.1 63.1 59.1 63.1" in after["link"]
+    assert "6 are beyond chance: 0.15 with groups of 2 (+2.0), 0.3 with groups of 2 (+2.0)," in after["gain"]
+    assert "BKN (128,2) is 1.0 points above BN (128,128)" in after["curves"]
+    assert "BKN ends above BN at 5 of 6 pairs" in after["micro_batches"]
+    assert "is smaller at full length in 2 of 3 settings" in after["lengths"]
+    assert "strays from the moving average by 0.10 with BN and 0.20 with BKN" in after["variance_gap"]
+
+
+def test_courses_say_of_how_many_seeds_they_are_and_which_diverged(plan: Plan) -> None:
+    pytest.importorskip("matplotlib")
+    records = invented(plan)
+    for run in plan.arms["tiny.brn.256-4"].runs:
+        records[run.key] = {**records[run.key], "failed": "the loss was not finite at step 7"}
+    del records[plan.arms["tiny.bkn.256-4"].runs[1].key]
+    figure = figures(plan, records)["micro_batches"]
+    legends = {axes.get_title(): axes.get_legend_handles_labels()[1] for axes in figure.axes}
+    assert legends["(256,4)"] == ["BKN, 1 seed", "BN, 2 seeds", "BRN, 2 seeds diverged", "GroupNorm, 2 seeds"]
+    assert legends["(64,8)"] == ["BKN, 2 seeds", "BN, 2 seeds", "BRN, 2 seeds"]
+    (panel,) = (axes for axes in figure.axes if axes.get_title() == "(256,4)")
+    assert len(panel.collections) == 2  # a single seed has no band, nor have those that diverged
+    assert len({axes.get_ylim() for axes in figure.axes if "fifth" not in axes.get_title()}) == 1
+
+
+def test_the_pictures_in_the_documents_are_those_of_the_records(plan: Plan) -> None:
+    """`python scripts/reproduce.py --plot` draws them again."""
+    pytest.importorskip("matplotlib")
+    records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
+    drawn_anew = {name: plotted(figure) for name, figure in figures(plan, records).items() if figure is not None}
+    assert {path.stem: drawn(path) for path in (ROOT / "results" / "plots").glob("*.png")} == drawn_anew
 
 
 def test_the_page_in_the_documents_is_that_of_the_records(plan: Plan) -> None:

@@ -1,30 +1,34 @@
-"""The plots of docs/results.md: one message each; means over seeds, with bands or bars of one standard deviation."""
+"""The plots of docs/results.md: one message each; means over seeds, and how sure they are.
 
-from collections.abc import Callable, Mapping
+What a title says is computed from what is drawn.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
-from bkn_zoo.publishing.replication import Cell, Experiment, Plan, Record, cell, cells
+from bkn_zoo.publishing.replication import Cell, Difference, Plan, Record, between, cell, cells, deviation
 from bkn_zoo.publishing.results import save_figures
 from bkn_zoo.training.recipes import Recipe
 
-COLOURS = {
-    "BKN": "#1f77b4",
-    "BKN, A held at zero": "#9ecae1",
-    "BN": "#d62728",
-    "BRN": "#ff7f0e",
-    "GroupNorm": "#2ca02c",
-}
-
-
+HELD = "BKN, A held at zero"
+COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
+DEFAULT_GAIN = 0.5
+TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 SPREAD = ",\nmean and standard deviation over seeds"
 
 
 def draw(plan: Plan, records: Mapping[str, Record], folder: Path) -> list[Path]:
     """All plots for which there are runs; those for which there are none are removed."""
-    return save_figures({name: plot(plan, records) for name, plot in PLOTS.items()}, folder)
+    return save_figures(figures(plan, records), folder)
+
+
+def figures(plan: Plan, records: Mapping[str, Record]) -> dict[str, Any]:
+    """By name; None where runs are missing."""
+    return {name: plot(plan, records) for name, plot in PLOTS.items()}
 
 
 def _figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
@@ -34,21 +38,67 @@ def _figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tup
     return figure, figure.subplots(rows, columns)
 
 
-def _experiment(plan: Plan, name: str) -> Experiment | None:
-    return next((experiment for experiment in plan.experiments if experiment.name == name), None)
+def _cells(plan: Plan, name: str, records: Mapping[str, Record]) -> list[Cell]:
+    return [each for experiment in plan.experiments if experiment.name == name for each in cells(experiment, records)]
 
 
 def _done(plan: Plan, name: str, records: Mapping[str, Record]) -> list[Cell]:
-    experiment = _experiment(plan, name)
-    return [] if experiment is None else [each for each in cells(experiment, records) if each.good]
+    return [each for each in _cells(plan, name, records) if each.good]
+
+
+def _recipe(each: Cell) -> Recipe:
+    return each.arm.runs[0].recipe
+
+
+def _setting(recipe: Recipe) -> str:
+    return f"{DATASETS[recipe.dataset].shown}, {recipe.model.rpartition('_')[0]}"
+
+
+def _title(message: str, below: str, width: int = 66) -> str:
+    return "\n".join([*(textwrap.fill(line, width) for line in message.splitlines()), below])
+
+
+def _less(this: Cell, that: Cell, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Difference:
+    typical = deviation(this.arm.setting, plan, records, images)
+    return between(this.top1(images=images), that.top1(images=images), typical)
+
+
+def _worth(found: Difference) -> str:
+    """As the page's tables say it."""
+    return {"held": "a gain", "did not hold": "a loss"}.get(found.verdict().partition(" (")[0], "within chance")
+
+
+def _is(found: Difference) -> str:
+    """What follows "this is", and precedes "that"."""
+    side = {"a gain": "above", "a loss": "below"}.get(_worth(found))
+    return f"{abs(found.value):.1f} points {side}" if side else "within chance of"
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
+def _listed(words: Iterable[object]) -> str:
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _looks(number: int) -> list[dict[str, Any]]:
+    """Of lines that stand for no norm: colours from dark to light, each with a marker of its own."""
+    from matplotlib import colormaps
+
+    shades = [colormaps["viridis"](0.85 * k / max(number - 1, 1)) for k in range(number)]
+    return [{"color": shade, "marker": "os^Dv"[k % 5]} for k, shade in enumerate(shades)]
 
 
 def _band(axes: Any, xs: list[float], all_values: list[list[float]], label: str, colour: str, **style: Any) -> None:
+    """A line of means; with several seeds, a band around it."""
     means = [mean(values) for values in all_values]
-    spreads = [stdev(values) if len(values) > 1 else 0.0 for values in all_values]
     axes.plot(xs, means, label=label, color=colour, **style)
-    low, high = zip(*((m - s, m + s) for m, s in zip(means, spreads, strict=True)), strict=True)
-    axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+    if min(map(len, all_values)) > 1:
+        spreads = [stdev(values) for values in all_values]
+        low, high = zip(*((m - s, m + s) for m, s in zip(means, spreads, strict=True)), strict=True)
+        axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _controls(plan: Plan, records: Mapping[str, Record]) -> Any:
@@ -56,130 +106,245 @@ def _controls(plan: Plan, records: Mapping[str, Record]) -> Any:
     if len(found) < 3:
         return None
     found.sort(key=lambda each: mean(each.top1()))
-    figure, axes = _figure(7.5, 0.42 * len(found) + 1.2)
+    figure, axes = _figure(7.5, 0.42 * len(found) + 1.5)
     for place, each in enumerate(found):
         values = each.top1()
-        colour = COLOURS.get(each.arm.label, "#7f7f7f")
         axes.errorbar(
-            mean(values), place, xerr=stdev(values) if len(values) > 1 else None, fmt="o", color=colour, capsize=3
-        )
+            mean(values), place, xerr=stdev(values) if len(values) > 1 else None, fmt="o", capsize=3,
+            color=COLOURS[each.arm.label],
+        )  # fmt: skip
         axes.annotate(
             f"{mean(values):.1f}", (mean(values), place), xytext=(0, 6), textcoords="offset points", ha="center", size=8
         )
     axes.set_yticks(range(len(found)), [f"{e.arm.label} ({e.arm.gradient},{e.arm.group})" for e in found])
-    axes.set(xlabel=f"test top-1 (%){SPREAD}", title=_title(plan, "controls"))
+    axes.set_xlabel(f"test top-1 (%){SPREAD}")
+    recipe = _recipe(found[0])
+    about = f"{_setting(recipe)}, {recipe.epochs} epochs, (gradient batch, statistics batch)"
+    figure.suptitle(_title(_norm_and_link(found, plan, records), about, 90), size=10.5)
     axes.set_ylim(-0.6, len(found) - 0.2)
     axes.grid(axis="x", alpha=0.3)
     return figure
 
 
-def _setting(recipe: Recipe) -> str:
-    return f"{DATASETS[recipe.dataset].shown}, {recipe.model.rpartition('_')[0]}"
-
-
-def _title(plan: Plan, name: str) -> str:
-    experiment = _experiment(plan, name)
-    assert experiment is not None
-    recipe = experiment.arms[0].runs[0].recipe
-    return f"{experiment.title}\n{_setting(recipe)}, {recipe.epochs} epochs"
+def _norm_and_link(found: list[Cell], plan: Plan, records: Mapping[str, Record]) -> str:
+    """How far BKN is from BN, and from itself without the link, for each size of groups that has all three."""
+    of = {(each.arm.label, each.arm.group): each for each in found}
+    parts = []
+    for group in sorted({group for _, group in of}):
+        if all((label, group) in of for label in ("BKN", "BN", HELD)):
+            bn, held = (_is(_less(of["BKN", group], of[label, group], plan, records)) for label in ("BN", HELD))
+            parts.append(f"Groups of {group}: BKN is {bn} BN, {held} A held at zero")
+    return "\n".join(parts) or "Each norm by the size of groups"
 
 
 def _link(plan: Plan, records: Mapping[str, Record]) -> Any:
     found = _done(plan, "link", records)
-    lines = {
-        label: sorted((each.arm.group, each.top1()) for each in found if each.arm.label == label)
-        for label in ("BKN", "BKN, A held at zero")
-    }
+    lines = {label: {each.arm.group: each for each in found if each.arm.label == label} for label in ("BKN", HELD)}
     if min(map(len, lines.values())) < 3:
         return None
-    figure, axes = _figure(6.5, 4.2)
+    figure, axes = _figure(6.5, 4.4)
+    groups = sorted({group for points in lines.values() for group in points})
     for label, points in lines.items():
-        xs, values = [float(group) for group, _ in points], [top1 for _, top1 in points]
-        shown = "BKN, A learned" if label == "BKN" else label
-        _band(axes, xs, values, shown, COLOURS["BKN"] if label == "BKN" else "#ff7f0e", marker="o")
+        shown, marker = (f"{label}, A learned", "o") if label == "BKN" else (label, "s")
+        xs = [float(group) for group in sorted(points)]
+        _band(axes, xs, [points[group].top1() for group in sorted(points)], shown, COLOURS[label], marker=marker)
     for each in found:
         if each.arm.label == "BN":
-            axes.axhline(mean(each.top1()), color=COLOURS["BN"], linestyle="--", label="BN, whole batches of 128")
-    groups = sorted({group for points in lines.values() for group, _ in points})
+            ends, shown = [float(groups[0]), float(groups[-1])], f"BN, whole batches of {each.arm.group}"
+            _band(axes, ends, [each.top1()] * 2, shown, COLOURS["BN"], linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(groups, [str(group) for group in groups])
     axes.minorticks_off()
-    axes.set(xlabel="images per statistics group", ylabel=f"test top-1 (%){SPREAD}", title=_title(plan, "link"))
+    axes.set(xlabel="images per statistics group", ylabel=f"test top-1 (%){SPREAD}")
+    kinds: dict[str, list[int]] = {"a gain": [], "a loss": [], "within chance": []}
+    for group in groups:
+        if group in lines["BKN"] and group in lines[HELD]:
+            kinds[_worth(_less(lines["BKN"][group], lines[HELD][group], plan, records))].append(group)
+    said = "; ".join(f"{kind} with groups of {_listed(these)}" for kind, these in kinds.items() if these)
+    recipe = _recipe(found[0])
+    axes.set_title(_title(f"Learning A: {said}", f"{_setting(recipe)}, {recipe.epochs} epochs"), size=10.5)
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
 def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
-    found = _done(plan, "gain", records)
-    lines: dict[int, list[tuple[float, list[float]]]] = {}
-    for each in found:
-        gain = each.arm.runs[0].recipe.norm_options.get("initial_gain", 0.5)
-        lines.setdefault(each.arm.group, []).append((gain, each.top1(images="validation")))
-    if not lines or max(map(len, lines.values())) < 3:
+    """What other starts than the default give, for each size of groups."""
+    found = [each for name in ("gain", "gain_larger") for each in _done(plan, name, records)]
+    of = {(each.arm.group, _recipe(each).norm_options.get("initial_gain", DEFAULT_GAIN)): each for each in found}
+    against = {
+        (group, start): _less(each, of[group, DEFAULT_GAIN], plan, records, "validation")
+        for (group, start), each in sorted(of.items(), key=lambda item: item[0])
+        if start != DEFAULT_GAIN and (group, DEFAULT_GAIN) in of
+    }
+    if len(against) < 3:
         return None
-    figure, axes = _figure(6.5, 4.2)
-    for (group, points), colour in zip(sorted(lines.items()), ("#1f77b4", "#ff7f0e"), strict=False):
-        points.sort()
-        shown = f"groups of {group} image{'s' if group > 1 else ''}"
-        _band(axes, [gain for gain, _ in points], [v for _, v in points], shown, colour, marker="o")
-    axes.set(xlabel="gain q at the start", ylabel=f"validation top-1 (%){SPREAD}", title=_title(plan, "gain"))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure, axes = _figure(7.0, 4.6)
+    groups, starts = (sorted({key[k] for key in against}) for k in (0, 1))
+    for k, (start, look) in enumerate(zip(starts, _looks(len(starts)), strict=True)):
+        members = [(groups.index(group), each) for (group, at), each in against.items() if at == start]
+        axes.errorbar(
+            [place + 0.18 * (k - (len(starts) - 1) / 2) for place, _ in members], [each.value for _, each in members],
+            [each.margin for _, each in members], label=f"q = {start:g}", linestyle="", capsize=3, **look,
+        )  # fmt: skip
+    axes.axhline(0, color="black", linewidth=1, label=f"q = {DEFAULT_GAIN:g}, the default")
+    # One start may be far below all others, and must not flatten them.
+    axes.set_yscale("symlog", linthresh=2, linscale=2)
+    ends = [each.value + side * each.margin for each in against.values() for side in (-1, 1)]
+    low, high = max(t for t in TICKS if t <= min(0.0, *ends)), min(t for t in TICKS if t >= max(1.0, *ends))
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_ylim(low, high)
+    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+    axes.set(xlabel="images per statistics group", xlim=(-0.5, len(groups) - 0.5))
+    axes.set_ylabel("validation top-1, less that of the default\n(points, with 95 % interval; beyond ±2 logarithmic)")
+    beyond = [
+        f"{start:g} with groups of {group} ({each.value:+.1f})"
+        for (group, start), each in against.items()
+        if _worth(each) != "within chance"
+    ]
+    recipe = _recipe(found[0])
+    said = f"{len(beyond)} {'is' if len(beyond) == 1 else 'are'} beyond chance: {_listed(beyond)}" if beyond else ""
+    message = f"Of {len(against)} starts of the gain q other than {DEFAULT_GAIN:g}, {said or 'none is beyond chance'}"
+    axes.set_title(_title(message, f"{_setting(recipe)}, {recipe.epochs} epochs"), size=10.5)
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(starts) + 1)
     return figure
 
 
-def _course(axes: Any, each: Cell, against: str, label: str, colour: str, **style: Any) -> None:
-    """Validation accuracy over the training, in the mode that was chosen at its end."""
-    curves = [(record["curve"], record["chosen_statistics"]) for record in each.good]
-    values = [[curve[k]["top1"][mode] for curve, mode in curves] for k in range(len(curves[0][0]))]
-    _band(axes, [float(line[against]) for line in curves[0][0]], values, label, colour, **style)
+def _courses(each: Cell) -> tuple[list[int], list[int], list[list[float]]]:
+    """Epochs, steps, and at each the validation accuracy of every seed, in the mode that is chosen."""
+    curves = [record["curve"] for record in each.good]
+    epochs, steps = ([line[name] for line in curves[0]] for name in ("epoch", "step"))
+    return epochs, steps, [[line["top1"][each.chosen] for line in lines] for lines in zip(*curves, strict=True)]
 
 
 def _curves(plan: Plan, records: Mapping[str, Record]) -> Any:
     found = [each for each in _done(plan, "controls", records) if all("top1" in r["curve"][0] for r in each.good)]
     wanted = [("BN", 128), ("BKN", 2), ("BN", 2), ("GroupNorm", 128)]
-    chosen = [each for key in wanted for each in found if (each.arm.label, each.arm.group) == key]
-    if len(chosen) < 3:
+    chosen = {key: each for key in wanted for each in found if (each.arm.label, each.arm.group) == key}
+    if len(chosen) < 3 or ("BKN", 2) not in chosen:
         return None
-    figure, axes = _figure(6.5, 4.2)
-    for each in chosen:
-        style = {"linestyle": "--"} if each.arm.group == 128 and each.arm.label == "BN" else {}
-        label = f"{each.arm.label} ({each.arm.gradient},{each.arm.group})"
-        _course(axes, each, "epoch", label, COLOURS[each.arm.label], **style)
-    recipe = chosen[0].arm.runs[0].recipe
+    figure, axes = _figure(6.5, 4.4)
+    shown = {}
+    for (label, group), each in chosen.items():
+        epochs, _, values = _courses(each)
+        name = f"{label} ({each.arm.gradient},{group})"
+        style = "--" if group == 128 and label == "BN" else "-"
+        _band(axes, [float(epoch) for epoch in epochs], values, name, COLOURS[label], linestyle=style)
+        shown[name] = each
     axes.set(xlabel="epoch", ylabel=f"validation top-1 (%){SPREAD}")
-    axes.set_title(f"How training goes\n{_setting(recipe)}, averaged weights")
+    (this,) = (name for name in shown if name.startswith("BKN"))
+    ends = {that: _less(shown[this], shown[that], plan, records, "validation") for that in shown if that != this}
+    said = _listed(f"{_is(end)} {that}" for that, end in ends.items())
+    recipe = _recipe(chosen["BKN", 2])
+    axes.set_title(_title(f"At the end, {this} is {said}", f"{_setting(recipe)}, averaged weights"), size=10.5)
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
 def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
-    panels: dict[tuple[str, int, int], list[tuple[str, Cell]]] = {}
+    panels: dict[tuple[str, int, int], dict[str, Cell]] = {}
     for name in ("tiny", "tiny_fifth"):
-        for each in _done(plan, name, records):
-            norm = each.arm.label.partition(",")[0]
-            panels.setdefault((name, each.arm.gradient, each.arm.group), []).append((norm, each))
-    panels = {key: members for key, members in panels.items() if {"BN", "BKN"} <= {norm for norm, _ in members}}
+        for each in _cells(plan, name, records):
+            if each.records and not each.arm.ablation:
+                norm, place = each.arm.label.partition(",")[0], (name, each.arm.gradient, each.arm.group)
+                panels.setdefault(place, {})[norm] = each
+    # GroupNorm has no groups: that of whole batches belongs to all of their size.
+    alone = {key[:2]: members.pop("GroupNorm") for key, members in panels.items() if "GroupNorm" in members}
+    panels = {
+        key: members
+        for key, members in panels.items()
+        if all(norm in members and members[norm].good for norm in ("BN", "BKN"))
+    }
     if len(panels) < 3:
         return None
     columns = 3
     rows = -(-len(panels) // columns)
-    figure, axes = _figure(3.4 * columns, 2.9 * rows + 0.6, columns, rows)
-    for place, ((name, gradient, group), members) in zip(axes.flat, panels.items(), strict=False):
-        for norm, each in sorted(members, key=lambda member: list(COLOURS).index(member[0])):
-            _course(place, each, "step", norm, COLOURS[norm])
+    figure, axes = _figure(3.4 * columns, 2.9 * rows + 0.8, columns, rows)
+    first: dict[str, Any] = {}
+    ahead = 0
+    for panel, ((name, gradient, group), members) in zip(axes.flat, panels.items(), strict=False):
+        if first.setdefault(name, panel) is not panel:
+            panel.sharey(first[name])
+        for norm in (norm for norm in COLOURS if norm in members):
+            _course(panel, norm, members[norm])
+        if (name, gradient) in alone:
+            _course(panel, "GroupNorm", alone[name, gradient], linewidth=0.9, linestyle="-.")
         part = ", a fifth of the images" if name == "tiny_fifth" else ""
-        place.set(title=f"({gradient},{group}){part}", xlabel="step", ylim=(0, None))
-        place.grid(alpha=0.3)
-        place.legend(loc="upper left")
-    for place in list(axes.flat)[len(panels) :]:
-        place.remove()
+        panel.set(title=f"({gradient},{group}){part}", xlabel="step")
+        panel.grid(alpha=0.3)
+        panel.locator_params(axis="x", nbins=4)
+        panel.legend(loc="upper left", fontsize=9)
+        ahead += mean(_courses(members["BKN"])[2][-1]) > mean(_courses(members["BN"])[2][-1])
+    for panel in first.values():
+        panel.set_ylim(0, 1.15 * panel.get_ylim()[1])  # room for the legend
+    for panel in list(axes.flat)[len(panels) :]:
+        panel.remove()
     figure.supylabel(f"validation top-1 (%){SPREAD}")
-    recipe = next(iter(panels.values()))[0][1].arm.runs[0].recipe
-    figure.suptitle(f"(gradient, statistics batch): {_setting(recipe)}, {recipe.epochs} epochs, averaged weights")
+    recipe = _recipe(next(iter(panels.values()))["BKN"])
+    message = f"BKN ends above BN at {ahead} of {len(panels)} pairs (gradient batch, statistics batch)"
+    about = f"{_setting(recipe)}, {recipe.epochs} epochs, averaged weights; a line of one seed has no band"
+    figure.suptitle(_title(message, about, 90))
     return figure
+
+
+def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
+    """A line over steps that says of how many seeds it is; a cross where the last of those was that diverged."""
+    lost = [record["curve"][-1] for record in each.records if "failed" in record and record["curve"]]
+    if each.good:
+        _, steps, values = _courses(each)
+        shown = f"{norm}, {_seeds(len(each.good))}"
+        _band(axes, [float(step) for step in steps], values, shown, COLOURS[norm], **style)
+    if len(each.good) < len(each.records):
+        xs, ys = [line["step"] for line in lost], [max(line["top1"].values()) for line in lost]
+        shown = f"{norm}, {_seeds(len(each.records) - len(each.good))} diverged"
+        axes.plot(xs, ys, "x", color=COLOURS[norm], label=shown, clip_on=False)
+
+
+def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
+    """BKN's lead over BN after a short training, and after one of the recipe's full length, with the same batches."""
+    leads: dict[str, list[tuple[Recipe, Difference]]] = {}
+    for arm in plan.arms.values():
+        short, _, rest = arm.name.partition("_full.bkn.")
+        settings = [short, f"{short}_full"] if rest and not arm.ablation else []
+        ends = [end for setting in settings if (end := _lead(plan, records, setting, rest))]
+        if len(ends) == 2:
+            sizes = [f"{recipe.size} px" for recipe, _ in ends]
+            more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
+            leads[f"{_setting(ends[0][0])} ({arm.gradient},{arm.group}){more}"] = ends
+    if not leads:
+        return None
+    figure, axes = _figure(7.0, 4.4)
+    ordered = sorted(leads.items(), key=lambda item: -item[1][0][1].value)
+    for (shown, ends), look in zip(ordered, _looks(len(leads)), strict=True):
+        axes.plot([0, 1], [lead.value for _, lead in ends], label=shown, **look)
+        for x, (recipe, lead) in enumerate(ends):
+            axes.errorbar(x, lead.value, lead.error, capsize=3, **look)
+            axes.annotate(
+                f"{lead}, {recipe.epochs} epochs" + (", one seed" if lead.error is None else ""),
+                (x, lead.value), (12 if x else -12, 0), textcoords="offset points", size=9, va="center",
+                ha="left" if x else "right",
+            )  # fmt: skip
+    axes.set_xticks([0, 1], ["shorter training", "full length"])
+    axes.set_xlim(-0.8, 1.95)
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), None)
+    axes.axhline(0, color="black", linewidth=1)
+    axes.set_ylabel("BKN's top-1 less BN's on the test images\n(points, with standard error)")
+    smaller = sum(full.value < short.value for (_, short), (_, full) in leads.values())
+    message = f"BKN's lead over BN is smaller at full length in {smaller} of {len(leads)} settings"
+    axes.set_title(_title(message, "the same recipe for both; (gradient batch, statistics batch)"), size=10.5)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=9)
+    return figure
+
+
+def _lead(plan: Plan, records: Mapping[str, Record], setting: str, rest: str) -> tuple[Recipe, Difference] | None:
+    arms = [plan.arms[name] for norm in ("bkn", "bn") if (name := f"{setting}.{norm}.{rest}") in plan.arms]
+    found = [each for arm in arms if (each := cell(arm, records)).good]
+    return (_recipe(found[0]), _less(found[0], found[1], plan, records)) if len(found) == 2 else None
 
 
 def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
@@ -193,22 +358,24 @@ def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
             break
     else:
         return None
-    figure, axes = _figure(8.5, 4.2, columns=2)
+    figure, axes = _figure(8.5, 4.4, columns=2)
     limit = 1.0
+    gaps = {norm: mean(abs(value) for row in values for value in row) for norm, values in maps.items()}
     for each, (norm, values) in zip(axes, maps.items(), strict=True):
         transposed = [list(row) for row in zip(*values, strict=True)]
         picture = each.imshow(
             transposed, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
         )
-        size = mean(abs(value) for row in values for value in row)
-        each.set(title=f"{norm}, mean |gap| {size:.2f}", xlabel="group of two images", ylabel="channel")
-    figure.colorbar(picture, ax=axes, label="log(variance of the group / running variance)", extend="both")
-    about = f"last layer of one network each, {DATASETS[setting].shown}"
-    figure.suptitle(f"How far variances stray from their moving average: {about}")
+        each.set(title=norm, xlabel="group of two images", ylabel="channel")
+    figure.colorbar(picture, ax=axes, label="gap: log(variance of the group / running variance)", extend="both")
+    shown = _listed(f"{gap:.2f} with {norm}" for norm, gap in gaps.items())
+    message = f"A group's variance strays from the moving average by {shown}"
+    about = f"mean |gap| in the last layer of one network each, {DATASETS[setting].shown}, (128,2)"
+    figure.suptitle(_title(message, about, 90))
     return figure
 
 
 PLOTS: dict[str, Callable[[Plan, Mapping[str, Record]], Any]] = {
     "controls": _controls, "link": _link, "gain": _gain, "curves": _curves, "micro_batches": _micro_batches,
-    "variance_gap": _variance_gap,
+    "lengths": _lengths, "variance_gap": _variance_gap,
 }  # fmt: skip
