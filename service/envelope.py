@@ -33,6 +33,9 @@ class Envelope:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        method = scope["method"]
+        if method == "HEAD":  # answered as GET is; who sends the answer knows to leave its body out
+            scope = {**scope, "method": "GET"}
         # Ranges of a page of a few kilobytes help nobody, and the framework answers bad ones in plain text.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
@@ -64,10 +67,10 @@ class Envelope:
         finally:
             route = getattr(scope.get("route"), "path", "none")
             seconds = time.perf_counter() - begun
-            self.metrics.requests.labels(scope["method"] if route != "none" else "any", route, status or 499).inc()
+            self.metrics.requests.labels(method if route != "none" else "any", route, status or 499).inc()
             self.metrics.seconds.labels(route).observe(seconds)
             if route not in QUIET:
-                facts = {"method": scope["method"], "path": scope["path"][:200], "status": status or 499}
+                facts = {"method": method, "path": scope["path"][:200], "status": status or 499}
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import http.client
 import io
 import json
 import re
@@ -215,6 +216,20 @@ def test_each_refusal_has_its_status_and_says_what_to_do(
     found, answer, _ = ask(running.url + path, body, Content_Type="application/octet-stream")
     assert (found, answer["error"]["code"]) == (status, code)
     assert len(answer["error"]["message"]) > 20
+
+
+@pytest.mark.parametrize("path", ["/", "/health/live", "/v1/models", "/static/page.js", "/nowhere", "/v1/classify"])
+def test_head_is_answered_as_get_is_without_a_body(running: ServiceProcess, path: str) -> None:
+    found = []
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"))
+    for method in ("GET", "HEAD", "GET"):  # the last sees whether the connection is still in order
+        connection.request(method, path)
+        response = connection.getresponse()
+        found.append((response.status, response.headers["content-type"], len(response.read())))
+    connection.close()
+    assert found[1] == (*found[0][:2], 0)
+    assert found[2] == found[0]
+    assert found[0][2] > 0
 
 
 def test_a_request_carries_its_id_into_the_answer_and_the_log(running: ServiceProcess, photo: Path) -> None:
