@@ -187,7 +187,10 @@ def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]
         best = max(whole, key=lambda arm: mean(whole[arm]))
         compared = [_compared(this, whole[arm], ARMS[arm]) for arm in dict.fromkeys((best, "frozen")) if arm in whole]
         lines.append(f"- {batch} image{'s' if batch > 1 else ''} a batch: {'; '.join(compared)}.")
-    about = "BKN against the best of the others, and against frozen BN, with the standard error of the difference:\n"
+    about = (
+        "BKN against the best of the others, and against frozen BN, with the standard error of the difference; ahead "
+        "or behind is where zero is outside its 95 % interval:\n"
+    )
     return [about, "\n".join(lines) + "\n"] if lines else []
 
 

@@ -349,6 +349,29 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     return between(ours, theirs, deviation(this.arm.setting, plan, records, images))
 
 
+@dataclass(frozen=True)
+class Lead:
+    """BKN's over BN, of an arm of BKN."""
+
+    arm: Arm
+    points: Difference
+
+
+def leads_by_length(plan: Plan, records: Mapping[str, Record]) -> list[tuple[Lead, Lead]]:
+    """After a short training and after one of full length, of settings NAME and NAME_full, at equal batches."""
+    found = []
+    for arm in plan.arms.values():
+        short, _, rest = arm.name.partition("_full.bkn.")
+        if not rest or arm.ablation:
+            continue
+        pairs = [(f"{setting}.bkn.{rest}", f"{setting}.bn.{rest}") for setting in (short, f"{short}_full")]
+        if all(name in plan.arms for pair in pairs for name in pair):
+            points = [difference({"this": this, "that": that}, plan, records) for this, that in pairs]
+            leads = [Lead(plan.arms[this], lead) for (this, _), lead in zip(pairs, points, strict=True) if lead]
+            found += [(leads[0], leads[1])] if len(leads) == 2 else []
+    return found
+
+
 def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:
     """Of several arms, the one that was best on its validation images; one without records, if there is any.
 

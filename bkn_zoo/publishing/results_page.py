@@ -19,6 +19,7 @@ from bkn_zoo.publishing.replication import (
     cell,
     cells,
     difference,
+    leads_by_length,
     missing,
     spread,
     verdict,
@@ -262,29 +263,17 @@ def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], 
 
 
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
-    """The lead at both lengths, of each pair of batches that was run at both."""
-    rows, smaller = [], 0
-    for arm in plan.arms.values():
-        short = arm.setting.removesuffix("_full")
-        if short == arm.setting or arm.label != "BKN":
-            continue
-        this, that = arm.name, arm.name.replace(".bkn.", ".bn.", 1)
-        pairs = [
-            {"this": this.replace(arm.setting, s, 1), "that": that.replace(arm.setting, s, 1)}
-            for s in (short, arm.setting)
-        ]
-        if not all(name in plan.arms for pair in pairs for name in pair.values()):
-            continue
-        brief, whole = (difference(pair, plan, records) for pair in pairs)
-        if brief is None or whole is None:
-            continue
-        epochs = [plan.arms[pair["this"]].runs[0].recipe.epochs for pair in pairs]
-        rows.append({
-            "setting": short, "batches": f"{arm.gradient}, {arm.group}", "epochs": epochs[0], "lead": str(brief),
-            "at full length": epochs[1], "lead then": str(whole),
-        })  # fmt: skip
-        smaller += whole.value < brief.value
-    said = f"The lead is smaller at full length at {smaller} of {len(rows)}: part of it is that BKN learns faster.\n"
+    leads = leads_by_length(plan, records)
+    rows = [
+        {
+            "setting": short.arm.setting, "batches": f"{short.arm.gradient}, {short.arm.group}",
+            "epochs": short.arm.runs[0].recipe.epochs, "lead": str(short.points),
+            "at full length": full.arm.runs[0].recipe.epochs, "lead then": str(full.points),
+        }
+        for short, full in leads
+    ]  # fmt: skip
+    smaller = sum(full.points.value < short.points.value for short, full in leads)
+    said = f"The lead is smaller at full length at {smaller} of {len(leads)}: part of it is that BKN learns faster.\n"
     return f"{_table_of(rows)}\n{said}" if rows else _table_of(rows)
 
 

@@ -10,7 +10,17 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
-from bkn_zoo.publishing.replication import Cell, Difference, Plan, Record, between, cell, cells, deviation
+from bkn_zoo.publishing.replication import (
+    Cell,
+    Difference,
+    Plan,
+    Record,
+    between,
+    cell,
+    cells,
+    deviation,
+    leads_by_length,
+)
 from bkn_zoo.publishing.results import save_figures
 from bkn_zoo.training.recipes import Recipe
 
@@ -306,26 +316,22 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
 
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
     """BKN's lead over BN after a short training, and after one of the recipe's full length, with the same batches."""
-    leads: dict[str, list[tuple[Recipe, Difference]]] = {}
-    for arm in plan.arms.values():
-        short, _, rest = arm.name.partition("_full.bkn.")
-        settings = [short, f"{short}_full"] if rest and not arm.ablation else []
-        ends = [end for setting in settings if (end := _lead(plan, records, setting, rest))]
-        if len(ends) == 2:
-            sizes = [f"{recipe.size} px" for recipe, _ in ends]
-            more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
-            leads[f"{_setting(ends[0][0])} ({arm.gradient},{arm.group}){more}"] = ends
+    leads = sorted(leads_by_length(plan, records), key=lambda pair: -pair[0].points.value)
     if not leads:
         return None
     figure, axes = _figure(7.0, 4.4)
-    ordered = sorted(leads.items(), key=lambda item: -item[1][0][1].value)
-    for (shown, ends), look in zip(ordered, _looks(len(leads)), strict=True):
-        axes.plot([0, 1], [lead.value for _, lead in ends], label=shown, **look)
-        for x, (recipe, lead) in enumerate(ends):
-            axes.errorbar(x, lead.value, lead.error, capsize=3, **look)
+    for ends, look in zip(leads, _looks(len(leads)), strict=True):
+        arm, recipes = ends[0].arm, [lead.arm.runs[0].recipe for lead in ends]
+        sizes = [f"{recipe.size} px" for recipe in recipes]
+        more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
+        shown = f"{_setting(recipes[0])} ({arm.gradient},{arm.group}){more}"
+        axes.plot([0, 1], [lead.points.value for lead in ends], label=shown, **look)
+        for x, (recipe, lead) in enumerate(zip(recipes, ends, strict=True)):
+            points = lead.points
+            axes.errorbar(x, points.value, points.error, capsize=3, **look)
             axes.annotate(
-                f"{lead}, {recipe.epochs} epochs" + (", one seed" if lead.error is None else ""),
-                (x, lead.value), (12 if x else -12, 0), textcoords="offset points", size=9, va="center",
+                f"{points}, {recipe.epochs} epochs" + (", one seed" if points.error is None else ""),
+                (x, points.value), (12 if x else -12, 0), textcoords="offset points", size=9, va="center",
                 ha="left" if x else "right",
             )  # fmt: skip
     axes.set_xticks([0, 1], ["shorter training", "full length"])
@@ -333,18 +339,12 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), None)
     axes.axhline(0, color="black", linewidth=1)
     axes.set_ylabel("BKN's top-1 less BN's on the test images\n(points, with standard error)")
-    smaller = sum(full.value < short.value for (_, short), (_, full) in leads.values())
+    smaller = sum(full.points.value < short.points.value for short, full in leads)
     message = f"BKN's lead over BN is smaller at full length in {smaller} of {len(leads)} settings"
     axes.set_title(_title(message, "the same recipe for both; (gradient batch, statistics batch)"), size=10.5)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=9)
     return figure
-
-
-def _lead(plan: Plan, records: Mapping[str, Record], setting: str, rest: str) -> tuple[Recipe, Difference] | None:
-    arms = [plan.arms[name] for norm in ("bkn", "bn") if (name := f"{setting}.{norm}.{rest}") in plan.arms]
-    found = [each for arm in arms if (each := cell(arm, records)).good]
-    return (_recipe(found[0]), _less(found[0], found[1], plan, records)) if len(found) == 2 else None
 
 
 def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
