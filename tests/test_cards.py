@@ -17,7 +17,8 @@ from bkn_zoo import CheckpointError
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.cards import checkpoint_card
+from bkn_zoo.publishing.cards import checkpoint_card, read_twins
+from bkn_zoo.publishing.full_length import full_length_table, full_lengths
 from bkn_zoo.publishing.publish import card_from_results, publish, validate
 from bkn_zoo.publishing.zoo_card import zoo_card
 
@@ -41,13 +42,14 @@ def record(name: str, norm: str, top1: float, **changes: Any) -> dict[str, Any]:
     about = {"model": f"inception_cifar_{norm}", "norm": norm, "dataset": "cifar10", "epochs": 20, "seconds": 7200.0}
     batches = {"gradient_batch": 128, "statistics_batch": 2}
     run = {"name": name, **about, **batches, "test": test, "chosen_statistics": "expected", **FACTS, **changes}
-    return {**run, "recipe": {field: run[field] for field in RECIPE}}
+    validation = {mode: {"top1": 91.0 if mode == run["chosen_statistics"] else 90.0} for mode in ACCURACY}
+    return {"validation": validation, **run, "recipe": {field: run[field] for field in RECIPE} | run.get("recipe", {})}
 
 
 RUNS = [
     record(NAME, "bkn", 0, test={mode: measured | {"loss": 0.4} for mode, measured in ACCURACY.items()}),
     record("bn_0", "bn", 80.0),
-    record("bn_1", "bn", 82.0),
+    record("bn_1", "bn", 82.0, seed=1),
     record("bn_large", "bn", 0, statistics_batch=None, chosen_statistics="population", test=ACCURACY_OF_BN),
     record("bn_short", "bn", 11.0, epochs=1),
     record("bn_other", "bn", 12.0, dataset="cifar100"),
@@ -119,22 +121,80 @@ def test_the_metadata_is_what_the_hub_reads(folder: Path, results: Path) -> None
 
 def test_the_card_says_what_part_of_the_gain_is_the_link_between_layers(folder: Path, results: Path) -> None:
     assert "was not measured for this network and these batches." in card_from_results(folder, NAME, results)
-    ours = next(run for run in RUNS if run["name"] == NAME)
-    (results / "reproduce").mkdir()
     cases = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 53.0), ("bkn", {"initial_gain": 0.3}, 99.0)]
-    cases += [(norm, options, top1 + 1) for norm, options, top1 in cases]  # of another seed
-    for number, (norm, options, top1) in enumerate(cases):
-        model = f"inception_cifar_{norm}"
-        run = {
-            **ours, "name": str(number), "model": model, "norm": norm, "width": 1.0, "every": 1, "epochs": 15,
-            "recipe": {**ours["recipe"], "model": model, "norm_options": options, "epochs": 15},
-            "chosen_statistics": "expected", "test": {"expected": {"top1": top1}},
-        }  # fmt: skip
-        (results / "reproduce" / f"{number}.json").write_text(json.dumps(run))
+    runs = [
+        record(f"{norm} {options} {seed}", norm, top1 + seed, epochs=15, seed=seed, recipe={"norm_options": options})
+        for norm, options, top1 in cases
+        for seed in (0, 1)
+    ]
+    others = [
+        {**run, "name": f"shorter {run['name']}", "recipe": run["recipe"] | {"epochs": 14}, "epochs": 14}
+        for run in runs
+    ]
+    others += [record("other", "bn", 30.0, epochs=15, recipe={"lr": 0.3})]
+    reproduced(results, *runs, *others)
     text = card_from_results(folder, NAME, results)
-    held = "by runs of 15 epochs with A held at zero (2 seeds): the link between layers is worth +0.50 ± 0.71 points"
-    assert held in text
-    assert "the shrinking of what a layer observes +11.50 ± 0.71." in text
+    assert "In runs of 15 epochs (2 seeds) the whole gain over BN with as many images per group is +12.00" in text
+    assert re.search(r"the link between layers is worth \+0.50 ± \d.\d\d of them and", text)
+    assert re.search(r"a layer observes \+11.50 ± \d.\d\d. ± is the standard error of a difference", text)
+
+
+def test_the_card_gives_no_gain_in_points_over_a_network_that_did_not_learn(folder: Path, results: Path) -> None:
+    arms = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 19.9)]
+    runs = [record(f"{n} {o}", n, top1, epochs=15, recipe={"norm_options": o}) for n, o, top1 in arms]
+    reproduced(results, *runs)
+    text = card_from_results(folder, NAME, results)
+    assert "does not learn: it ends at 19.90 %, and chance is 10 %." in text
+    assert "In runs of 15 epochs (1 seed)" in text
+    assert "is worth +0.50 points.\n" in text
+    assert "whole gain" not in text
+    reproduced(results, *runs[:2], record(runs[2]["name"], "bn", 20.0, epochs=15, recipe={"norm_options": {}}))
+    assert "the whole gain over BN with as many images per group is +45.00 points" in card_from_results(
+        folder, NAME, results
+    )
+
+
+def reproduced(results: Path, *runs: dict[str, Any]) -> None:
+    """As if scripts/reproduce.py had left them."""
+    (results / "reproduce").mkdir(exist_ok=True)
+    for run in runs:
+        (results / "reproduce" / f"{run['name']}.json").write_text(json.dumps({"width": 1.0, "every": 1} | run))
+
+
+NO_TWINS = [
+    record("ablation", "bkn", 1.0, seed=1, recipe={"norm_options": {"initial_gain": 0.3}}),
+    record("wide", "bn", 2.0, seed=2, width=1.5),
+    record("a fifth", "bn", 3.0, seed=2, every=5),
+    record("faster", "bn", 4.0, seed=2, recipe={"lr": 0.4}),
+    record("short", "bn", 5.0, seed=2, epochs=15),
+    record("the same", "bn", 6.0, seed=1),  # as bn_1
+    {**record("failed", "bn", 7.0, seed=2), "failed": "the loss was not finite"},
+]
+
+
+def test_twins_are_of_both_folders_and_of_the_same_recipe_only(folder: Path, results: Path) -> None:
+    before = card_from_results(folder, NAME, results)
+    reproduced(results, *NO_TWINS)
+    assert card_from_results(folder, NAME, results) == before
+    shown = full_lengths(read_twins(results))
+    assert [row.bn_few for row in shown] == [[80.0, 82.0]]
+    reproduced(results, record("bkn_1", "bkn", 87.75, seed=1, chosen_statistics="expected"))
+    text = card_from_results(folder, NAME, results)
+    assert "| bkn | 128, 2 | 2 | 83.94 ± 5.39 | 86.62 ± 1.59 | **87.25 ± 0.71** |" in text
+    (row,) = full_lengths(read_twins(results))
+    assert (sorted(row.bkn), row.bn_many, row.seeds) == ([86.75, 87.75], [87.5], 1)
+    assert "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 |" in (
+        full_length_table([row])
+    )
+
+
+def test_the_mode_of_several_runs_is_that_of_their_mean_on_the_validation_images(folder: Path, results: Path) -> None:
+    """Not of most runs, nor of those that agree."""
+    validation = {"population": {"top1": 50.0}, "sample": {"top1": 93.0}, "expected": {"top1": 90.0}}
+    reproduced(results, record("bkn_1", "bkn", 84.5, seed=1, chosen_statistics="sample", validation=validation))
+    text = card_from_results(folder, NAME, results)
+    assert "| bkn | 128, 2 | 2 | 82.31 ± 3.09 | **85.00 ± 0.71** | 85.62 ± 1.59 |" in text
+    assert "BKN with groups of 2 ends 4.00 points above BN with groups of 2," in text
 
 
 def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, results: Path) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo import cli
-from bkn_zoo.publishing.headline import drawn
+from bkn_zoo.publishing.full_length import FullLength, drawn
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -132,6 +132,28 @@ def test_the_measurements_in_the_documents_are_those_in_the_results(
     assert len(report.shown()) >= 4
     assert all(f"| {row.data}, `{row.network}` |" in text for row in report.shown())
     assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
+
+
+def test_the_lead_in_the_readmes_short_trainings_is_larger_than_at_full_length() -> None:
+    """As it says between its two tables."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "larger in them than at the recipe's full\nlength" in text
+    number = r"\**(\d+\.\d+)[^|]*"
+    short = {norm: float(re.search(rf"^\| {norm} \|[^|]*\| {number}\|", text, re.M)[1]) for norm in ("BN", "BKN")}
+    full = re.search(rf"^\| CIFAR-100, `inception_cifar` \| 2 \| {number}\| {number}\|", text, re.M)
+    assert short["BKN"] - short["BN"] > float(full[2]) - float(full[1]) > 0
+
+
+def test_the_page_of_runs_says_whether_the_aim_was_reached(load_script: Callable[[str], ModuleType]) -> None:
+    aim = load_script("report").aim
+
+    def row(bn: float, bkn: float) -> FullLength:
+        return FullLength("Tiny ImageNet", "net", 4, 32, [50.0], [bkn], [bn])
+
+    assert "It was missed: `net`\nends at 66.40 with BN and groups of 32, and at 66.40 with" in aim([row(66.4, 66.4)])
+    assert "It was missed" in aim([row(67.0, 66.4)])
+    assert "-0.50 points (1 seed)" in aim([row(66.5, 66.0)])
+    assert "It was reached" in aim([row(60.0, 50.0), row(66.5, 66.0)])
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")

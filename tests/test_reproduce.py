@@ -26,7 +26,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
-from bkn_zoo.publishing.headline import drawn
+from bkn_zoo.publishing.full_length import drawn
 from bkn_zoo.publishing.replication import (
     Deviation,
     Difference,

@@ -1,6 +1,7 @@
 """Model cards: README.md of a checkpoint and MODEL_CARD.md of the zoo, written from configs and results/, never typed.
 
-A run is a record that scripts/train.py left in results/runs/; speed is results/benchmark_infer.*.json.
+A run is a record that scripts/train.py left in results/runs/, or scripts/reproduce.py in results/reproduce/; speed is
+results/benchmark_infer.*.json.
 """
 
 import itertools
@@ -8,16 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
-from bkn_zoo.publishing.replication import between
+from bkn_zoo.publishing.replication import between, measured, recipe_key, spread
 from bkn_zoo.publishing.results import table
-from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.recipes import Recipe, read_recipe
 
 Run = Mapping[str, Any]
 
@@ -74,14 +75,14 @@ INTERVAL = "From `top1_low` to `top1_high` is the 95 % interval of `top1` (Wilso
 TWINS = """\
 ### Against its twins
 
-Runs of the same network by the same recipe, but for the norm and the statistics batch: top-1 in percent per statistics
-mode, the mean over seeds and, if there are several, ± their standard deviation. *batches* are gradient and statistics
-batch. In bold, the mode that was best on a run's validation images: rows are to be compared by those. Between single
-runs, a difference of a point or so may be chance."""
+Runs of the same network by the same recipe, but for the norm, the statistics batch and the seed: top-1 in percent per
+statistics mode, the mean over seeds and, if there are several, ± their standard deviation. *batches* are gradient and
+statistics batch. In bold, the mode that was best on the validation images, in the mean over a row's runs: rows are to
+be compared by those. Between single runs, a difference of a point or so may be chance."""
 
 PARTS_UNKNOWN = (
-    "How much of it is the link between layers, and how much the shrinking of what a layer observes, was not measured "
-    "for this network and these batches."
+    "How much of the gain is the link between layers, and how much the shrinking of what a layer observes, was not "
+    "measured for this network and these batches."
 )
 
 LESS = """\
@@ -94,6 +95,17 @@ command and service, takes bf16 or f16 where the processor has it; `precision="f
 def read_runs(folder: Path) -> list[Run]:
     """The records of all runs, by name."""
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda run: run["name"])
+
+
+def read_twins(results: Path) -> list[Run]:
+    """The runs that can be compared with published ones: of the whole network, on all images, and to the end.
+
+    Of two by the same recipe, that of results/runs/; in the order of their seeds.
+    """
+    runs = [*read_runs(results / "reproduce"), *read_runs(results / "runs")]
+    whole = [run for run in runs if "failed" not in run and run.get("width", 1) == run.get("every", 1) == 1]
+    once = {recipe_key(read_recipe(None, run["recipe"])): run for run in whole}
+    return sorted(once.values(), key=lambda run: (run["seed"], run["name"]))
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
@@ -143,14 +155,13 @@ def checkpoint_card(
     name: str,
     runs: Sequence[Run] = (),
     speeds: Mapping[str, Mapping[str, Any]] | None = None,
-    ablations: Sequence[Run] = (),
     evaluations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """README.md of a checkpoint: what its config says and, where there are any, the runs and speeds of its network.
 
     Args:
+        runs: as `read_twins` gives them.
         speeds: by the kind of processor.
-        ablations: the records of scripts/reproduce.py.
         evaluations: those of the checkpoint, as `read_evaluations` gives them.
     """
     data = dataset_name(config)
@@ -164,7 +175,7 @@ def checkpoint_card(
         _how_to_call(config, name),
         _accuracy(config),
         _precisions(evaluations),
-        _twins(config, runs, ablations),
+        _twins(config, runs),
         _speed(config, speeds or {}),
         _training(config, next((run for run in runs if run["name"] == name), {})),
         USE,
@@ -301,12 +312,13 @@ def _on_validation(config: Config) -> bool:
     return config.training.get("test_images") == "validation"
 
 
-def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str:
+def _twins(config: Config, runs: Sequence[Run]) -> str:
     recipe = config.recipe
     network = config.architecture.rpartition("_")[0]
     groups: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
-        if run["model"].rpartition("_")[0] == network and but_for_twins(run["recipe"]) == but_for_twins(recipe):
+        same = but_for_twins(run["recipe"]) == but_for_twins(recipe) and is_plain(run, recipe)
+        if same and run["model"].rpartition("_")[0] == network:
             groups.setdefault((run["norm"], *sizes(run)), []).append(run)
     if len(groups) < 2:
         return ""
@@ -316,16 +328,16 @@ def _twins(config: Config, runs: Sequence[Run], ablations: Sequence[Run]) -> str
         for (norm, *_), members in sorted(groups.items())
     ]
     gain = _gain(recipe, groups)
-    sentences = f"{gain} {_parts(recipe, ablations)}" if gain else ""
-    return f"{TWINS}\n\n{table(rows, list(rows[0]))}\n\n{sentences}".rstrip()
+    parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
+    return "\n\n".join(filter(None, [TWINS, table(rows, list(rows[0])), gain, parts]))
 
 
 def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Run]]) -> str:
     """What the norm of a recipe bought, in a sentence."""
-    top1 = {key: mean(run["test"][run["chosen_statistics"]]["top1"] for run in runs) for key, runs in groups.items()}
     ours = next((key for key, runs in groups.items() if any(run["recipe"] == recipe for run in runs)), None)
     if ours is None:
         return ""
+    top1 = {key: mean(chosen_top1(runs)) for key, runs in groups.items()}
     gains = [
         f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {norm.upper()} with groups of {statistics}"
         for norm, gradient, statistics in sorted(groups)
@@ -336,37 +348,64 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
     return f"{shown} {', '.join(gains)}." if gains else ""
 
 
-def _parts(recipe: Mapping[str, Any], ablations: Sequence[Run]) -> str:
-    """What part of the gain over BN is the link between layers, by runs with A held at zero, or that nobody knows."""
+def _parts(config: Config, runs: Sequence[Run]) -> str:
+    """What part of the gain over BN is the link between layers, by runs with A held at zero, or that nobody knows.
 
-    def kind(run: Run) -> tuple[Any, ...]:
-        fields = ("dataset", "gradient_batch", "statistics_batch", "lr")
-        return run["model"].rpartition("_")[0], *(run["recipe"].get(field) for field in fields)
+    By runs of the recipe or, where there are none, of one that differs by its length and the share held out alone.
+    """
 
-    ours = kind({"model": recipe.get("model", ""), "recipe": recipe})
-    alike = [
-        run for run in ablations if kind(run) == ours and "failed" not in run and run["width"] == run["every"] == 1
-    ]
-    epochs = min((run["epochs"] for run in alike if run["recipe"]["norm_options"] == {"link": False}), default=None)
-    alike = [run for run in alike if run["epochs"] == epochs]
+    def kind(recipe: Mapping[str, Any]) -> dict[str, Any]:
+        same = {key: value for key, value in but_for_twins(recipe).items() if key not in ("epochs", "validation")}
+        return same | {"network": recipe["model"].rpartition("_")[0], "group": recipe["statistics_batch"]}
 
-    def top1(norm: str, options: dict[str, Any]) -> list[float]:
-        chosen = [run for run in alike if (run["norm"], run["recipe"]["norm_options"]) == (norm, options)]
-        return [run["test"][run["chosen_statistics"]]["top1"] for run in chosen]
-
-    whole, unlinked, plain = top1("bkn", {}), top1("bkn", {"link": False}), top1("bn", {})
-    if not (whole and unlinked and plain):
+    options = config.recipe.get("norm_options", {})
+    arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}
+    of: dict[tuple[int, float], dict[str, list[Run]]] = {}
+    for run in runs:
+        own = run["norm"], run["recipe"].get("norm_options", {})
+        for name in (name for name, arm in arms.items() if own == arm and kind(run["recipe"]) == kind(config.recipe)):
+            length = run["epochs"], run["recipe"].get("validation", 0.0)
+            of.setdefault(length, {}).setdefault(name, []).append(run)
+    complete = {length: found for length, found in of.items() if len(found) == len(arms)}
+    if not complete:
         return PARTS_UNKNOWN
-    return (
-        f"Of the gain over BN, by runs of {epochs} epochs with A held at zero ({len(unlinked)} seeds): the link "
-        f"between layers is worth {between(whole, unlinked)} points, the shrinking of what a layer observes "
-        f"{between(unlinked, plain)}."
-    )
+    length = max(complete)
+    whole, unlinked, plain = (chosen_top1(complete[length][name]) for name in arms)
+    by = f"In runs of {length[0]} epochs ({counted(len(unlinked))})"
+    chance = 100 / config.num_classes
+    if mean(plain) < 2 * chance:
+        said = (
+            f"{by} BN with as few images per group does not learn: it ends at {mean(plain):.2f} %, and chance is "
+            f"{chance:g} %. A gain over it in points would say little; against A held at zero, the link between layers "
+            f"is worth {between(whole, unlinked)} points."
+        )
+    else:
+        said = (
+            f"{by} the whole gain over BN with as many images per group is {between(whole, plain)} points. By runs "
+            f"with A held at zero, the link between layers is worth {between(whole, unlinked)} of them and the "
+            f"shrinking of what a layer observes {between(unlinked, plain)}."
+        )
+    return f"{said} ± is the standard error of a difference, from these seeds." if "±" in said else said
+
+
+def counted(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+
+
+def chosen_statistics(runs: Sequence[Run]) -> str:
+    """The mode that was best on the validation images of runs that differ by their seeds, on the mean."""
+    return max(MODES, key=lambda mode: mean(measured(run, "validation")[mode]["top1"] for run in runs))
+
+
+def chosen_top1(runs: Sequence[Run]) -> list[float]:
+    """On the test images, in that mode."""
+    mode = chosen_statistics(runs)
+    return [run["test"][mode]["top1"] for run in runs]
 
 
 def _top1(runs: list[Run], mode: str) -> str:
-    shown = _spread([run["test"][mode]["top1"] for run in runs])
-    return f"**{shown}**" if all(run["chosen_statistics"] == mode for run in runs) else shown
+    shown = spread(run["test"][mode]["top1"] for run in runs)
+    return f"**{shown}**" if mode == chosen_statistics(runs) else shown
 
 
 def batches(run: Run) -> str:
@@ -384,8 +423,10 @@ def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, MISSING)}
 
 
-def _spread(values: list[float]) -> str:
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+def is_plain(run: Run, recipe: Mapping[str, Any]) -> bool:
+    """Whether its norm has no options of its own but those of `recipe`, and BRN its schedule, which it must have."""
+    options = recipe.get("norm_options", {}) if run["model"] == recipe.get("model") else {}
+    return run["norm"] == "brn" or run["recipe"].get("norm_options", {}) == options
 
 
 def _speed(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> str:

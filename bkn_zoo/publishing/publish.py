@@ -7,15 +7,21 @@ from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.checkpoints.hub import changes, check_reachable, check_repository, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, read_evaluations, read_runs, read_speeds
+from bkn_zoo.publishing.cards import (
+    check_agreement,
+    checkpoint_card,
+    read_evaluations,
+    read_runs,
+    read_speeds,
+    read_twins,
+)
 from bkn_zoo.version import __version__
 
 
 def card_of(config: Config, name: str, results: Path) -> str:
     """The card of a checkpoint, from its config and the folder of results."""
-    runs, speeds = read_runs(results / "runs"), read_speeds(results)
-    ablations, evaluations = read_runs(results / "reproduce"), read_evaluations(results / "evaluate", name)
-    return checkpoint_card(config, name, runs, speeds, ablations, evaluations)
+    runs, speeds, evaluations = read_twins(results), read_speeds(results), read_evaluations(results / "evaluate", name)
+    return checkpoint_card(config, name, runs, speeds, evaluations)
 
 
 def card_from_results(folder: Path, name: str, results: Path) -> str:

@@ -1,4 +1,8 @@
-"""What the README shows of all runs: BKN with few images per statistics group, BN with as few, and BN with many."""
+"""The README's second table and its picture: runs at the full length of the published recipes, each with its twins.
+
+BKN with few images per statistics group, BN with as few, and BN with many. The first table, of shorter runs with more
+controls, is `headline` of results_page.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,67 +13,74 @@ from statistics import mean
 import torch
 
 from bkn_zoo.models import create_model
-from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, sizes
+from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, counted, is_plain, sizes
+from bkn_zoo.publishing.replication import spread
 from bkn_zoo.publishing.results import table
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 
 
 @dataclass(frozen=True)
-class Headline:
-    """One network on one data set, each norm by the same recipe: top-1 on the test images, the mean over seeds.
+class FullLength:
+    """One network on one data set, each norm by the same recipe: top-1 on the test images, of each seed.
 
     Attributes:
         few: images per statistics group of `bkn` and `bn_few`.
         many: of `bn_many`.
-        seeds: of the norm that has the fewest.
     """
 
     data: str
     network: str
     few: int
     many: int
-    bn_few: float
-    bkn: float
-    bn_many: float
-    seeds: int
+    bn_few: list[float]
+    bkn: list[float]
+    bn_many: list[float]
+
+    @property
+    def seeds(self) -> int:
+        """Of the norm that has the fewest."""
+        return min(map(len, (self.bn_few, self.bkn, self.bn_many)))
 
 
-def headlines(runs: Iterable[Run]) -> list[Headline]:
-    """One for each network and data set whose runs allow the comparison; of several recipes, that of most epochs."""
+def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
+    """One for each network and data set whose runs allow the comparison.
+
+    Of several recipes, that of most epochs and, of those, the one that was run most often.
+
+    Args:
+        runs: as `read_twins` gives them. Options of a norm are not compared here, and leave a run out.
+    """
     alike: dict[tuple[str, str, str], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: run["epochs"]):
-        key = json.dumps(but_for_twins(run["recipe"]) | {"seed": 0}, sort_keys=True, default=str)
+    for run in (run for run in runs if is_plain(run, {})):
+        key = json.dumps(but_for_twins(run["recipe"]), sort_keys=True, default=str)
         alike.setdefault((run["dataset"], run["model"].rpartition("_")[0], key), []).append(run)
     found = {}
-    for (dataset, network, _), members in alike.items():
-        of: dict[tuple[str, int], list[float]] = {}
+    for (dataset, network, _), members in sorted(alike.items(), key=lambda item: (item[1][0]["epochs"], len(item[1]))):
+        of: dict[tuple[str, int], list[Run]] = {}
         for run in members:
-            of.setdefault((run["norm"], sizes(run)[1]), []).append(run["test"][run["chosen_statistics"]]["top1"])
+            of.setdefault((run["norm"], sizes(run)[1]), []).append(run)
         both = [group for norm, group in of if norm == "bkn" and ("bn", group) in of]
         many = max((group for norm, group in of if norm == "bn"), default=0)
         if both and many > min(both):
             few = min(both)
-            bn_few, bkn, bn_many = of["bn", few], of["bkn", few], of["bn", many]
-            seeds = min(map(len, (bn_few, bkn, bn_many)))
-            found[dataset, network] = Headline(
-                str(DATASETS[dataset].shown), network, few, many, mean(bn_few), mean(bkn), mean(bn_many), seeds
-            )
+            three = (chosen_top1(of[key]) for key in (("bn", few), ("bkn", few), ("bn", many)))
+            found[dataset, network] = FullLength(str(DATASETS[dataset].shown), network, few, many, *three)
     return [found[key] for key in sorted(found)]
 
 
-def headline_table(rows: Iterable[Headline]) -> str:
+def full_length_table(rows: Iterable[FullLength]) -> str:
     """The rows, with what A costs in parameters."""
     classes = {dataset.shown: dataset.classes for dataset in DATASETS.values()}
 
-    def line(row: Headline) -> dict[str, str]:
+    def line(row: FullLength) -> dict[str, str]:
         bn, bkn = (parameters(f"{row.network}_{norm}", classes[row.data]) / 1e6 for norm in ("bn", "bkn"))
         return {
             "data, network": f"{row.data}, `{row.network}`",
             "images per group": str(row.few),
-            "BN": f"{row.bn_few:.1f}",
-            "**BKN**": f"**{row.bkn:.1f}**",
-            "BN with many": f"{row.bn_many:.1f} ({row.many} per group)",
+            "BN": spread(row.bn_few),
+            "**BKN**": f"**{spread(row.bkn)}**",
+            "BN with many": f"{spread(row.bn_many)} ({row.many} per group)",
             "seeds": str(row.seeds),
             "parameters, BN to BKN": f"{bn:.1f}M to {bkn:.1f}M",
         }
@@ -83,7 +94,7 @@ def parameters(name: str, classes: int | None) -> int:
         return sum(parameter.numel() for parameter in create_model(name, classes).parameters())
 
 
-def draw_headline(rows: list[Headline], path: Path) -> None:
+def draw_full_length(rows: list[FullLength], path: Path) -> None:
     """One line per row: how far it is from BN to BKN with few images per group, and where BN is with many.
 
     The figures are in the file, too, so that a test can hold the picture against the results.
@@ -95,11 +106,12 @@ def draw_headline(rows: list[Headline], path: Path) -> None:
     large = sorted({row.many for row in rows})
     spread = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
     for y, row in enumerate(reversed(rows)):
-        axes.plot([row.bn_few, row.bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
-        axes.scatter(row.bn_few, y, s=80, color=BN_FEW, label="" if y else "BN", zorder=2)
-        axes.scatter(row.bkn, y, s=80, color=BKN, label="" if y else "BKN", zorder=3)
+        bn_few, bkn, bn_many = map(mean, (row.bn_few, row.bkn, row.bn_many))
+        axes.plot([bn_few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
+        axes.scatter(bn_few, y, s=80, color=BN_FEW, label="" if y else "BN", zorder=2)
+        axes.scatter(bkn, y, s=80, color=BKN, label="" if y else "BKN", zorder=3)
         axes.scatter(
-            row.bn_many,
+            bn_many,
             y,
             s=260,
             marker="|",
@@ -107,9 +119,9 @@ def draw_headline(rows: list[Headline], path: Path) -> None:
             label="" if y else f"BN with {spread} images per group",
             zorder=4,
         )
-        axes.annotate(f"{row.bkn - row.bn_few:+.1f}", ((row.bn_few + row.bkn) / 2, y), (0, 10), ha="center",
+        axes.annotate(f"{bkn - bn_few:+.1f}", ((bn_few + bkn) / 2, y), (0, 10), ha="center",
                       textcoords="offset points", color=BKN)  # fmt: skip
-    labels = [f"{row.data}, {row.network}\n{row.few} images per group" for row in reversed(rows)]
+    labels = [f"{row.data}, {row.network}\n{row.few} images per group, {counted(row.seeds)}" for row in reversed(rows)]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_xlabel("top-1 accuracy on the test images (%)")
