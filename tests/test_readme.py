@@ -1,6 +1,7 @@
 """The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -142,6 +143,28 @@ def test_the_lead_in_the_readmes_short_trainings_is_larger_than_at_full_length()
     short = {norm: float(re.search(rf"^\| {norm} \|[^|]*\| {number}\|", text, re.M)[1]) for norm in ("BN", "BKN")}
     full = re.search(rf"^\| CIFAR-100, `inception_cifar` \| 2 \| {number}\| {number}\|", text, re.M)
     assert short["BKN"] - short["BN"] > float(full[2]) - float(full[1]) > 0
+
+
+def test_the_page_of_runs_says_what_running_averages_taken_anew_are_worth(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    def record(name: str, *rows: tuple[str, float, float]) -> dict[str, object]:
+        return {
+            "checkpoint": name,
+            "rows": [dict(zip(("statistics", "stored", "anew"), row, strict=True)) for row in rows],
+        }
+
+    said = functools.partial(load_script("report").anew, names=["one", "two", "three"])
+    records = [
+        record("two", ("expected", 60.0, 60.4)),
+        record("one", ("population", 60.0, 75.2), ("sample", 75.0, 75.0)),
+    ]
+    text = said(records).replace("\n", " ")
+    assert "`one` 75.00 (sample) and 75.20 (population); `two` 60.00 (expected) and 60.40 (expected)." in text
+    assert "The most that one gains is 0.40 points, so that none was published anew." in text
+    assert text.endswith("Not asked, for want of time: `three`. ")
+    text = said([*records, record("three", ("expected", 60.0, 60.5))]).replace("\n", " ")
+    assert text.endswith("is 0.50 points, which is worth a new version. ")
 
 
 def test_the_page_of_runs_says_whether_the_aim_was_reached(load_script: Callable[[str], ModuleType]) -> None:

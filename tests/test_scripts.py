@@ -71,6 +71,34 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "start"
 
 
+def test_a_checkpoint_is_asked_for_running_averages_taken_anew_on_its_validation_images(
+    tree: Path, tmp_path: Path, load_script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"model": "inception_cifar_bkn", "dataset": "folder", "size": 8, "validation": 0.5, "gradient_batch": 6}
+    model = bkn_zoo.create_model("inception_cifar_bkn", 2)
+    model.statistics_batch_size = 2
+    recipe |= {"statistics_batch": 2, "epochs": 1}
+    about = {"default_statistics": "expected", "training": {"recipe": recipe}}
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "old", **about)
+    recalibrate, asked = load_script("recalibrate"), []
+
+    def evaluate(model: bkn_zoo.Network, batches: Any, modes: list[str]) -> dict[str, dict[str, float]]:
+        """The layers' running variances stand for the accuracy."""
+        asked.append(sum(len(images) for images, _ in batches))
+        layer = next(module for module in model.modules() if hasattr(module, "running_var"))
+        return {mode: {"top1": layer.running_var.mean().item()} for mode in modes}
+
+    monkeypatch.setattr(recalibrate, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(recalibrate, "evaluate", evaluate)
+    monkeypatch.setattr(sys, "argv", ["recalibrate.py", str(tmp_path / "old"), "--data", str(tree), "--batches", "2"])
+    recalibrate.main()
+    record = json.loads((tmp_path / "results" / "old.json").read_text())
+    assert (record["checkpoint"], record["images"], record["default_statistics"]) == ("old", 12, "expected")
+    assert asked == [12, 12]
+    assert [row["statistics"] for row in record["rows"]] == ["population", "sample", "expected"]
+    assert all(row["stored"] == 1 != row["anew"] for row in record["rows"])  # as it was made, and as it is
+
+
 def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evaluate_confirms(
     script: Script, tree: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
