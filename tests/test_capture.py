@@ -104,6 +104,24 @@ def test_what_cannot_be_replayed_is_launched(odd):
 
 
 @gpu_only
+def test_a_capture_that_failed_is_tried_again_and_another_type_is_launched():
+    fails = [True]
+
+    def step(numbers):
+        if torch.cuda.is_current_stream_capturing() and fails.pop():
+            raise MemoryError("no room")
+        return numbers.sum()
+
+    take = captured(step, eager_steps=1)
+    full = torch.full((4,), 0.5, device=DEVICE)
+    take(full)
+    with pytest.raises(MemoryError):
+        take(full)
+    fails.append(False)
+    assert [take(full).item(), take(2 * full).item(), take(full.double()).dtype] == [2, 4, torch.float64]
+
+
+@gpu_only
 def test_a_step_of_several_processes_is_captured_with_its_messages():
     """One process in a group of one: its gradients and running averages still go through NCCL."""
     with socket.socket() as free:

@@ -27,6 +27,7 @@ from bkn_zoo import create_model, list_models
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.norms import BatchRenorm2d
 from bkn_zoo.norms.batch_kalman import KALMAN
+from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
@@ -469,6 +470,24 @@ def test_the_weights_of_the_best_epoch_are_kept_and_outlive_an_interruption(
     load_state(loaded, recipe, tmp_path, CPU)
     assert_identical(loaded.best, seen[1])
     assert uninterrupted.best is None  # a recipe that keeps the last has no need of it
+
+
+def test_whether_a_graph_may_capture_the_optimizer_is_the_devices_and_not_the_states(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, optimizer="adamw", epochs=1)
+    run(tmp_path, recipe)
+    resumed = started(recipe)
+    for group in resumed.optimizer.param_groups:
+        group["capturable"] = True  # as on a GPU
+    load_state(resumed, recipe, tmp_path, CPU)
+    assert all(group["capturable"] for group in resumed.optimizer.param_groups)
+
+
+def test_an_evaluation_leaves_frozen_layers_frozen() -> None:
+    model = started().model.train()
+    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
+    evaluate(model, [two_processes.batch()])
+    assert not frozen.training
+    assert all(module.training for module in model.modules() if module is not frozen)
 
 
 def test_a_training_out_of_patience_ends_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

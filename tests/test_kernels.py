@@ -639,6 +639,16 @@ def test_a_step_that_is_not_finite_leaves_the_running_averages_alone(bad, below)
     assert layer.skipped_steps == 1
 
 
+def test_a_spread_that_overflows_is_not_remembered():
+    layer, x = BatchKalmanNorm2d(4, statistics_batch_size=1).to(DEVICE), torch.randn(4, 4, 3, 3, device=DEVICE)
+    x[0] = 1e20
+    with kernels.use("triton"):
+        for _ in range(2):
+            layer(x)
+    assert layer.num_batches_tracked == 2
+    assert layer.image_spread.isfinite().all()
+
+
 @pytest.mark.skipif(not GPU, reason="on the CPU the warning comes at once; deferring it needs a GPU")
 def test_skipped_steps_are_reported_once_when_training_ends():
     layer = BatchKalmanNorm2d(4).to(DEVICE)

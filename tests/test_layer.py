@@ -27,7 +27,7 @@ from bkn_zoo.norms import (
     Statistics,
     recalibrate,
 )
-from bkn_zoo.norms.batch_kalman import KALMAN
+from bkn_zoo.norms.batch_kalman import KALMAN, new_process_noise
 from bkn_zoo.norms.running import AVERAGES
 
 LAYERS = {1: BatchKalmanNorm1d, 2: BatchKalmanNorm2d, 3: BatchKalmanNorm3d}
@@ -225,6 +225,20 @@ def test_a_part_of_a_container_has_its_groups() -> None:
     assert belief.mean.shape == (2, 4)
     assert_close(network[4:](y, belief), network(x))
     assert network[-1] is list(network)[-1]
+
+
+def test_a_part_of_a_container_in_evaluation_is_in_evaluation() -> None:
+    network, x = small(group=2).eval(), some(3, 3, 8, 8)
+    y, belief = network[:4](x, statistics="sample")
+    assert_close(network[4:](y, belief, statistics="sample"), network(x, statistics="sample"))
+
+
+def test_layers_that_share_r_share_it_when_their_container_leaves_the_meta_device() -> None:
+    with torch.device("meta"):
+        shared = new_process_noise(1)
+        layers = [BatchKalmanNorm2d(3, 3, raw_process_noise=shared) for _ in range(2)]
+        network = KalmanSequential(*layers).to_empty(device="cpu")
+    assert network[0].raw_process_noise is network[1].raw_process_noise
 
 
 def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief) -> None:

@@ -107,7 +107,38 @@ def test_the_population_stands_for_the_partners_after_training_on_whole_batches(
     assert_close(belief.var[0], layer.running_var)
 
 
+@kinds
+def test_a_plain_batch_norms_state_that_is_assigned_gives_each_average_a_tensor_of_its_own(kind: str) -> None:
+    plain, x = torch.nn.BatchNorm2d(3).state_dict(), torch.randn(4, 3, 2, 2) + 1
+    layers = [KINDS[kind](3), KINDS[kind](3)]
+    for layer, assign in zip(layers, (False, True), strict=True):
+        layer.load_state_dict({name: value.clone() for name, value in plain.items()}, assign=assign)
+        layer(x, None, Statistics("batch", 2))
+    assert_close(dict(layers[1].named_buffers()), dict(layers[0].named_buffers()))
+
+
+@pytest.mark.filterwarnings("ignore:var_mean")  # PyTorch's, of no values
+@pytest.mark.parametrize("group", [None, 2])
+@kinds
+def test_an_empty_batch_passes_a_frozen_layer_and_one_that_remembers_nothing(kind: str, group: int | None) -> None:
+    empty = torch.zeros(0, 3, 4, 4)
+    y, belief = KINDS[kind](3).eval()(empty, None, Statistics("batch", group))
+    assert y.shape == empty.shape
+    assert belief.mean.shape == (0, 3)
+    y, _ = RunningNorm(3, track_running_stats=False, statistics_batch_size=group).eval()(empty)
+    assert y.shape == empty.shape
+
+
 # Bad batches
+
+
+def test_a_spread_that_overflows_is_not_remembered() -> None:
+    layer, x = BatchKalmanNorm2d(4, statistics_batch_size=1), torch.randn(4, 4, 3, 3)
+    x[0] = 1e20
+    for _ in range(2):
+        layer(x)
+    assert layer.num_batches_tracked == 2
+    assert layer.image_spread.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -299,9 +299,10 @@ def believe(
 
 @triton.jit
 def move(running, value, c, c_mask, momentum, keep):
-    """running <- running + momentum (value - running), or unchanged where `keep`."""
+    """running <- running + momentum (value - running), or unchanged where `keep`, and where that is not finite."""
     old = tl.load(running + c, mask=c_mask, other=0.0).to(tl.float32)
-    new = tl.where(keep, old, old + momentum * (value - old))
+    new = old + momentum * (value - old)
+    new = tl.where(keep, old, tl.where(new - new == 0, new, old))
     tl.store(running + c, new.to(running.dtype.element_ty), mask=c_mask)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay
+from bkn_zoo.norms.batch_kalman import no_weight_decay, tied
 from bkn_zoo.norms.kalman import Belief
 
 State = tuple[Tensor, Belief | None]
@@ -69,15 +69,8 @@ class Network(nn.Module):
         return no_weight_decay(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
-        # PyTorch gives each layer a parameter of its own when it leaves the meta device: what was one stays one.
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                places.setdefault(parameter, []).append((module, name))
-        super()._apply(fn, recurse)
-        for (first, name), *others in places.values():
-            for module, other in others:
-                setattr(module, other, getattr(first, name))
+        with tied(self):
+            super()._apply(fn, recurse)
         return self
 
     def _check(self, images: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Batch Kalman Normalization (Wang et al. 2018), Algorithm 1."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -200,3 +201,18 @@ def no_weight_decay(module: nn.Module) -> set[str]:
         for name, _ in layer.named_parameters()
         if name.partition(".")[0] in layer.kalman
     }
+
+
+@contextmanager
+def tied(module: nn.Module) -> Iterator[None]:
+    """Within it, PyTorch may give each layer parameters of its own, as on leaving the meta device: what was one is one
+    again in the end, such as the R of all layers.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((part, name))
+    yield
+    for (first, name), *others in places.values():
+        for part, other in others:
+            setattr(part, other, getattr(first, name))

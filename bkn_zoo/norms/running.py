@@ -285,7 +285,9 @@ class RunningNorm(nn.Module):
         finite = (mean + var + image_var).isfinite().all()
         for name, value in zip(AVERAGES, (mean, var, image_mean, image_var, spread), strict=True):
             running = getattr(self, name)
-            running.copy_(torch.where(finite, torch.lerp(running, value.to(running.dtype), step), running))
+            moved = torch.lerp(running, value.to(running.dtype), step)
+            # A spread is a square, which may overflow where all else is finite.
+            running.copy_(torch.where(finite & moved.isfinite(), moved, running))
         self.num_batches_tracked += finite
         self.skipped_steps += ~finite
         if finite.device.type == "cpu" and not torch.compiler.is_compiling() and not finite:
@@ -328,7 +330,8 @@ class RunningNorm(nn.Module):
         own = ["image_mean", "image_var", "image_spread"]
         if f"{prefix}running_mean" in state_dict and not any(prefix + name in state_dict for name in own):
             mean, var = state_dict[f"{prefix}running_mean"], state_dict[f"{prefix}running_var"]
-            for name, value in zip(own, (mean, var, torch.zeros_like(mean)), strict=True):
+            # Copies: with `assign`, what is in the state becomes the buffer, and one tensor would be two of them.
+            for name, value in zip(own, (mean.clone(), var.clone(), torch.zeros_like(mean)), strict=True):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -1,11 +1,12 @@
 """Layers one after another, with the belief beside the features."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay
+from bkn_zoo.norms.batch_kalman import no_weight_decay, tied
 from bkn_zoo.norms.kalman import Belief
 
 
@@ -54,8 +55,13 @@ class KalmanSequential(nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
         if isinstance(index, slice):
-            part.statistics_batch_size = self.statistics_batch_size
+            part.statistics_batch_size, part.training = self.statistics_batch_size, self.training
         return part
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KalmanSequential":
+        with tied(self):
+            super()._apply(fn, recurse)
+        return self
 
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""

@@ -19,7 +19,7 @@ def observe(x: Tensor) -> Belief:
 
 def group_size(count: int, group: int | None) -> int:
     """Images per statistics group in a batch of `count`."""
-    group = count if group is None else group
+    group = max(count, 1) if group is None else group  # an empty batch is no groups of one
     if count % group:
         raise InputError(
             f"a batch of {count} images cannot be split into statistics groups of {group}: "

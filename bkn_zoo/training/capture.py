@@ -1,6 +1,6 @@
 """A training step in a CUDA graph: what Python launches once is replayed, without Python in between."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,40 +21,48 @@ def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Cal
     as here (`side_stream`), is captured with its NCCL calls.
 
     Args:
-        step: takes tensors on the GPU and returns one. Tensors of other shapes than the first ones' are not replayed,
-            but launched. On a CPU, everything is.
+        step: takes tensors on the GPU and returns one. Tensors of other shapes or types than the first ones' are not
+            replayed, but launched. On a CPU, everything is.
         eager_steps: launched before the capture; by default 3, or 12 where there are several processes.
     """
     if eager_steps is None:
         eager_steps = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
-    graph: Any = None
-    shapes: list[torch.Size] = []
-    buffers: list[Tensor] = []
-    result: Tensor | None = None
-    taken = 0
+    return _Captured(step, eager_steps)
 
-    def run(*batch: Tensor) -> Tensor:
-        nonlocal graph, shapes, buffers, result, taken
-        shapes = shapes or [part.shape for part in batch]
-        if not batch[0].is_cuda or [part.shape for part in batch] != shapes:
-            return step(*batch)
-        taken += 1
-        if taken <= eager_steps:
+
+class _Captured:
+    def __init__(self, step: Callable[..., Tensor], eager_steps: int) -> None:
+        self.step, self.left = step, eager_steps
+        self.kind: list[Any] = []  # shapes and types of the first batch
+        self.replay: Callable[..., Tensor] | None = None
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        kind = [(part.shape, part.dtype) for part in batch]
+        self.kind = self.kind or kind
+        if not batch[0].is_cuda or kind != self.kind:
+            return self.step(*batch)
+        if self.left > 0:
+            self.left -= 1
             with side_stream():
-                return step(*batch)
-        if graph is None:
-            buffers = [part.clone() for part in batch]
-            graph = torch.cuda.CUDAGraph()
-            # "thread_local": threads that pin memory for a DataLoader or watch over NCCL may go on meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = step(*buffers)
-        for buffer, part in zip(buffers, batch, strict=True):
-            buffer.copy_(part)
-        graph.replay()
-        assert result is not None
-        return result.clone()
+                return self.step(*batch)
+        if self.replay is None:
+            self.replay = self._capture(batch)
+        return self.replay(*batch)
 
-    return run
+    def _capture(self, batch: Sequence[Tensor]) -> Callable[..., Tensor]:
+        buffers = [part.clone() for part in batch]
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": threads that pin memory for a DataLoader or watch over NCCL may go on meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = self.step(*buffers)
+
+        def replay(*batch: Tensor) -> Tensor:
+            for buffer, part in zip(buffers, batch, strict=True):
+                buffer.copy_(part)
+            graph.replay()
+            return result.clone()
+
+        return replay
 
 
 class side_stream:  # noqa: N801

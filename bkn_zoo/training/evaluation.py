@@ -48,14 +48,14 @@ def predict(
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The logits of all images for each mode, and their labels.
 
-    A network is put into evaluation mode, and left in the mode that it was in.
+    A network is put into evaluation mode, and left as it was, frozen layers too.
 
     Args:
         what: said on a terminal beside a bar of the images that were done; nothing is shown where it is None.
         total: of the images, for the bar.
     """
     network = model if isinstance(model, Network) else model.model
-    was_training = network.training
+    modes_before = [(module, module.training) for module in network.modules()]
     network.eval()
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
@@ -68,7 +68,8 @@ def predict(
                     logits[mode].append(model(images, statistics=mode).float())
                 done(len(images))
     finally:
-        network.train(was_training)
+        for module, training in modes_before:
+            module.training = training
     if not labels:
         raise InputError("there are no images to evaluate on: check the data folder.")
     return {mode: torch.cat(outputs) for mode, outputs in logits.items()}, torch.cat(labels)

@@ -176,7 +176,11 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
+        here = [group.get("capturable") for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(state["optimizer"])
+        for group, capturable in zip(training.optimizer.param_groups, here, strict=True):
+            if capturable is not None:  # the device's, not the training's
+                group["capturable"] = capturable
         _reshape_gains(training.optimizer)
     except (RuntimeError, ValueError, KeyError):
         raise CheckpointError(

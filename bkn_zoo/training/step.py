@@ -76,7 +76,9 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
     """The parts of a step, each for a pass of its own, which together move the running averages once.
 
     They move to the mean of where each pass alone would have taken them, as with processes: a step means the same
-    however many passes it takes.
+    however many passes it takes. But for `image_spread`: with N images a pass it comes out too small by a share of at
+    most momentum/(2 N), since the mean that passes share is steadier than the factor in `RunningNorm._step` takes it
+    for.
     """
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
