@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda_graphs import capture
 from torch import nn
+from torch.autograd import forward_ad
 
 import bkn_zoo
 from bkn_zoo import kernels
@@ -570,10 +571,50 @@ def test_memory_for_work_is_kept_where_nothing_is_captured_or_prepared_for_it(
     assert taken == ["kept" if kept else "new"]
 
 
-def test_transforms_of_functions_are_refused_as_pytorch_does_it():
-    layer = BatchKalmanNorm2d(4).to(DEVICE)
-    with kernels.use("triton"), pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: layer(x)[0].sum())(torch.randn(2, 4, 3, 3, device=DEVICE))
+def dual(function, x, tangent):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+
+TRANSFORMS = {
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x.cos(),))[1],
+    "dual numbers": lambda function, x: dual(function, x, x.cos()),
+    "grad": lambda function, x: torch.func.grad(lambda x: (function(x) * x.cos()).sum())(x),
+    "vmap": lambda function, x: torch.vmap(lambda image: function(image[None]))(x),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_tangents_and_transforms_of_functions_are_left_to_pytorch(transform, compiled):
+    layer = BatchKalmanNorm2d(4).to(DEVICE).eval()
+    x = torch.randn(2, 4, 3, 3, device=DEVICE)
+
+    def run(x):
+        return TRANSFORMS[transform](lambda x: layer(x, None, Statistics("sample"))[0], x)
+
+    with kernels.use("pytorch"):
+        expected = run(x)
+    run = torch.compile(run, backend="eager") if compiled else run
+    for learning in (False, True):
+        with kernels.use("triton"), torch.set_grad_enabled(learning):
+            torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compiler_sees_the_operators_and_no_question_about_transforms(strict):
+    class Sampled(BatchKalmanNorm2d):
+        def forward(self, x):
+            return super().forward(x, None, Statistics("sample"))[0]
+
+    layer = Sampled(4).to(DEVICE).eval()
+    x = torch.randn(2, 4, 3, 3, device=DEVICE)
+    with kernels.use("triton"), torch.no_grad():
+        exported = torch.export.export(layer, (x,), strict=strict)
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    names = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert "bkn_zoo.norm.default" in names
+    assert not [name for name in names if "functorch" in name]
 
 
 @pytest.mark.parametrize("scratch", [0, 64])

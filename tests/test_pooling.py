@@ -273,6 +273,19 @@ def test_what_is_compiled_keeps_no_more_for_the_gradient(dynamic):
         assert kept == expected_kept == [((shape[0], 8, shape[2] // 2, shape[3] // 2), torch.uint8)]
 
 
+@pytest.mark.parametrize("pool", [lambda x: pooling.max_pool(x, 3, 2, 1), lambda x: pooling.average_pool(x, 3, 1, 1)])
+@pytest.mark.parametrize("learning", [False, True])
+def test_tangents_and_transforms_of_functions_are_left_to_pytorch(pool, learning):
+    x, tangent = features((2, 8, 5, 5)), features((2, 8, 5, 5))
+    results = []
+    for implementation in ("triton", "pytorch"):
+        with kernels.use(implementation), torch.set_grad_enabled(learning):
+            _, derivative = torch.func.jvp(pool, (x,), (tangent,))
+            mapped = torch.vmap(lambda image: pool(image[None]))(x)
+            results.append([derivative, mapped, torch.func.grad(lambda x: pool(x).square().sum())(x)])
+    torch.testing.assert_close(*results)
+
+
 def test_there_is_no_second_derivative():
     x = features((1, 8, 5, 5)).requires_grad_()
     with kernels.use("triton"):

@@ -2,10 +2,14 @@
 
 import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, Statistics
@@ -172,6 +176,39 @@ def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_beli
         y, _ = layer(good, prior, Statistics("batch", 2))
     assert_close(y, twin(good, prior, Statistics("batch", 2))[0])
     assert_close(layer.state_dict(), twin.state_dict())
+
+
+PAIRS = (None, Statistics("batch", 2))
+
+
+def in_fake_mode(kind: str) -> None:
+    for device in ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",):
+        with FakeTensorMode(), torch.device(device):
+            layer = KINDS[kind](3)
+            layer(torch.empty(4, 3, 4, 4), *PAIRS)
+            layer.eval()  # which on a GPU looks for steps that were skipped
+
+
+def traced(kind: str) -> None:
+    layer = KINDS[kind](3)
+    make_fx(lambda x: layer(x, *PAIRS)[0])(torch.randn(4, 3, 4, 4))
+    assert layer.num_batches_tracked == 1
+
+
+def in_an_ensemble(kind: str) -> None:
+    layers = [KINDS[kind](3) for _ in range(2)]
+    x = torch.randn(2, 4, 3, 4, 4)
+    parameters, buffers = torch.func.stack_module_state(layers)
+    torch.vmap(lambda *state: functional_call(layers[0], state[:2], (state[2], *PAIRS))[0])(parameters, buffers, x)
+    for i, layer in enumerate(layers):
+        layer(x[i], *PAIRS)
+        assert_close({name: value[i] for name, value in buffers.items()}, dict(layer.named_buffers()))
+
+
+@pytest.mark.parametrize("where", [in_fake_mode, traced, in_an_ensemble])
+@kinds
+def test_no_value_is_asked_for_where_pytorch_has_none(kind: str, where: Callable[[str], None]) -> None:
+    where(kind)
 
 
 # Expected statistics

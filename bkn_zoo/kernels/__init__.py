@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.kernels.conditions import LIMIT, transformed
 
 # Where there is no GPU to run them nor an interpreter, importing Triton would take a quarter of a second and 100 MB.
 HAS_TRITON = find_spec("triton") is not None and (
@@ -26,7 +27,6 @@ else:
 __all__ = ["HAS_TRITON", "chosen", "use", "fused_norm"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LIMIT = 2**31  # of offsets that the kernels count in 32 bits
 
 _forced: str | None = None
 
@@ -34,6 +34,8 @@ _forced: str | None = None
 def chosen(x: Tensor, inputs: int = 0) -> bool:
     """Whether the kernels take `x`, (images, channels, ...), above a layer with `inputs` channels."""
     if not (x.is_cuda or _forced == "triton") or not HAS_TRITON or _forced == "pytorch" or x.dtype not in DTYPES:
+        return False
+    if transformed():
         return False
     images, channels = x.shape[:2]
     # Within an image they count its values; over all images, some numbers for each channel; and those of A.

@@ -22,16 +22,6 @@ DEFAULT_STREAM = 0
 _dtype = attrgetter("dtype")
 
 
-def observed_by_pytorch(x: Tensor) -> bool:
-    """Whether a compiler, a mode, a transform or a stand-in for a tensor has to see the operators."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
-
-
 class Kernel(NamedTuple):
     """A function by `triton.jit`, whose parameters are first tensors, then numbers and constants; and its launch.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo.kernels import norm_launch
-from bkn_zoo.kernels.launch import observed_by_pytorch
+from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.kernels.norm_launch import dense, parameter_sizes
 
 _library = torch.library.Library("bkn_zoo", "DEF")

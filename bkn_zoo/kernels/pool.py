@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo import kernels
+from bkn_zoo.kernels.conditions import observed_by_pytorch
 
 if kernels.HAS_TRITON:  # otherwise `kernels.chosen` says no
     from bkn_zoo.kernels import pool_jit as jit
-    from bkn_zoo.kernels.launch import Kernel, Launches, observed_by_pytorch
+    from bkn_zoo.kernels.launch import Kernel, Launches
     from bkn_zoo.kernels.norm_launch import position_stride
 
 LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
+from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import (
@@ -290,7 +291,7 @@ class RunningNorm(nn.Module):
             running.copy_(torch.where(finite & moved.isfinite(), moved, running))
         self.num_batches_tracked += finite
         self.skipped_steps += ~finite
-        if finite.device.type == "cpu" and not torch.compiler.is_compiling() and not finite:
+        if finite.device.type == "cpu" and not observed_by_pytorch(finite) and not finite:
             self._warn_of_skipped_steps()
 
     def _step(self) -> tuple[Tensor | float, Tensor | float]:
@@ -311,7 +312,8 @@ class RunningNorm(nn.Module):
     def train(self, mode: bool = True) -> "RunningNorm":
         # On a GPU, asking after every step would make the host wait for the device; the switch of mode is soon enough.
         skipped = self.skipped_steps
-        if not mode and self.training and skipped is not None and skipped.is_cuda and skipped:
+        asks = not mode and self.training and skipped is not None and skipped.is_cuda
+        if asks and not observed_by_pytorch(skipped) and skipped:
             self._warn_of_skipped_steps()
         return super().train(mode)
 
