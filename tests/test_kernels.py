@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 import bkn_zoo
 from bkn_zoo import kernels
-from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics
+from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
 from bkn_zoo.norms.centered import Centered2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
@@ -723,6 +723,38 @@ def test_gradients_that_are_a_slice_of_channels_are_taken(layout, size):
             joined.backward(torch.randn(4, 12, *size, device=DEVICE).to(memory_format=layout))
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(2**8, 2**8), (2**8, 1, 2**8)], ids=str)
+def test_a_slice_of_channels_is_copied_where_its_offsets_do_not_fit_32_bits(size):
+    layout = norm_launch.CHANNELS_LAST[2 + len(size)]
+
+    def channels(whole):
+        return torch.empty(2, whole, *size, device="meta").to(memory_format=layout)[:, :4]
+
+    x = channels(4)
+    for whole, step in [(2**15 - 1, 2**15 - 1), (2**15, 4)]:
+        dy = norm_launch.slice_like(x, channels(whole))
+        assert norm_launch.position_stride(dy) == step
+
+
+@pytest.mark.parametrize("size", [(2, 3, 4), (1, 3, 4), (2, 3, 1), (2, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_volumes_keep_their_layout(layout, size):
+    """In output and gradients, of the residual too; and where gradients arrive as a slice of channels."""
+    results = []
+    for implementation in ("triton", "pytorch"):
+        torch.manual_seed(0)
+        x, residual, other = (torch.randn(4, 6, *size, device=DEVICE).to(memory_format=layout) for _ in range(3))
+        x, residual = x.requires_grad_(), residual.requires_grad_()
+        with kernels.use(implementation):
+            y, _ = BatchKalmanNorm3d(6).to(DEVICE)(x, None, Statistics("batch", 2), residual, relu=True)
+            joined = torch.cat([other, y], dim=1)
+            joined.backward(torch.randn(joined.shape, device=DEVICE).to(memory_format=layout))
+        results.append((y, x.grad, residual.grad))
+        assert y.is_contiguous(memory_format=layout)
+        assert x.grad.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(), (7,)], ids=str)

@@ -286,6 +286,16 @@ def test_tangents_and_transforms_of_functions_are_left_to_pytorch(pool, learning
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize(("channels", "fits"), [(2**14, True), (2**15 - 1, False), (2**15, False)])
+def test_offsets_that_do_not_fit_32_bits_are_never_counted(channels, fits):
+    """Those of positions beyond the last row too, from which the kernels go back."""
+    x = torch.empty(2, 2**8, 2**8, channels, device="meta").permute(0, 3, 1, 2)
+    with kernels.use("triton"):
+        assert pooling.fused(x, 3, 1, 1) == fits
+    gradient = pooling.channel_slice(x[:, :4])
+    assert pooling.position_stride(gradient) == (channels if fits else 4)
+
+
 def test_there_is_no_second_derivative():
     x = features((1, 8, 5, 5)).requires_grad_()
     with kernels.use("triton"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.kernels import norm_jit as jit
+from bkn_zoo.kernels.conditions import LIMIT
 from bkn_zoo.kernels.launch import Kernel, Launches
 
 # Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
@@ -21,6 +22,7 @@ PROGRAMS = 4  # for each multiprocessor, which keep it busy
 SMALLEST_PIECE = 64  # positions
 MOST_PIECES = 64  # of an image; a divisor of ROWS
 PLANS = 4096  # kept for each direction: a network whose images vary in size has many
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 FORWARD = (
     "x", "y", "residual", "weight", "bias", "beliefs", "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
@@ -101,7 +103,8 @@ def processors(device: torch.device) -> int:
 
 
 def channels_last(x: Tensor) -> bool:
-    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = CHANNELS_LAST.get(x.ndim)
+    return layout is not None and x.is_contiguous(memory_format=layout)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -113,18 +116,24 @@ def like(x: Tensor, other: Tensor) -> Tensor:
     """`other` in the dtype and memory layout of `x`; itself where it has them."""
     if other.dtype == x.dtype and other.stride() == x.stride():
         return other
-    layout = torch.channels_last if channels_last(x) else torch.contiguous_format
+    layout = CHANNELS_LAST[x.ndim] if channels_last(x) else torch.contiguous_format
     return other.to(x.dtype).contiguous(memory_format=layout)
 
 
 def slice_like(x: Tensor, dy: Tensor) -> Tensor:
-    """`dy` as the backward kernels take it: laid out as `x`, or as a slice of the channels of such a tensor."""
+    """`dy` as the backward kernels take it: laid out as `x`, or as a slice of the channels of such a tensor.
+
+    A slice only as long as its offsets fit. Volumes come as maps, of all their planes below one another.
+    """
+    if x.ndim == 5:
+        x, dy = x.flatten(2, 3), dy.flatten(2, 3)
     if x.ndim != 4 or dy.dtype != x.dtype or dy.stride() == x.stride():
         return like(x, dy)
     height, width = x.shape[2:]
     step = position_stride(dy) if channels_last(x) else 1
     inner = (1, width * step, step) if channels_last(x) else (height * width, width, 1)
-    return dy if dy.stride()[1:] == inner and dy.stride(0) >= height * width * step else like(x, dy)
+    image = height * width * step
+    return dy if dy.stride()[1:] == inner and image <= dy.stride(0) and image < LIMIT else like(x, dy)
 
 
 def position_stride(x: Tensor) -> int:

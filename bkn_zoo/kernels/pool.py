@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo import kernels
-from bkn_zoo.kernels.conditions import observed_by_pytorch
+from bkn_zoo.kernels.conditions import LIMIT, observed_by_pytorch
 
 if kernels.HAS_TRITON:  # otherwise `kernels.chosen` says no
     from bkn_zoo.kernels import pool_jit as jit
@@ -50,16 +50,26 @@ def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
     A compiler gets PyTorch's own to see, which it fuses with what stands around it; unless there is a gradient, for
     which some versions (2.11 for one) would keep the input, only to know its size.
     """
+    if (
+        not kernels.chosen(x)
+        or (torch.compiler.is_compiling() and not learning(x))
+        or x.ndim != 4
+        or not x.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return False
+    images, channels, height, width = x.shape
     return (
-        kernels.chosen(x)
-        and (learning(x) or not torch.compiler.is_compiling())
-        and x.ndim == 4
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and stride in (1, 2)
-        and 0 <= 2 * padding <= kernel <= min(LARGEST_WINDOW, *(size + 2 * padding for size in x.shape[2:]))
-        and x.shape[0] <= MOST_IMAGES
-        and 0 < x.numel() < 2**31 * x.shape[0]  # so far do offsets in an image reach
+        stride in (1, 2)
+        and 0 <= 2 * padding <= kernel <= min(LARGEST_WINDOW, height + 2 * padding, width + 2 * padding)
+        and images <= MOST_IMAGES
+        and x.numel() > 0
+        and reach(height, width, channels) < LIMIT
     )
+
+
+def reach(height: int, width: int, step: int) -> int:
+    """What offsets in an image stay below, whose positions are `step` apart: windows reach over its edges."""
+    return (height + LARGEST_WINDOW) * (width + LARGEST_WINDOW) * step
 
 
 def learning(x: Tensor) -> bool:
@@ -140,8 +150,8 @@ def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool)
     return min(-(-room // stride), (size + padding - 1) // stride) + 1
 
 
-def channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor with the images and channels of `x`."""
+def empty_channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """With the images and channels of `x`."""
     shape = *x.shape[:2], height, width
     return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=torch.channels_last)
 
@@ -151,8 +161,8 @@ def pooled_like(
 ) -> tuple[Tensor, Tensor]:
     """Room for the output, and for the winners."""
     height, width = (out_size(size, kernel, stride, padding, ceil_mode) for size in x.shape[2:])
-    index = channels_last(x, height, width, torch.uint8) if indexed else x.new_empty(0, dtype=torch.uint8)
-    return channels_last(x, height, width), index
+    index = empty_channels_last(x, height, width, torch.uint8) if indexed else x.new_empty(0, dtype=torch.uint8)
+    return empty_channels_last(x, height, width), index
 
 
 def forward(x: Tensor, y: Tensor, index: Tensor, maximum: bool, *window: int) -> None:
@@ -162,16 +172,20 @@ def forward(x: Tensor, y: Tensor, index: Tensor, maximum: bool, *window: int) ->
 
 def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, *window: int) -> Tensor:
     dy = channel_slice(dy)
-    dx = channels_last(dy, height, width)
+    dx = empty_channels_last(dy, height, width)
     launches = plan_backward(tuple(dy.shape), (height, width), dy.stride(0), position_stride(dy), maximum, window)
     launches(dy, index, dx, alone=True)
     return dx
 
 
 def channel_slice(dy: Tensor) -> Tensor:
-    """`dy` itself where it is channels_last, or some channels of such a tensor (behind a concatenation); or a copy."""
+    """`dy` itself where it is channels_last, or some channels of such a tensor (behind a concatenation); or a copy.
+
+    A copy of those channels too where offsets in the whole tensor would be too large.
+    """
     step = position_stride(dy)
-    taken = dy.stride()[1:3] == (1, step * dy.shape[3])
+    height, width = dy.shape[2:]
+    taken = dy.stride()[1:3] == (1, step * width) and reach(height, width, step) < LIMIT
     return dy if taken else dy.contiguous(memory_format=torch.channels_last)
 
 
@@ -220,7 +234,7 @@ torch.library.register_fake("bkn_zoo::max_pool", pooled_like, lib=_library)
 
 @torch.library.register_fake("bkn_zoo::max_pool_backward", lib=_library)
 def _max_pool_backward_fake(dy: Tensor, index: Tensor, height: int, width: int, *window: int) -> Tensor:
-    return channels_last(dy, height, width)
+    return empty_channels_last(dy, height, width)
 
 
 @torch.library.register_fake("bkn_zoo::average_pool", lib=_library)
@@ -230,7 +244,7 @@ def _average_pool_fake(x: Tensor, kernel: int, stride: int, padding: int) -> Ten
 
 @torch.library.register_fake("bkn_zoo::average_pool_backward", lib=_library)
 def _average_pool_backward_fake(dy: Tensor, height: int, width: int, *window: int) -> Tensor:
-    return channels_last(dy, height, width)
+    return empty_channels_last(dy, height, width)
 
 
 class MaxPooling(torch.autograd.Function):
