@@ -180,7 +180,11 @@ class JustStarted(ServiceProcess):
 
     def workers(self) -> set[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return {int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+        found = set()
+        for pid in children:
+            with suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since, of those that come and go
+                found |= {int(pid)} if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
+        return found
 
     def _wait_until_ready(self) -> None:
         until(lambda: len(self.workers()) == 2, "two workers")
