@@ -9,11 +9,13 @@ docs/runs.md says it. Nothing is published.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 
 from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.cli import ended
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.results import write_results
@@ -55,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended("recalibrate.py", main))

@@ -20,7 +20,6 @@ from bkn_zoo.publishing.cards import (
     DATASETS,
     Run,
     batches,
-    counted,
     gained,
     read_evaluations,
     read_runs,
@@ -30,7 +29,7 @@ from bkn_zoo.publishing.cards import (
 from bkn_zoo.publishing.finetuning import read_study, study_table
 from bkn_zoo.publishing.full_length import FullLength, draw_full_length, full_length_table, full_lengths
 from bkn_zoo.publishing.publish import card_from_results
-from bkn_zoo.publishing.replication import measured
+from bkn_zoo.publishing.replication import counted, measured
 from bkn_zoo.publishing.results import table
 from bkn_zoo.publishing.zoo_card import zoo_card
 from bkn_zoo.training.recipes import Recipe, read_recipe

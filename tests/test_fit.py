@@ -25,12 +25,13 @@ from torch.testing import assert_close
 import bkn_zoo
 from bkn_zoo import create_model, list_models
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
-from bkn_zoo.norms import BatchRenorm2d
+from bkn_zoo.norms import BatchRenorm2d, recalibrate
 from bkn_zoo.norms.batch_kalman import KALMAN
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.comparisons import variance_gaps
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wilson_interval
@@ -482,10 +483,19 @@ def test_whether_a_graph_may_capture_the_optimizer_is_the_devices_and_not_the_st
     assert all(group["capturable"] for group in resumed.optimizer.param_groups)
 
 
-def test_an_evaluation_leaves_frozen_layers_frozen() -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, batch: evaluate(model, [batch]),
+        lambda model, batch: variance_gaps(model, [batch.images]),
+        lambda model, batch: recalibrate(model, [batch.images]),
+    ],
+    ids=["evaluate", "variance_gaps", "recalibrate"],
+)
+def test_what_is_asked_of_a_network_leaves_frozen_layers_frozen(ask: Any) -> None:
     model = started().model.train()
     frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
-    evaluate(model, [two_processes.batch()])
+    ask(model, two_processes.batch())
     assert not frozen.training
     assert all(module.training for module in model.modules() if module is not frozen)
 

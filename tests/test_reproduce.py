@@ -362,7 +362,9 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     )
     assert "| ResNet101 at (64,8): BKN is better than BN | +7.81 |  |  | not tested: GPU time" in text
     assert "| cifar100 | 128, 2 | 15 | +3.00 ± 0.10 | 60 | +3.00 ± 0.08 |" in text
-    assert "The lead is smaller at full length at 0 of 3" in text
+    assert "The lead is smaller at full length at 0 of 3." in text
+    assert "it is smaller still at 0 of" in text
+    assert "what steadies it" not in text
     failures = text.partition("## What did not replicate")[2].partition("\n## ")[0]
     assert (
         "moving statistics are as good as those of the batch (here: as `expected`): +0.00 in the paper, -2.00"

@@ -104,8 +104,11 @@ class GroupNorm2d(nn.GroupNorm):
         eps: float = 1e-5,
         channels_per_group: int | None = None,
     ) -> None:
-        of_channels = num_features // math.gcd(channels_per_group, num_features) if channels_per_group else None
-        super().__init__(of_channels or math.gcd(32, num_features), num_features, eps)
+        if channels_per_group is None:
+            groups = math.gcd(32, num_features)
+        else:
+            groups = num_features // math.gcd(channels_per_group, num_features)
+        super().__init__(groups, num_features, eps)
 
     def forward(  # type: ignore[override]
         self,

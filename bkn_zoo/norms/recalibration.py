@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
 
 
 @torch.no_grad()
@@ -27,20 +27,20 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
     norms: list[Any] = [m for m in model.modules() if isinstance(m, RunningNorm | _BatchNorm) and m.track_running_stats]
     if not norms:
         raise InputError("this model has no running averages to recalibrate: it normalizes the same way always.")
-    modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     steps = [norm.num_batches_tracked.clone() for norm in norms]
     try:
-        model.train()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None
         seen = 0
-        for batch in batches:
-            images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
-            model(images if device is None else images.to(device))
-            seen += 1
+        with left_in_its_modes(model):
+            model.train()
+            for batch in batches:
+                images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
+                model(images if device is None else images.to(device))
+                seen += 1
         if not seen:
             raise InputError("there are no batches to recalibrate with: check the data.")
         if any(isinstance(norm, RunningNorm) and norm.skipped_steps and not norm.num_batches_tracked for norm in norms):
@@ -54,5 +54,3 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
             norm.momentum = momentum
             if momentum is not None:  # it counts the steps of training, and of the average where there is no momentum
                 norm.num_batches_tracked.copy_(step)
-        for module, training in modes:
-            module.training = training

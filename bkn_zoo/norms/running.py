@@ -1,7 +1,8 @@
 """The frame that BN, BRN and BKN share: observe, believe, remember, normalize."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -342,6 +343,17 @@ class RunningNorm(nn.Module):
         text += f", track_running_stats={self.track_running_stats}"
         group = self.statistics_batch_size
         return text if group is None else f"{text}, statistics_batch_size={group}"
+
+
+@contextmanager
+def left_in_its_modes(model: nn.Module) -> Iterator[None]:
+    """Within it a network may be put into training or evaluation; in the end each module is in its mode of before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def recomputing() -> bool:

@@ -13,8 +13,8 @@ from statistics import mean
 import torch
 
 from bkn_zoo.models import create_model
-from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, counted, is_plain, sizes
-from bkn_zoo.publishing.replication import spread
+from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes
+from bkn_zoo.publishing.replication import counted, spread
 from bkn_zoo.publishing.results import table
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"

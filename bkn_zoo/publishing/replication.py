@@ -21,12 +21,13 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
 Record = Mapping[str, Any]
-CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}
 NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm"}
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
     "gain_per_channel=True": "a gain per channel", "shared_process_noise=False": "R per channel",
 }  # fmt: skip
+HELD = f"{NORMS['bkn']}, {WORDS['link=False']}"
+"""How an arm of BKN without the link between layers is called."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Arm:
     runs: tuple[Run, ...]
     paper: float | None = None
     ablation: bool = False
+
+    @property
+    def batches(self) -> str:
+        """Gradient and statistics batch, to show."""
+        return f"{self.gradient}, {self.group}"
 
 
 @dataclass(frozen=True)
@@ -203,12 +209,7 @@ class Cell:
     @cached_property
     def chosen(self) -> str:
         """The mode that was best on the validation images, in the mean over seeds."""
-        return _best([{mode: measured(each, "validation")[mode]["top1"] for mode in MODES} for each in self.good])
-
-    @property
-    def learned(self) -> bool:
-        """Whether it is better than guessing, and not by a little."""
-        return mean(self.top1()) > 2 * 100 / CLASSES[self.arm.runs[0].recipe.dataset]
+        return chosen_statistics(self.good)
 
     def top1(self, mode: str | None = None, images: str = "test") -> list[float]:
         """Of each seed, in percent; without a mode, in the one that is chosen.
@@ -229,6 +230,11 @@ class Cell:
             asked = [each["recalibrated_validation"] for each in self.good if "recalibrated_validation" in each]
             mode = f"recalibrated {_best(asked)}" if asked else mode
         return [measured(each, images).get(mode or self.chosen, {}).get("top1") for each in self.good]
+
+
+def chosen_statistics(records: Sequence[Record]) -> str:
+    """The mode that was best on the validation images of runs that differ by their seeds, on the mean."""
+    return _best([{mode: measured(each, "validation")[mode]["top1"] for mode in MODES} for each in records])
 
 
 def _best(validation: Sequence[Mapping[str, float]]) -> str:
@@ -422,6 +428,10 @@ def spread(values: Iterable[float]) -> str:
     if not values:
         return ""
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def counted(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def cells(experiment: Experiment, records: Mapping[str, Record]) -> Iterator[Cell]:

@@ -1,14 +1,17 @@
 """docs/results.md, written from the plan of a replication and its records."""
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.cards import DATASETS, learned
 from bkn_zoo.publishing.replication import (
+    HELD,
     SAME,
     Cell,
     Difference,
@@ -18,6 +21,7 @@ from bkn_zoo.publishing.replication import (
     best,
     cell,
     cells,
+    counted,
     difference,
     leads_by_length,
     missing,
@@ -125,26 +129,22 @@ def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
         path = root / "results" / "plots" / f"{name}.png"
         return [f"![{text}](../results/plots/{name}.png)\n"] if path.exists() else []
 
-    about = [*plan.claims, *(claim for experiment in plan.experiments for claim in experiment.differences)]
-    count = sum(difference(claim, plan, records) is not None for claim in about)
+    claims = _found(plan.claims, plan, records)
+    differences = {each.name: _found(each.differences, plan, records) for each in plan.experiments}
+    count = sum(found is not None for _, found in itertools.chain(claims, *differences.values()))
     parts = [INTRODUCTION.format(count=count), _settings(plan), _state(plan, records)]
-    parts += [
-        "## The paper's claims\n",
-        _claims(plan, records),
-        "## What did not replicate\n",
-        _failures(plan, records),
-    ]
+    parts += ["## The paper's claims\n", _claims(claims), "## What did not replicate\n", _failures(claims)]
     parts += ["## The paper's tables and figures\n"]
     for experiment in plan.experiments:
         if experiment.place:
-            parts += [_section(experiment, plan, records, "###")]
+            parts += [_section(experiment, differences[experiment.name], plan, records)]
     parts += [LENGTHS, _lengths(plan, records), *picture("lengths", "BKN's lead over BN, after few epochs and many")]
     parts += picture("micro_batches", "The course of training at each pair of batches, as in the paper's figures")
     parts += [GAPS, _gaps(plan, records), *picture("variance_gap", "How far variances stray from their moving average")]
     parts += [*_speed(root), BEYOND]
     for experiment in plan.experiments:
         if not experiment.place:
-            parts += [_section(experiment, plan, records, "###")]
+            parts += [_section(experiment, differences[experiment.name], plan, records)]
             parts += picture(experiment.name, experiment.title)
     parts += picture("curves", "Validation accuracy over the training")
     parts += [RULES, _rules(plan, records), CALIBRATION, _calibration(plan, records), SMALLER, _smaller(plan, records)]
@@ -155,7 +155,7 @@ def headline(plan: Plan, records: Mapping[str, Record]) -> str:
     """The README's first table: each norm by images per group, on CIFAR-100."""
     groups = {128: "128 images a group", 2: "2", 1: "1"}
     rows = []
-    for label in ("BN", "BRN", "BKN, A held at zero", "BKN"):
+    for label in ("BN", "BRN", HELD, "BKN"):
         found = {
             each.arm.group: spread(each.top1()) or NOT_RUN
             for experiment in plan.experiments
@@ -199,10 +199,17 @@ def _state(plan: Plan, records: Mapping[str, Record]) -> str:
     )
 
 
-def _claims(plan: Plan, records: Mapping[str, Record]) -> str:
+Found = list[tuple[Mapping[str, Any], Difference | None]]
+"""Claims, and what was found."""
+
+
+def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str, Record]) -> Found:
+    return [(claim, difference(claim, plan, records)) for claim in claims]
+
+
+def _claims(claims: Found) -> str:
     rows = []
-    for claim in plan.claims:
-        found = difference(claim, plan, records)
+    for claim, found in claims:
         rows.append({
             "the paper says": claim["says"], "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
             "here": str(found or ""), "seeds": "" if found is None else _seeds(found),
@@ -215,10 +222,9 @@ def _seeds(found: Difference) -> str:
     return str(found.seeds[0]) if found.seeds[0] == found.seeds[1] else f"{found.seeds[0]} and {found.seeds[1]}"
 
 
-def _failures(plan: Plan, records: Mapping[str, Record]) -> str:
+def _failures(claims: Found) -> str:
     lines, untested = [], 0
-    for claim in plan.claims:
-        found = difference(claim, plan, records)
+    for claim, found in claims:
         if found is None:
             untested += 1
         elif not (said := verdict(claim, found)).startswith("held"):
@@ -229,14 +235,14 @@ def _failures(plan: Plan, records: Mapping[str, Record]) -> str:
         lines = ["Of what was tested, nothing."]
     if untested:
         are = "is" if untested == 1 else "are"
-        lines += ["", f"{untested} of the {len(plan.claims)} claims {are} not tested."]
+        lines += ["", f"{untested} of the {len(claims)} claims {are} not tested."]
     return "\n".join(lines) + "\n"
 
 
-def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], level: str) -> str:
+def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> str:
     place = f"For {experiment.place}. " if experiment.place else ""
-    seeds = "1 seed" if experiment.seeds == 1 else f"{experiment.seeds} seeds"
-    parts = [f"{level} {experiment.title}\n", f"{place}Setting `{experiment.setting}`, {seeds}.\n"]
+    about = f"{place}Setting `{experiment.setting}`, {counted(experiment.seeds)}.\n"
+    parts = [f"### {experiment.title}\n", about]
     found_cells = list(cells(experiment, records))
     if not any(each.records for each in found_cells):
         return "\n".join([*parts, f"None of its {len(found_cells)} rows is run yet.\n"])
@@ -245,7 +251,6 @@ def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], 
     if all(not row["paper"] for row in rows):
         names.remove("paper")
     parts += [table(rows, names) + "\n"]
-    found = [(claim, difference(claim, plan, records)) for claim in experiment.differences]
     lines = [
         {"what": claim["says"], "points": str(each), "seeds": _seeds(each), "": WORTH[each.verdict()]}
         for claim, each in found
@@ -256,7 +261,7 @@ def _section(experiment: Experiment, plan: Plan, records: Mapping[str, Record], 
     lists = [claim[side] for claim in experiment.differences for side in ("this", "that")]
     choices = {tuple(names): best(names, plan, records) for names in lists if isinstance(names, list)}
     ends = [each.arm for names, each in choices.items() if each.good and each.arm.name == names[-1]]
-    last = [f"{arm.label} ({arm.gradient}, {arm.group})" for arm in ends]
+    last = [f"{arm.label} ({arm.batches})" for arm in ends]
     if last:
         parts += [f"The largest that was tried, so that a larger one may be better still: {'; '.join(last)}.\n"]
     return "\n".join(parts)
@@ -266,14 +271,15 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
     leads = leads_by_length(plan, records)
     rows = [
         {
-            "setting": short.arm.setting, "batches": f"{short.arm.gradient}, {short.arm.group}",
+            "setting": short.arm.setting, "batches": short.arm.batches,
             "epochs": short.arm.runs[0].recipe.epochs, "lead": str(short.points),
             "at full length": full.arm.runs[0].recipe.epochs, "lead then": str(full.points),
         }
         for short, full in leads
     ]  # fmt: skip
     smaller = sum(full.points.value < short.points.value for short, full in leads)
-    said = f"The lead is smaller at full length at {smaller} of {len(leads)}: part of it is that BKN learns faster.\n"
+    so = ": part of it is that BKN learns faster" if smaller == len(leads) else ""
+    said = f"The lead is smaller at full length at {smaller} of {len(leads)}{so}.\n"
     return f"{_table_of(rows)}\n{said}" if rows else _table_of(rows)
 
 
@@ -283,7 +289,7 @@ def _row(each: Cell) -> dict[str, Any]:
     wanted, have = len(each.arm.runs), len(each.good)
     return {
         "norm": each.arm.label,
-        "batches": f"{each.arm.gradient}, {each.arm.group}",
+        "batches": each.arm.batches,
         "paper": "" if each.arm.paper is None else f"{each.arm.paper:g}",
         "top-1": f"**{shown}**" if have else shown,
         "seeds": str(have) if have == wanted else f"{have} of {wanted}",
@@ -311,8 +317,12 @@ def _table_of(rows: list[dict[str, Any]]) -> str:
 
 def _head(each: Cell) -> dict[str, Any]:
     arm = each.arm
-    batches = f"{arm.gradient}, {arm.group}"
-    return {"setting": arm.setting, "norm": arm.label, "batches": batches, "seeds": len(each.records)}
+    return {"setting": arm.setting, "norm": arm.label, "batches": arm.batches, "seeds": len(each.records)}
+
+
+def _learned(each: Cell) -> bool:
+    classes = DATASETS[each.arm.runs[0].recipe.dataset].classes
+    return classes is None or learned(each.top1(), classes)
 
 
 def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
@@ -335,9 +345,9 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
         })  # fmt: skip
         for rule, places in apart.items():
             gaps = each.gaps(rule, "expected")
-            if gaps and abs(mean(gaps)) > SAME and each.learned:
+            if gaps and abs(mean(gaps)) > SAME and _learned(each):
                 norm = each.arm.label.partition(",")[0]
-                places.append(f"{norm} at {each.arm.setting} ({rows[-1]['batches']}) {mean(gaps):+.1f}")
+                places.append(f"{norm} at {each.arm.setting} ({each.arm.batches}) {mean(gaps):+.1f}")
     said = [f"- {rule}: {'; '.join(places) or 'nowhere'}." for rule, places in apart.items()]
     return "\n".join([_table_of(rows), "By more than a point better (+) or worse (-) than `expected`:\n", *said, ""])
 
@@ -370,26 +380,29 @@ def _smaller(plan: Plan, records: Mapping[str, Record]) -> str:
 
 def _gaps(plan: Plan, records: Mapping[str, Record]) -> str:
     rows: list[dict[str, Any]] = []
-    gaps: dict[str, dict[str, float]] = {"BN": {}, "BKN": {}, "BKN, A held at zero": {}}
+    gaps: dict[str, dict[str, float]] = {"BN": {}, "BKN": {}, HELD: {}}
     for each in _arms(plan, records, "variance_gap"):
-        unlinked = each.arm.label == "BKN, A held at zero"
-        if not each.learned or (each.arm.ablation and not unlinked):
+        unlinked = each.arm.label == HELD
+        if not _learned(each) or (each.arm.ablation and not unlinked):
             continue
         gap = [mean(record["variance_gap"]) for record in each.records]
         error = f" ± {stdev(gap):.3f}" if len(gap) > 1 else ""
         rows.append({**_head(each), "gap": f"{mean(gap):.3f}{error}"})
         kind = each.arm.label if unlinked else each.arm.label.partition(",")[0]
-        gaps.setdefault(kind, {})[f"{each.arm.setting} ({rows[-1]['batches']})"] = mean(gap)
+        gaps.setdefault(kind, {})[f"{each.arm.setting} ({each.arm.batches})"] = mean(gap)
 
-    def compared(this: str, that: str) -> str:
+    def compared(this: str, that: str) -> tuple[str, bool]:
+        """Where the one is smaller, in words, and whether it is so everywhere."""
         both = [place for place in gaps[this] if place in gaps[that]]
         larger = [place for place in both if gaps[this][place] >= gaps[that][place]]
-        return f"{len(both) - len(larger)} of {len(both)}" + (f" (not at {', '.join(larger)})" if larger else "")
+        but_for = f" (not at {', '.join(larger)})" if larger else ""
+        return f"{len(both) - len(larger)} of {len(both)}{but_for}", bool(both) and not larger
 
+    (than_bn, _), (unlinked_than_bkn, everywhere) = compared("BKN", "BN"), compared(HELD, "BKN")
+    so = ": what steadies it is the shrinking, and not the link between layers" if everywhere else ""
     return (
-        f"{_table_of(rows)}\nBKN's is smaller than BN's at {compared('BKN', 'BN')} pairs of batches; with A held at "
-        f"zero it is smaller still at {compared('BKN, A held at zero', 'BKN')}: what steadies it is the shrinking, and "
-        "not the link between layers.\n"
+        f"{_table_of(rows)}\nBKN's is smaller than BN's at {than_bn} pairs of batches; with A held at zero it is "
+        f"smaller still at {unlinked_than_bkn}{so}.\n"
     )
 
 

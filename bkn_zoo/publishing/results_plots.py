@@ -11,6 +11,7 @@ from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
 from bkn_zoo.publishing.replication import (
+    HELD,
     Cell,
     Difference,
     Plan,
@@ -18,13 +19,14 @@ from bkn_zoo.publishing.replication import (
     between,
     cell,
     cells,
+    counted,
     deviation,
     leads_by_length,
 )
 from bkn_zoo.publishing.results import save_figures
+from bkn_zoo.publishing.results_page import WORTH
 from bkn_zoo.training.recipes import Recipe
 
-HELD = "BKN, A held at zero"
 COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
 DEFAULT_GAIN = 0.5
 TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
@@ -74,18 +76,14 @@ def _less(this: Cell, that: Cell, plan: Plan, records: Mapping[str, Record], ima
 
 
 def _worth(found: Difference) -> str:
-    """As the page's tables say it."""
-    return {"held": "a gain", "did not hold": "a loss"}.get(found.verdict().partition(" (")[0], "within chance")
+    """As the page's tables say it, whatever the number of seeds."""
+    return WORTH[found.verdict().partition(" (")[0]]
 
 
 def _is(found: Difference) -> str:
     """What follows "this is", and precedes "that"."""
     side = {"a gain": "above", "a loss": "below"}.get(_worth(found))
     return f"{abs(found.value):.1f} points {side}" if side else "within chance of"
-
-
-def _seeds(number: int) -> str:
-    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 def _listed(words: Iterable[object]) -> str:
@@ -306,11 +304,11 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
     lost = [record["curve"][-1] for record in each.records if "failed" in record and record["curve"]]
     if each.good:
         _, steps, values = _courses(each)
-        shown = f"{norm}, {_seeds(len(each.good))}"
+        shown = f"{norm}, {counted(len(each.good))}"
         _band(axes, [float(step) for step in steps], values, shown, COLOURS[norm], **style)
     if len(each.good) < len(each.records):
         xs, ys = [line["step"] for line in lost], [max(line["top1"].values()) for line in lost]
-        shown = f"{norm}, {_seeds(len(each.records) - len(each.good))} diverged"
+        shown = f"{norm}, {counted(len(each.records) - len(each.good))} diverged"
         axes.plot(xs, ys, "x", color=COLOURS[norm], label=shown, clip_on=False)
 
 

@@ -17,7 +17,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import recalibrate
-from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
 from bkn_zoo.norms.statistics import observe, pool
 
 Rule = Callable[[RunningNorm, Belief, int], Belief]
@@ -151,12 +151,11 @@ def _in_training(
         watch(layer, args[0].detach(), output[1])
 
     hooks = [layer.register_forward_hook(hook) for layer in layers(model)]
-    was_training = model.training
-    model.train()
     try:
-        for images in batches:
-            model(images.contiguous(memory_format=torch.channels_last))
+        with left_in_its_modes(model):
+            model.train()
+            for images in batches:
+                model(images.contiguous(memory_format=torch.channels_last))
     finally:
-        model.train(was_training)
         for handle in hooks:
             handle.remove()

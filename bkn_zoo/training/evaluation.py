@@ -13,6 +13,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
+from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
 from bkn_zoo.training.batch import Batch
 
@@ -55,21 +56,17 @@ def predict(
         total: of the images, for the bar.
     """
     network = model if isinstance(model, Network) else model.model
-    modes_before = [(module, module.training) for module in network.modules()]
-    network.eval()
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
-    try:
-        with nullcontext(lambda more: None) if what is None else bar(total, what, "image") as done:
-            for images, targets in batches:
-                images = images.contiguous(memory_format=torch.channels_last)
-                labels.append(targets.argmax(1))
-                for mode in modes:
-                    logits[mode].append(model(images, statistics=mode).float())
-                done(len(images))
-    finally:
-        for module, training in modes_before:
-            module.training = training
+    progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image")
+    with left_in_its_modes(network), progress as done:
+        network.eval()
+        for images, targets in batches:
+            images = images.contiguous(memory_format=torch.channels_last)
+            labels.append(targets.argmax(1))
+            for mode in modes:
+                logits[mode].append(model(images, statistics=mode).float())
+            done(len(images))
     if not labels:
         raise InputError("there are no images to evaluate on: check the data folder.")
     return {mode: torch.cat(outputs) for mode, outputs in logits.items()}, torch.cat(labels)
