@@ -139,6 +139,22 @@ def test_the_card_says_what_part_of_the_gain_is_the_link_between_layers(folder: 
     assert re.search(r"a layer observes \+11.50 ± \d.\d\d. ± is the standard error of a difference", text)
 
 
+def test_the_card_says_what_the_link_is_worth_where_bn_was_trained_for_less_or_on_smaller_images(
+    folder: Path, results: Path
+) -> None:
+    arms = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 53.0)]
+    shorter = [record(f"{n} {o}", n, top1, epochs=15, recipe={"norm_options": o, "size": 24}) for n, o, top1 in arms]
+    longer = [record(f"long {n} {o}", n, top1 + 9, epochs=16, recipe={"norm_options": o}) for n, o, top1 in arms[:1]]
+    longer += [record("long link", "bkn", 75.0, epochs=16, recipe={"norm_options": {"link": False}})]
+    reproduced(results, *shorter)
+    text = card_from_results(folder, NAME, results)
+    assert "\nIn runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in text
+    reproduced(results, *longer)
+    text = card_from_results(folder, NAME, results)
+    assert "In runs of 16 epochs (1 seed) the link between layers is worth -1.00 points, against A held at" in text
+    assert "zero. In runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in text
+
+
 def test_the_card_gives_no_gain_in_points_over_a_network_that_did_not_learn(folder: Path, results: Path) -> None:
     arms = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 19.9)]
     runs = [record(f"{n} {o}", n, top1, epochs=15, recipe={"norm_options": o}) for n, o, top1 in arms]

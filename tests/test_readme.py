@@ -22,6 +22,7 @@ from PIL import Image
 import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.publishing.full_length import FullLength, drawn
+from bkn_zoo.publishing.replication import Difference, difference, read_plan, read_records
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -135,14 +136,36 @@ def test_the_measurements_in_the_documents_are_those_in_the_results(
     assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
 
 
-def test_the_lead_in_the_readmes_short_trainings_is_larger_than_at_full_length() -> None:
-    """As it says between its two tables."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "larger in them than at the recipe's full\nlength" in text
-    number = r"\**(\d+\.\d+)[^|]*"
-    short = {norm: float(re.search(rf"^\| {norm} \|[^|]*\| {number}\|", text, re.M)[1]) for norm in ("BN", "BKN")}
-    full = re.search(rf"^\| CIFAR-100, `inception_cifar` \| 2 \| {number}\| {number}\|", text, re.M)
-    assert short["BKN"] - short["BN"] > float(full[2]) - float(full[1]) > 0
+def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -> None:
+    plan = read_plan(ROOT / "scripts" / "experiments.toml", ROOT / "recipes")
+    records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+    def lead(setting: str, this: str, that: str) -> Difference:
+        found = difference({"this": f"{setting}.{this}", "that": f"{setting}.{that}"}, plan, records)
+        assert found is not None
+        return found
+
+    assert "With two images a group it ends well above BN and GroupNorm, and near BN with 128." in text
+    assert all(lead("cifar100_full", "bkn.128-2", other).verdict() == "held" for other in ("bn.128-2", "gn.128-128"))
+    assert abs(lead("cifar100_full", "bkn.128-2", "bn.128-128").value) < 1
+
+    assert "held at zero, the network is as good with two images a group." in text
+    for setting in ("cifar100_full", "cifar100"):
+        assert lead(setting, "bkn.128-2", "bkn.128-2.link=False").verdict() == "within chance"
+    assert "With one, the link is ahead after the short training, and by no more than chance at full length." in text
+    assert lead("cifar100", "bkn.128-1", "bkn.128-1.link=False").verdict() == "held"
+    assert lead("cifar100_full", "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
+    assert "in short trainings on Tiny ImageNet, where the link is worth more" in text
+    tiny = lead("tiny", "bkn.256-4", "bkn.256-4.link=False")
+    assert tiny.verdict() == "held"
+    assert tiny.value > lead("cifar100", "bkn.128-1", "bkn.128-1.link=False").value
+
+    assert "its lead over BN is smaller at full length, and of its lead over GroupNorm" in text
+    assert lead("cifar100", "bkn.128-2", "bn.128-2").value > lead("cifar100_full", "bkn.128-2", "bn.128-2").value
+    assert "with one image a group little is left there." in text
+    rest = lead("cifar100_full", "bkn.128-1", "gn.128-128").value
+    assert 0 < rest < lead("cifar100", "bkn.128-1", "gn.128-128").value / 5
 
 
 def test_the_page_of_runs_says_what_running_averages_taken_anew_are_worth(

@@ -361,8 +361,8 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
         "| held |" in text
     )
     assert "| ResNet101 at (64,8): BKN is better than BN | +7.81 |  |  | not tested: GPU time" in text
-    assert "| cifar100 | 128, 2 | 15 | +3.00 ± 0.10 | 60 | +3.00 ± 0.08 |" in text
-    assert "The lead is smaller at full length at 0 of 3." in text
+    assert "| cifar100 | 128, 2 | BN | 15 | +3.00 ± 0.10, a gain | 60 | +3.00 ± 0.08, a gain |" in text
+    assert "Of 14 gains after few epochs, 0 are smaller at full length and 0 are none there." in text
     assert "it is smaller still at 0 of" in text
     assert "what steadies it" not in text
     failures = text.partition("## What did not replicate")[2].partition("\n## ")[0]
@@ -375,7 +375,7 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
     anew = (
         "| Inception-v2 at (256,32), with running statistics taken anew by the averaged weights: BKN is better than BN"
     )
-    assert f"{anew} | +0.90 | +6.00 ± 0.14 | 2 | held |" in text  # twice as much as in the record's modes
+    assert f"{anew} | +0.90 | +6.00 ± 0.16 | 3 | held |" in text  # twice as much as in the record's modes
     assert "- EvalNorm: nowhere." in text
     assert "61.25" in text
     assert "0.600 ± 0.000" in text
@@ -384,7 +384,7 @@ def test_the_page_holds_what_the_records_say(plan: Plan) -> None:
 
 def test_of_several_arms_the_one_counts_that_was_best_on_validation(plan: Plan) -> None:
     records = invented(plan)
-    rates = [f"cifar100.bn.128-2.lr={rate}" for rate in (0.1, 0.2, 0.4)]
+    rates = [f"cifar100.bn.128-2.lr={rate}" for rate in (0.1, 0.2, 0.8)]
     claim = {"says": "BKN is better", "this": "cifar100.bkn.128-2", "that": rates}
     keys = [plan.arms[name].runs[0].key for name in rates]
     for key, validation, test in zip(keys, (50.0, 70.0, 60.0), (58.0, 55.0, 59.0), strict=True):
@@ -393,7 +393,7 @@ def test_of_several_arms_the_one_counts_that_was_best_on_validation(plan: Plan) 
     found = difference(claim, plan, records)
     assert found is not None
     assert found.value == pytest.approx(63.1 - 55.0)
-    end = "so that a larger one may be better still: BN, lr = 0.4 (128, 2)."
+    end = "so that a larger one may be better still: BN, lr = 0.8 (128, 2)."
     assert end not in page(plan, records, ROOT)
     records[keys[2]]["validation"]["expected"]["top1"] = 80.0
     assert end in page(plan, records, ROOT)
@@ -417,8 +417,9 @@ def test_that_no_steps_are_saved_is_the_schedules_doing(plan: Plan) -> None:
 def test_the_readmes_table_is_written_in_its_place(plan: Plan) -> None:
     before = f"# Title\n\n| {HEADLINE} | 128 |\n| --- | --- |\n| BN | 0 |\n\nMore."
     after = with_headline(before, plan, invented(plan))
-    assert after.startswith("# Title\n\n| CIFAR-100, top-1 (%) | 128 images a group | 2 | 1 |\n")
-    assert "| BKN, A held at zero |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in after
+    assert after.startswith("# Title\n\n| CIFAR-100, top-1 (%) | epochs | 128 images a group | 2 | 1 |\n")
+    assert "| BKN, A held at zero | 60 |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in after
+    assert "| BKN, A held at zero | 15 |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in after
     assert after.endswith("|\n\nMore.")
 
 
@@ -469,7 +470,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(plan: Plan) -> None:
     assert "Of 15 starts of the gain q other than 0.5, none is beyond chance" in before["gain"]
     assert "BKN (128,2) is 3.0 points above BN (128,128), 3.0 points above BN (128,2) and" in before["curves"]
     assert "BKN ends above BN at 6 of 6 pairs" in before["micro_batches"]
-    assert "is smaller at full length in 0 of 3 settings" in before["lengths"]
+    assert "is smaller at full length in 0 of 14 comparisons" in before["lengths"]
     assert "strays from the moving average by 0.50 with BN and 0.50 with BKN" in before["variance_gap"]
 
     add(-2.0, "cifar100.bkn.128-2")
@@ -485,7 +486,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(plan: Plan) -> None:
     assert "6 are beyond chance: 0.15 with groups of 2 (+2.0), 0.3 with groups of 2 (+2.0)," in after["gain"]
     assert "BKN (128,2) is 1.0 points above BN (128,128)" in after["curves"]
     assert "BKN ends above BN at 5 of 6 pairs" in after["micro_batches"]
-    assert "is smaller at full length in 2 of 3 settings" in after["lengths"]
+    assert "is smaller at full length in 6 of 14 comparisons" in after["lengths"]
     assert "strays from the moving average by 0.10 with BN and 0.20 with BKN" in after["variance_gap"]
 
 
@@ -497,8 +498,8 @@ def test_courses_say_of_how_many_seeds_they_are_and_which_diverged(plan: Plan) -
     del records[plan.arms["tiny.bkn.256-4"].runs[1].key]
     figure = figures(plan, records)["micro_batches"]
     legends = {axes.get_title(): axes.get_legend_handles_labels()[1] for axes in figure.axes}
-    assert legends["(256,4)"] == ["BKN, 1 seed", "BN, 2 seeds", "BRN, 2 seeds diverged", "GroupNorm, 2 seeds"]
-    assert legends["(64,8)"] == ["BKN, 2 seeds", "BN, 2 seeds", "BRN, 2 seeds"]
+    assert legends["(256,4)"] == ["BKN, 1 seed", "BN, 2 seeds", "BRN, 1 seed diverged", "GroupNorm, 2 seeds"]
+    assert legends["(64,8)"] == ["BKN, 2 seeds", "BN, 2 seeds", "BRN, 1 seed"]
     (panel,) = (axes for axes in figure.axes if axes.get_title() == "(256,4)")
     assert len(panel.collections) == 2  # a single seed has no band, nor have those that diverged
     assert len({axes.get_ylim() for axes in figure.axes if "fifth" not in axes.get_title()}) == 1

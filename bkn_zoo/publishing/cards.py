@@ -348,44 +348,59 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
     return f"{shown} {', '.join(gains)}." if gains else ""
 
 
+Length = tuple[int, int, float]
+"""A training's epochs, its images' size and the share held out."""
+
+
 def _parts(config: Config, runs: Sequence[Run]) -> str:
     """What part of the gain over BN is the link between layers, by runs with A held at zero, or that nobody knows.
 
-    By runs of the recipe or, where there are none, of one that differs by its length and the share held out alone.
+    By runs of the recipe or, where there are none, of one that differs by its length, the images' size and the share
+    held out alone.
     """
+    shortened = ("epochs", "validation", "size", "train_size")
 
     def kind(recipe: Mapping[str, Any]) -> dict[str, Any]:
-        same = {key: value for key, value in but_for_twins(recipe).items() if key not in ("epochs", "validation")}
+        same = {key: value for key, value in but_for_twins(recipe).items() if key not in shortened}
         return same | {"network": recipe["model"].rpartition("_")[0], "group": recipe["statistics_batch"]}
 
     options = config.recipe.get("norm_options", {})
     arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}
-    of: dict[tuple[int, float], dict[str, list[Run]]] = {}
+    of: dict[Length, dict[str, list[Run]]] = {}
     for run in runs:
         own = run["norm"], run["recipe"].get("norm_options", {})
         for name in (name for name, arm in arms.items() if own == arm and kind(run["recipe"]) == kind(config.recipe)):
-            length = run["epochs"], run["recipe"].get("validation", 0.0)
+            length = run["epochs"], run["recipe"].get("size", 0), run["recipe"].get("validation", 0.0)
             of.setdefault(length, {}).setdefault(name, []).append(run)
-    complete = {length: found for length, found in of.items() if len(found) == len(arms)}
-    if not complete:
+    linked = sorted(length for length in of if {"whole", "unlinked"} <= of[length].keys())
+    if not linked:
         return PARTS_UNKNOWN
-    length = max(complete)
-    whole, unlinked, plain = (chosen_top1(complete[length][name]) for name in arms)
-    by = f"In runs of {length[0]} epochs ({counted(len(unlinked))})"
-    chance = 100 / config.num_classes
-    if not learned(plain, config.num_classes):
-        said = (
-            f"{by} BN with as few images per group does not learn: it ends at {mean(plain):.2f} %, and chance is "
-            f"{chance:g} %. A gain over it in points would say little; against A held at zero, the link between layers "
-            f"is worth {between(whole, unlinked)} points."
-        )
-    else:
-        said = (
-            f"{by} the whole gain over BN with as many images per group is {between(whole, plain)} points. By runs "
-            f"with A held at zero, the link between layers is worth {between(whole, unlinked)} of them and the "
-            f"shrinking of what a layer observes {between(unlinked, plain)}."
-        )
+    complete = [length for length in linked if "plain" in of[length]]
+    asked = dict.fromkeys([linked[-1], *complete[-1:]])
+    said = " ".join(_part(length, of[length], config) for length in asked)
     return f"{said} ± is the standard error of a difference, from these seeds." if "±" in said else said
+
+
+def _part(length: Length, found: Mapping[str, Sequence[Run]], config: Config) -> str:
+    """By runs of one length, with BN or without."""
+    epochs, size, _ = length
+    top1 = {name: chosen_top1(runs) for name, runs in found.items()}
+    whole, unlinked, plain = top1["whole"], top1["unlinked"], top1.get("plain")
+    smaller = "" if size == config.recipe.get("size", 0) else f" with images of {size} px"
+    by = f"In runs of {epochs} epochs{smaller} ({counted(len(unlinked))})"
+    if plain is None:
+        return f"{by} the link between layers is worth {between(whole, unlinked)} points, against A held at zero."
+    if not learned(plain, config.num_classes):
+        return (
+            f"{by} BN with as few images per group does not learn: it ends at {mean(plain):.2f} %, and chance is "
+            f"{100 / config.num_classes:g} %. A gain over it in points would say little; against A held at zero, the "
+            f"link between layers is worth {between(whole, unlinked)} points."
+        )
+    return (
+        f"{by} the whole gain over BN with as many images per group is {between(whole, plain)} points. By runs "
+        f"with A held at zero, the link between layers is worth {between(whole, unlinked)} of them and the "
+        f"shrinking of what a layer observes {between(unlinked, plain)}."
+    )
 
 
 def learned(top1: Sequence[float], classes: int) -> bool:

@@ -131,17 +131,15 @@ def _experiment(
 ) -> Experiment:
     arms = []
     for row in content["rows"]:
-        unknown = set(row) - {"norm", "groups", "gradient", "options", "fields", "width", "paper"}
+        unknown = set(row) - {"norm", "groups", "gradient", "options", "fields", "seeds", "width", "paper"}
         if unknown:
             raise InputError(f"experiment {content['name']}: a row does not take {sorted(unknown)[0]!r}.")
-        options, fields = row.get("options", {}), row.get("fields", {})
+        options, fields, seeds = row.get("options", {}), row.get("fields", {}), row.get("seeds", content["seeds"])
         lists = [_listed(row["groups"]), *map(_listed, options.values()), *map(_listed, fields.values())]
         for group, *values in itertools.product(*lists):
             chosen = dict(zip([*options, *fields], values, strict=True))
             own, changed = ({name: chosen[name] for name in names} for names in (options, fields))
-            arms.append(
-                _arm(row, content["setting"], settings, recipes, content["seeds"], group, own, changed, overrides)
-            )
+            arms.append(_arm(row, content["setting"], settings, recipes, seeds, group, own, changed, overrides))
     name, title, setting, seeds = (content[field] for field in ("name", "title", "setting", "seeds"))
     about = tuple(content.get("differences", []))
     return Experiment(name, title, setting, content.get("place"), seeds, tuple(arms), about)
@@ -357,25 +355,35 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
 
 @dataclass(frozen=True)
 class Lead:
-    """BKN's over BN, of an arm of BKN."""
+    """Of an arm of BKN over another arm."""
 
     arm: Arm
+    over: Arm
     points: Difference
 
 
 def leads_by_length(plan: Plan, records: Mapping[str, Record]) -> list[tuple[Lead, Lead]]:
-    """After a short training and after one of full length, of settings NAME and NAME_full, at equal batches."""
+    """After a short training and after one of full length, of settings NAME and NAME_full.
+
+    Over BN and over BKN with A held at zero, at equal batches, and over GroupNorm, which has no groups of images.
+    """
     found = []
     for arm in plan.arms.values():
         short, _, rest = arm.name.partition("_full.bkn.")
         if not rest or arm.ablation:
             continue
-        pairs = [(f"{setting}.bkn.{rest}", f"{setting}.bn.{rest}") for setting in (short, f"{short}_full")]
-        if all(name in plan.arms for pair in pairs for name in pair):
-            points = [difference({"this": this, "that": that}, plan, records) for this, that in pairs]
-            leads = [Lead(plan.arms[this], lead) for (this, _), lead in zip(pairs, points, strict=True) if lead]
-            found += [(leads[0], leads[1])] if len(leads) == 2 else []
+        for other in (f"bn.{rest}", f"gn.{arm.gradient}-{arm.gradient}", f"bkn.{rest}.link=False"):
+            leads = [_lead(f"{each}.bkn.{rest}", f"{each}.{other}", plan, records) for each in (short, f"{short}_full")]
+            if leads[0] and leads[1]:
+                found.append((leads[0], leads[1]))
     return found
+
+
+def _lead(this: str, that: str, plan: Plan, records: Mapping[str, Record]) -> Lead | None:
+    if this not in plan.arms or that not in plan.arms:
+        return None
+    points = difference({"this": this, "that": that}, plan, records)
+    return None if points is None else Lead(plan.arms[this], plan.arms[that], points)
 
 
 def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cell:

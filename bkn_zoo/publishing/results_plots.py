@@ -43,11 +43,11 @@ def figures(plan: Plan, records: Mapping[str, Record]) -> dict[str, Any]:
     return {name: plot(plan, records) for name, plot in PLOTS.items()}
 
 
-def _figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
+def _figure(width: float, height: float, columns: int = 1, rows: int = 1, sharey: bool = False) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    return figure, figure.subplots(rows, columns, sharey=sharey)
 
 
 def _cells(plan: Plan, name: str, records: Mapping[str, Record]) -> list[Cell]:
@@ -313,35 +313,39 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
 
 
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
-    """BKN's lead over BN after a short training, and after one of the recipe's full length, with the same batches."""
+    """BKN's lead over each rival after a short training, and after one of the recipe's full length."""
     leads = sorted(leads_by_length(plan, records), key=lambda pair: -pair[0].points.value)
     if not leads:
         return None
-    figure, axes = _figure(7.0, 4.4)
-    for ends, look in zip(leads, _looks(len(leads)), strict=True):
-        arm, recipes = ends[0].arm, [lead.arm.runs[0].recipe for lead in ends]
-        sizes = [f"{recipe.size} px" for recipe in recipes]
-        more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
-        shown = f"{_setting(recipes[0])} ({arm.gradient},{arm.group}){more}"
-        axes.plot([0, 1], [lead.points.value for lead in ends], label=shown, **look)
-        for x, (recipe, lead) in enumerate(zip(recipes, ends, strict=True)):
-            points = lead.points
-            axes.errorbar(x, points.value, points.error, capsize=3, **look)
-            axes.annotate(
-                f"{points}, {recipe.epochs} epochs" + (", one seed" if points.error is None else ""),
-                (x, points.value), (12 if x else -12, 0), textcoords="offset points", size=9, va="center",
-                ha="left" if x else "right",
-            )  # fmt: skip
-    axes.set_xticks([0, 1], ["shorter training", "full length"])
-    axes.set_xlim(-0.8, 1.95)
-    axes.set_ylim(min(0.0, axes.get_ylim()[0]), None)
-    axes.axhline(0, color="black", linewidth=1)
-    axes.set_ylabel("BKN's top-1 less BN's on the test images\n(points, with standard error)")
+    rivals = list(dict.fromkeys(short.over.label for short, _ in leads))
+    arms = list(dict.fromkeys((short.arm.setting, short.arm.group) for short, _ in leads))
+    looks = dict(zip(arms, _looks(len(arms)), strict=True))
+    figure, grid = _figure(3.6 * len(rivals) + 0.6, 4.6, columns=len(rivals), sharey=True)
+    panels = list(grid) if len(rivals) > 1 else [grid]
+    lines: dict[str, Any] = {}
+    for axes, rival in zip(panels, rivals, strict=True):
+        for ends in (ends for ends in leads if ends[0].over.label == rival):
+            arm, recipes = ends[0].arm, [lead.arm.runs[0].recipe for lead in ends]
+            sizes = [f"{recipe.size} px" for recipe in recipes]
+            more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
+            once = " (the latter with one seed)" if ends[1].points.error is None else ""
+            epochs = f"{recipes[0].epochs} and {recipes[1].epochs} epochs{once}"
+            shown = f"{DATASETS[recipes[0].dataset].shown} ({arm.gradient},{arm.group}), {epochs}{more}"
+            look = looks[arm.setting, arm.group]
+            axes.plot([0, 1], [lead.points.value for lead in ends], label=shown, **look)
+            for x, lead in enumerate(ends):
+                axes.errorbar(x, lead.points.value, lead.points.error, capsize=3, **look)
+        axes.set_xticks([0, 1], ["shorter\ntraining", "full\nlength"])
+        axes.set_xlim(-0.35, 1.35)
+        axes.axhline(0, color="black", linewidth=1)
+        axes.set_title(f"less {rival}", size=10.5)
+        axes.grid(axis="y", alpha=0.3)
+        lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9)
+    panels[0].set_ylabel("BKN's top-1 on the test images, less another's\n(points, with standard error)")
     smaller = sum(full.points.value < short.points.value for short, full in leads)
-    message = f"BKN's lead over BN is smaller at full length in {smaller} of {len(leads)} settings"
-    axes.set_title(_title(message, "the same recipe for both; (gradient batch, statistics batch)"), size=10.5)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=9)
+    message = f"BKN's lead is smaller at full length in {smaller} of {len(leads)} comparisons"
+    figure.suptitle(_title(message, "the same recipe for both; (gradient batch, statistics batch)", 90), size=10.5)
     return figure
 
 

@@ -60,8 +60,8 @@ UNTESTED = """\
   ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
-- What the link between layers is worth beyond CIFAR-100 and `inception_cifar`, and what BRN and GroupNorm reach at a
-  recipe's full length ([docs/results.md](docs/results.md) compares them in shorter trainings)."""
+- At a recipe's full length: BRN; and beyond CIFAR-100, GroupNorm and what the link between layers is worth
+  ([docs/results.md](docs/results.md) has them in shorter trainings)."""
 
 TRAINING = """\
 ## Time and energy of training
