@@ -21,6 +21,7 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo import cli
+from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.full_length import FullLength, drawn
 from bkn_zoo.publishing.replication import Difference, difference, read_plan, read_records
 
@@ -141,31 +142,38 @@ def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -
     records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
-    def lead(setting: str, this: str, that: str) -> Difference:
-        found = difference({"this": f"{setting}.{this}", "that": f"{setting}.{that}"}, plan, records)
+    def lead(setting: str, this: str, that: str, rule: str | None = None) -> Difference:
+        arms = {"this": f"{setting}.{this}", "that": f"{setting}.{that}"}
+        found = difference({**arms, "modes": [rule, rule]}, plan, records)
         assert found is not None
         return found
 
-    assert "With two images a group it ends well above BN and GroupNorm, and near BN with 128." in text
-    assert all(lead("cifar100_full", "bkn.128-2", other).verdict() == "held" for other in ("bn.128-2", "gn.128-128"))
-    assert abs(lead("cifar100_full", "bkn.128-2", "bn.128-128").value) < 1
+    full, short = "cifar100_full", "cifar100"
+    assert (
+        "it ends above BN, by whichever rule an image is normalized at inference, above GroupNorm, and within" in text
+    )
+    rules = (None, *MODES, "EvalNorm", "example weighing", "recalibrated")
+    assert all(lead(full, "bkn.128-2", "bn.128-2", rule).verdict() == "held" for rule in rules)
+    assert lead(full, "bkn.128-2", "gn.128-128").verdict() == "held"
+    assert "within a point of BN with 128." in text
+    assert abs(lead(full, "bkn.128-2", "bn.128-128").value) < 1
 
-    assert "held at zero, the network is as good with two images a group." in text
-    for setting in ("cifar100_full", "cifar100"):
-        assert lead(setting, "bkn.128-2", "bkn.128-2.link=False").verdict() == "within chance"
-    assert "With one, the link is ahead after the short training, and by no more than chance at full length." in text
-    assert lead("cifar100", "bkn.128-1", "bkn.128-1.link=False").verdict() == "held"
-    assert lead("cifar100_full", "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
-    assert "in short trainings on Tiny ImageNet, where the link is worth more" in text
-    tiny = lead("tiny", "bkn.256-4", "bkn.256-4.link=False")
-    assert tiny.verdict() == "held"
-    assert tiny.value > lead("cifar100", "bkn.128-1", "bkn.128-1.link=False").value
+    assert "held at zero, the network is as good with two images a group, trained fully." in text
+    assert lead(full, "bkn.128-2", "bkn.128-2.link=False").verdict(same=True) == "held"
+    assert "With one, the link is ahead at both lengths, by no more than chance." in text
+    for setting in (full, short):
+        assert lead(setting, "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
+        assert lead(setting, "bkn.128-1", "bkn.128-1.link=False").value > 0
+    assert "Tiny ImageNet, where the link is worth points or nothing, depending on the rule at inference" in text
+    assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False").verdict() == "held"
+    assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False", "EvalNorm").verdict() == "within chance"
 
-    assert "its lead over BN is smaller at full length, and of its lead over GroupNorm" in text
-    assert lead("cifar100", "bkn.128-2", "bn.128-2").value > lead("cifar100_full", "bkn.128-2", "bn.128-2").value
+    assert "what it leads by is smaller at full length, and of its lead over GroupNorm" in text
+    shorter, longer = (lead(setting, "bkn.128-2", "bn.128-2").value for setting in (short, full))
+    assert shorter > longer
     assert "with one image a group little is left there." in text
-    rest = lead("cifar100_full", "bkn.128-1", "gn.128-128").value
-    assert 0 < rest < lead("cifar100", "bkn.128-1", "gn.128-128").value / 5
+    shorter, longer = (lead(setting, "bkn.128-1", "gn.128-128").value for setting in (short, full))
+    assert 0 < longer < shorter / 5
 
 
 def test_the_page_of_runs_says_what_running_averages_taken_anew_are_worth(

@@ -16,7 +16,18 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
-from bkn_zoo.publishing.replication import between, chosen_statistics, counted, recipe_key, spread
+from bkn_zoo.publishing.replication import (
+    LAUNCHING,
+    NORMS,
+    Deviation,
+    between,
+    chosen_statistics,
+    counted,
+    measured,
+    recipe_key,
+    spread,
+    typical,
+)
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
@@ -339,12 +350,13 @@ def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[
         return ""
     top1 = {key: mean(chosen_top1(runs)) for key, runs in groups.items()}
     gains = [
-        f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {norm.upper()} with groups of {statistics}"
+        f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {NORMS[norm]}"
+        + ("" if norm == "gn" else f" with groups of {statistics}")  # it has none
         for norm, gradient, statistics in sorted(groups)
         for gain in [top1[ours] - top1[norm, gradient, statistics]]
         if norm != ours[0] and gain
     ]
-    shown = f"In the modes in bold, {ours[0].upper()} with groups of {ours[2]} ends"
+    shown = f"In the modes in bold, {NORMS[ours[0]]} with groups of {ours[2]} ends"
     return f"{shown} {', '.join(gains)}." if gains else ""
 
 
@@ -370,37 +382,66 @@ def _parts(config: Config, runs: Sequence[Run]) -> str:
     for run in runs:
         own = run["norm"], run["recipe"].get("norm_options", {})
         for name in (name for name, arm in arms.items() if own == arm and kind(run["recipe"]) == kind(config.recipe)):
-            length = run["epochs"], run["recipe"].get("size", 0), run["recipe"].get("validation", 0.0)
-            of.setdefault(length, {}).setdefault(name, []).append(run)
+            of.setdefault(_length(run), {}).setdefault(name, []).append(run)
     linked = sorted(length for length in of if {"whole", "unlinked"} <= of[length].keys())
     if not linked:
         return PARTS_UNKNOWN
     complete = [length for length in linked if "plain" in of[length]]
     asked = dict.fromkeys([linked[-1], *complete[-1:]])
-    said = " ".join(_part(length, of[length], config) for length in asked)
-    return f"{said} ± is the standard error of a difference, from these seeds." if "±" in said else said
+    said = " ".join(_part(length, of[length], _usual(length, config, runs), config) for length in asked)
+    return f"{said} ± is the standard error of a difference." if "±" in said else said
 
 
-def _part(length: Length, found: Mapping[str, Sequence[Run]], config: Config) -> str:
+def _length(run: Run) -> Length:
+    return run["epochs"], run["recipe"].get("size", 0), run["recipe"].get("validation", 0.0)
+
+
+def _usual(length: Length, config: Config, runs: Sequence[Run]) -> Deviation | None:
+    """How far seeds are apart in trainings of a length, of the same network on the same data."""
+    arms: dict[str, list[Run]] = {}
+    for run in runs:
+        of_it = run["model"].rpartition("_")[0] == config.architecture.rpartition("_")[0]
+        if of_it and run["recipe"]["dataset"] == config.recipe["dataset"] and _length(run) == length:
+            arms.setdefault(recipe_key(read_recipe(None, {**run["recipe"], "seed": 0})), []).append(run)
+    return typical(chosen_top1(arm) for arm in arms.values())
+
+
+def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation | None, config: Config) -> str:
     """By runs of one length, with BN or without."""
     epochs, size, _ = length
     top1 = {name: chosen_top1(runs) for name, runs in found.items()}
-    whole, unlinked, plain = top1["whole"], top1["unlinked"], top1.get("plain")
+
+    def less(this: str, that: str, points: str = " points") -> str:
+        gap = between(top1[this], top1[that], usual)
+        return f"{gap}{points}" + (" (within chance)" if gap.verdict().startswith("within") else "")
+
     smaller = "" if size == config.recipe.get("size", 0) else f" with images of {size} px"
-    by = f"In runs of {epochs} epochs{smaller} ({counted(len(unlinked))})"
-    if plain is None:
-        return f"{by} the link between layers is worth {between(whole, unlinked)} points, against A held at zero."
-    if not learned(plain, config.num_classes):
+    by = f"In runs of {epochs} epochs{smaller} ({counted(len(top1['unlinked']))})"
+    if "plain" not in top1:
+        return f"{by} the link between layers is worth {less('whole', 'unlinked')}, against A held at zero."
+    if not learned(top1["plain"], config.num_classes):
         return (
-            f"{by} BN with as few images per group does not learn: it ends at {mean(plain):.2f} %, and chance is "
-            f"{100 / config.num_classes:g} %. A gain over it in points would say little; against A held at zero, the "
-            f"link between layers is worth {between(whole, unlinked)} points."
+            f"{by} BN with as few images per group does not learn: it ends at {mean(top1['plain']):.2f} %, and chance "
+            f"is {100 / config.num_classes:g} %. A gain over it in points would say little; against A held at zero, "
+            f"the link between layers is worth {less('whole', 'unlinked')}."
         )
     return (
-        f"{by} the whole gain over BN with as many images per group is {between(whole, plain)} points. By runs "
-        f"with A held at zero, the link between layers is worth {between(whole, unlinked)} of them and the "
-        f"shrinking of what a layer observes {between(unlinked, plain)}."
+        f"{by} the whole gain over BN with as many images per group is {less('whole', 'plain')}. By runs with A held "
+        f"at zero, the link between layers is worth {less('whole', 'unlinked', ' of them')} and the shrinking of what "
+        f"a layer observes {less('unlinked', 'plain', '')}.{_by_other_rules(found)}"
     )
+
+
+def _by_other_rules(found: Mapping[str, Sequence[Run]]) -> str:
+    """The same three in modes other than those chosen: what a part is worth depends on it."""
+    parts = []
+    for rule, shown in (("population", "moving averages"), ("EvalNorm", "EvalNorm's rule")):
+        asked = {name: [measured(run, "test").get(rule) for run in runs] for name, runs in found.items()}
+        top1 = {name: [each["top1"] for each in every if each] for name, every in asked.items()}
+        if all(top1.values()):
+            whole, unlinked, plain = (mean(top1[name]) for name in ("whole", "unlinked", "plain"))
+            parts.append(f"by {shown}, {whole - plain:+.2f}, {whole - unlinked:+.2f} and {unlinked - plain:+.2f}")
+    return f" With one rule at inference for all three networks these are, {'; '.join(parts)}." if parts else ""
 
 
 def learned(top1: Sequence[float], classes: int) -> bool:
@@ -430,7 +471,8 @@ def sizes(run: Run) -> tuple[int, int]:
 
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What twins have in common; without the fields at their defaults, since older records lack the younger fields."""
-    own, defaults = ("model", "norm_options", "statistics_batch", "seed"), {f.name: f.default for f in fields(Recipe)}
+    own = "model", "norm_options", "statistics_batch", "seed", *LAUNCHING
+    defaults = {field.name: field.default for field in fields(Recipe)}
     return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, MISSING)}
 
 

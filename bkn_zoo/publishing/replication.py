@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any
+
+import torch
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import MODES
@@ -93,9 +95,8 @@ class Plan:
 
     @cached_property
     def arms(self) -> dict[str, Arm]:
-        """By name. The same arm in another experiment may have other seeds: the one with most of them counts."""
-        every = [arm for experiment in self.experiments for arm in experiment.arms]
-        return {arm.name: arm for arm in sorted(every, key=lambda arm: len(arm.runs))}
+        """By name."""
+        return {arm.name: arm for experiment in self.experiments for arm in experiment.arms}
 
     def runs(self) -> list[Run]:
         """Each run once, in the order of the file: a row with all its seeds, then the next."""
@@ -105,11 +106,13 @@ class Plan:
         return list(first.values())
 
 
+LAUNCHING = "graph", "compile"
+"""Fields of a recipe that say how it is launched, and nothing about what is trained."""
+
+
 def recipe_key(recipe: Recipe, width: float = 1.0, every: int = 1) -> str:
     """The same for the same training, however it is launched."""
-    fields = dataclasses.asdict(recipe)
-    for launching in ("graph", "compile"):
-        del fields[launching]
+    fields = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in LAUNCHING}
     return json.dumps([fields, float(width), every], sort_keys=True)
 
 
@@ -123,7 +126,16 @@ def read_plan(path: Path, recipes: Path, overrides: Mapping[str, Any] | None = N
         raise InputError(f"{path} cannot be read ({error}): name a file of experiments.") from None
     except KeyError as error:
         raise InputError(f"{path} lacks {error}: write it as the comment at its head says.") from None
-    return Plan(settings, experiments, tuple(content.get("claims", [])))
+    return Plan(settings, tuple(_with_all_seeds(experiments)), tuple(content.get("claims", [])))
+
+
+def _with_all_seeds(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
+    """An arm has as many seeds as the experiment that asks for most of them."""
+    every = [arm for experiment in experiments for arm in experiment.arms]
+    seeds = {arm.name: arm.runs for arm in sorted(every, key=lambda arm: len(arm.runs))}
+    for each in experiments:
+        arms = tuple(dataclasses.replace(arm, runs=seeds[arm.name]) for arm in each.arms)
+        yield dataclasses.replace(each, arms=arms)
 
 
 def _experiment(
@@ -135,7 +147,7 @@ def _experiment(
         if unknown:
             raise InputError(f"experiment {content['name']}: a row does not take {sorted(unknown)[0]!r}.")
         options, fields, seeds = row.get("options", {}), row.get("fields", {}), row.get("seeds", content["seeds"])
-        lists = [_listed(row["groups"]), *map(_listed, options.values()), *map(_listed, fields.values())]
+        lists = [listed(row["groups"]), *map(listed, options.values()), *map(listed, fields.values())]
         for group, *values in itertools.product(*lists):
             chosen = dict(zip([*options, *fields], values, strict=True))
             own, changed = ({name: chosen[name] for name in names} for names in (options, fields))
@@ -175,7 +187,7 @@ def _arm(
     return Arm(arm, name, label, gradient, group, runs, row.get("paper"), ablation)
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -264,25 +276,29 @@ class Deviation:
 
 
 def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
-    """The one that is typical of a setting; None where no arm has several seeds.
+    """The one that is typical of a setting; None where no arm has several seeds."""
+    return typical(cell(arm, records).top1(images=images) for arm in plan.arms.values() if arm.setting == setting)
 
-    Its square is the mean over a setting's arms or, where there are many, the median, since some that hardly learn
-    scatter widely. The median of variances from few seeds is too small by a factor that is known (Wilson and Hilferty's
-    approximation of the chi-squared distribution's).
+
+def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:
+    """Of arms, each with its seeds. The square is the geometric mean of their variances: some scatter widely.
+
+    The logarithm of a variance from few seeds is too small on average, by as much as is known of the chi-squared
+    distribution. Arms whose seeds are all alike, as of networks that learned nothing, are left out.
     """
-    every = [cell(arm, records).top1(images=images) for arm in plan.arms.values() if arm.setting == setting]
-    seeds = [top1 for top1 in every if len(top1) > 1]
-    if not seeds:
-        return None
-    if len(seeds) < MANY:
-        variance = mean(stdev(top1) ** 2 for top1 in seeds)
-    else:
-        variance = median(stdev(top1) ** 2 / (1 - 2 / (9 * (len(top1) - 1))) ** 3 for top1 in seeds)
-    return Deviation(variance**0.5, sum(len(top1) - 1 for top1 in seeds))
+    known = [(stdev(top1), len(top1) - 1) for top1 in arms if len(top1) > 1]
+    logs = [2 * math.log(own) + math.log(n / 2) - digamma(n / 2) for own, n in known if own > 0]
+    return Deviation(math.exp(mean(logs) / 2), sum(n for own, n in known if own > 0)) if logs else None
 
 
-MANY = 10  # arms
-T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, 60: 2.00}  # Student's t, two-sided
+def digamma(value: float) -> float:
+    return float(torch.special.digamma(torch.tensor(value, dtype=torch.float64)))
+
+
+# Student's t, two-sided, by degrees of freedom; those between two of them have the larger.
+T95 = {
+    1: 12.71, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, 60: 2.00
+}  # fmt: skip
 UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
 SAME = 1.0  # points: things that differ by less are the same
 
@@ -294,7 +310,7 @@ class Difference:
     value: float
     error: float | None
     seeds: tuple[int, int]
-    freedom: int = 1
+    freedom: float = 1
 
     def __str__(self) -> str:
         return f"{self.value:+.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
@@ -321,19 +337,27 @@ def verdict(claim: Mapping[str, Any], found: Difference) -> str:
     return said if said.startswith("held") else claim.get("otherwise", said)
 
 
-def between(these: Sequence[float], those: Sequence[float], typical: Deviation | None = None) -> Difference:
-    """The difference between the means of two arms.
+def between(these: Sequence[float], those: Sequence[float], usual: Deviation | None = None) -> Difference:
+    """The difference between the means of two arms, with degrees of freedom by Welch and Satterthwaite.
 
-    Each has its own deviation or, where that is larger, the one that is typical: three seeds may be near to each other
-    by chance. That runs of equal seeds see the same images in the same order is not made use of.
+    Each has its own deviation or, where that is larger, the one that is usual: three seeds may be near to each other by
+    chance. That runs of equal seeds see the same images in the same order is not made use of.
     """
-    seeds = len(these), len(those)
-    if typical is None and min(seeds) < 2:
-        return Difference(mean(these) - mean(those), None, seeds)
-    least = typical.value if typical else 0.0
-    own = [max(stdev(values), least) if len(values) > 1 else least for values in (these, those)]
-    error = sum(size**2 / count for size, count in zip(own, seeds, strict=True)) ** 0.5
-    return Difference(mean(these) - mean(those), error, seeds, typical.freedom if typical else sum(seeds) - 2)
+    seeds, means = (len(these), len(those)), mean(these) - mean(those)
+    if usual is None and min(seeds) < 2:
+        return Difference(means, None, seeds)
+    parts = []  # of the squared error, each with its degrees of freedom
+    shared = 0.0  # what both owe to the usual deviation, which is one and not two
+    for values in (these, those):
+        own = stdev(values) if len(values) > 1 else 0.0
+        if usual and usual.value >= own:
+            shared += usual.value**2 / len(values)
+        else:
+            parts.append((own**2 / len(values), len(values) - 1))
+    parts += [(shared, usual.freedom)] if usual else []
+    square = sum(part for part, _ in parts)
+    freedom = square**2 / sum(part**2 / known for part, known in parts) if square else sum(seeds) - 2
+    return Difference(means, square**0.5, seeds, freedom)
 
 
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
@@ -343,7 +367,7 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
     modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
-    this, that = (best(_listed(claim[side]), plan, records) for side in ("this", "that"))
+    this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
     if this.arm is that.arm:
         gaps = this.gaps(*modes)
         return _mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
@@ -430,12 +454,12 @@ def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Reco
     return _mean_of(saved, (len(this), len(that))) if saved else None
 
 
-def spread(values: Iterable[float]) -> str:
+def spread(values: Iterable[float], digits: int = 2) -> str:
     """Mean and, of several, the standard deviation."""
     values = list(values)
     if not values:
         return ""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def counted(seeds: int) -> str:

@@ -22,9 +22,10 @@ from bkn_zoo.publishing.replication import (
     counted,
     deviation,
     leads_by_length,
+    spread,
 )
 from bkn_zoo.publishing.results import save_figures
-from bkn_zoo.publishing.results_page import WORTH
+from bkn_zoo.publishing.results_page import WORTH, has_learned
 from bkn_zoo.training.recipes import Recipe
 
 COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
@@ -141,7 +142,9 @@ def _norm_and_link(found: list[Cell], plan: Plan, records: Mapping[str, Record])
     for group in sorted({group for _, group in of}):
         if all((label, group) in of for label in ("BKN", "BN", HELD)):
             bn, held = (_is(_less(of["BKN", group], of[label, group], plan, records)) for label in ("BN", HELD))
-            parts.append(f"Groups of {group}: BKN is {bn} BN, {held} A held at zero")
+            over = f"{bn} BN, {held} A held at zero" if has_learned(of["BN", group]) else f"{held} A held at zero"
+            none = "" if has_learned(of["BN", group]) else "; BN did not learn"
+            parts.append(f"Groups of {group}: BKN is {over}{none}")
     return "\n".join(parts) or "Each norm by the size of groups"
 
 
@@ -286,14 +289,14 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
         panel.grid(alpha=0.3)
         panel.locator_params(axis="x", nbins=4)
         panel.legend(loc="upper left", fontsize=9)
-        ahead += mean(_courses(members["BKN"])[2][-1]) > mean(_courses(members["BN"])[2][-1])
+        ahead += _worth(_less(members["BKN"], members["BN"], plan, records, "validation")) == "a gain"
     for panel in first.values():
         panel.set_ylim(0, 1.15 * panel.get_ylim()[1])  # room for the legend
     for panel in list(axes.flat)[len(panels) :]:
         panel.remove()
     figure.supylabel(f"validation top-1 (%){SPREAD}")
     recipe = _recipe(next(iter(panels.values()))["BKN"])
-    message = f"BKN ends above BN at {ahead} of {len(panels)} pairs (gradient batch, statistics batch)"
+    message = f"BKN ends above BN by more than chance at {ahead} of {len(panels)} pairs (gradient, statistics batch)"
     about = f"{_setting(recipe)}, {recipe.epochs} epochs, averaged weights; a line of one seed has no band"
     figure.suptitle(_title(message, about, 90))
     return figure
@@ -334,7 +337,8 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
             look = looks[arm.setting, arm.group]
             axes.plot([0, 1], [lead.points.value for lead in ends], label=shown, **look)
             for x, lead in enumerate(ends):
-                axes.errorbar(x, lead.points.value, lead.points.error, capsize=3, **look)
+                sure = lead.points.error is not None
+                axes.errorbar(x, lead.points.value, lead.points.margin if sure else None, capsize=3, **look)
         axes.set_xticks([0, 1], ["shorter\ntraining", "full\nlength"])
         axes.set_xlim(-0.35, 1.35)
         axes.axhline(0, color="black", linewidth=1)
@@ -342,9 +346,10 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
         axes.grid(axis="y", alpha=0.3)
         lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9)
-    panels[0].set_ylabel("BKN's top-1 on the test images, less another's\n(points, with standard error)")
-    smaller = sum(full.points.value < short.points.value for short, full in leads)
-    message = f"BKN's lead is smaller at full length in {smaller} of {len(leads)} comparisons"
+    panels[0].set_ylabel("BKN's top-1 on the test images, less another's\n(points, with 95 % interval)")
+    gained = [(short, full) for short, full in leads if _worth(short.points) == "a gain"]
+    smaller = sum(full.points.value < short.points.value for short, full in gained)
+    message = f"Of {len(gained)} gains by BKN after a short training, {smaller} are smaller at full length"
     figure.suptitle(_title(message, "the same recipe for both; (gradient batch, statistics batch)", 90), size=10.5)
     return figure
 
@@ -352,28 +357,31 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
 def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
     for setting in ("cifar10", "cifar100"):
         maps: dict[str, Any] = {}
+        gaps: dict[str, list[float]] = {}
         for norm in ("bn", "bkn"):
             arm = plan.arms.get(f"{setting}.{norm}.128-2")
             members = [] if arm is None else cell(arm, records).good
             maps |= {norm.upper(): each["variance_gap_map"] for each in members if "variance_gap_map" in each}
+            gaps |= {norm.upper(): [mean(each["variance_gap"]) for each in members if "variance_gap" in each]}
         if len(maps) == 2:
             break
     else:
         return None
     figure, axes = _figure(8.5, 4.4, columns=2)
     limit = 1.0
-    gaps = {norm: mean(abs(value) for row in values for value in row) for norm, values in maps.items()}
     for each, (norm, values) in zip(axes, maps.items(), strict=True):
+        here = mean(abs(value) for row in values for value in row)
         transposed = [list(row) for row in zip(*values, strict=True)]
         picture = each.imshow(
             transposed, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
         )
-        each.set(title=norm, xlabel="group of two images", ylabel="channel")
+        each.set(title=f"{norm}, one network's last layer: {here:.2f}", xlabel="group of two images", ylabel="channel")
     figure.colorbar(picture, ax=axes, label="gap: log(variance of the group / running variance)", extend="both")
-    shown = _listed(f"{gap:.2f} with {norm}" for norm, gap in gaps.items())
+    shown = _listed(f"{spread(each, 3)} with {norm}" for norm, each in gaps.items())
     message = f"A group's variance strays from the moving average by {shown}"
-    about = f"mean |gap| in the last layer of one network each, {DATASETS[setting].shown}, (128,2)"
-    figure.suptitle(_title(message, about, 90))
+    seeds = counted(min(map(len, gaps.values())))
+    about = f"mean |gap| over layers, with standard deviation over {seeds}, {DATASETS[setting].shown}, (128,2)"
+    figure.suptitle(_title(message, about, 100), size=10.5)
     return figure
 
 

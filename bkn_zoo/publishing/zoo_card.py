@@ -37,7 +37,8 @@ METHOD = """\
 7. Remember: running averages of beliefs and of images' own statistics, for inference.
 8. Gradients run through the whole chain, so that a layer's A, R and q also learn from the layers above.
 9. With q = 1, and in the first layer, it is batch normalization.
-10. Few images make noisy observations; the prior makes up for them. [docs/paper.md](docs/paper.md) has the equations.
+10. Few images make noisy observations, which the prior steadies, even one that knows nothing of the layer below, where
+    A is zero ([docs/results.md](docs/results.md)). [docs/paper.md](docs/paper.md) has the equations.
 
 ## Which statistics to choose
 
@@ -60,8 +61,8 @@ UNTESTED = """\
   ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
-- At a recipe's full length: BRN; and beyond CIFAR-100, GroupNorm and what the link between layers is worth
-  ([docs/results.md](docs/results.md) has them in shorter trainings)."""
+- At a recipe's full length: BRN, BN with one image a group and, beyond CIFAR-100, GroupNorm and what the link between
+  layers is worth ([docs/results.md](docs/results.md) has them in shorter trainings). With ResNet101, none of these."""
 
 TRAINING = """\
 ## Time and energy of training
