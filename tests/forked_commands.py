@@ -7,6 +7,7 @@ signals to send with the second at which to; the answer has the exit code, all t
 took.
 """
 
+import gc
 import json
 import os
 import select
@@ -105,11 +106,12 @@ def _interrupt(number: int, frame: Any) -> None:
 if __name__ == "__main__":
     from bkn_zoo.cli import ended, main
 
-    for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torch._dynamo"):  # sooner or later
+    for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torchvision"):  # sooner or later
         import_module(needed)
     for command in ("train", "evaluate", "publish"):
         import_module(f"bkn_zoo.cli.{command}")
 
+    gc.freeze()  # no command has to look through all this again
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line), Path(f".output.{os.getpid()}"))), flush=True)

@@ -167,34 +167,28 @@ def test_told_to_stop_all_drain_and_the_command_ends_well(running: ServiceProces
     assert "Traceback" not in running.log()
 
 
+def spawned(process: ServiceProcess) -> set[int]:
+    """Workers from the moment that they are there, still busy with their imports."""
+    children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text().split()
+    found = set()
+    for pid in children:
+        with suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since, of those that come and go
+            found |= {int(pid)} if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
+    return found
+
+
 def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
+    """Neither one that serves nor one that only starts, in the place of another."""
     with ServiceProcess(checkpoints, "--workers", "2") as process:
-        pids = workers(process)
+        until(lambda: len(workers(process)) == 2, "two workers")
+        before = spawned(process)
+        assert workers(process) == before
+        os.kill(min(before), signal.SIGKILL)
+        until(lambda: bool(spawned(process) - before), "another comes in its place")
+        pids = spawned(process)
         process.process.kill()
         process.process.wait()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
-
-
-class JustStarted(ServiceProcess):
-    """Entered as soon as it has two workers, which are still busy with their imports."""
-
-    def workers(self) -> set[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = set()
-        for pid in children:
-            with suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since, of those that come and go
-                found |= {int(pid)} if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
-        return found
-
-    def _wait_until_ready(self) -> None:
-        until(lambda: len(self.workers()) == 2, "two workers")
-
-
-def test_workers_that_are_orphaned_while_they_start_end_too(checkpoints: Path) -> None:
-    with JustStarted(checkpoints, "--workers", "2") as process:
-        pids = process.workers()
-        process.process.kill()
-        process.process.wait()
+        assert len(pids) == 2
         try:
             until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
         finally:
@@ -203,9 +197,16 @@ def test_workers_that_are_orphaned_while_they_start_end_too(checkpoints: Path) -
                     os.kill(pid, signal.SIGKILL)
 
 
+class JustStarted(ServiceProcess):
+    """Entered as soon as it has two workers."""
+
+    def _wait_until_ready(self) -> None:
+        until(lambda: len(spawned(self)) == 2, "two workers")
+
+
 def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: Path) -> None:
     with JustStarted(checkpoints, "--workers", "2") as process:
-        pids = process.workers()
+        pids = spawned(process)
         until(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids), "they import torch")
         os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
         assert process.process.wait(LONG) == 0
