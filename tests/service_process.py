@@ -36,7 +36,7 @@ def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, se
         model.statistics_batch_size = 2
         for _ in range(4):
             level, contrast = torch.randn(8, 3, 1, 1), torch.rand(8, 3, 1, 1)
-            model.train()(level + contrast * torch.randn(8, 3, size, size))
+            model.train()(level + contrast * torch.randn(8, 3, 16, 16))
         model.eval().fc.weight.mul_(12)
     bkn_zoo.save_pretrained(
         model,

@@ -38,8 +38,9 @@ class Environment:
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.folder, self.empty = folder / "env", folder / "empty"
         self.empty.mkdir()
-        venv.create(self.folder, with_pip=True)
-        self.run("pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+        venv.create(self.folder)
+        pip = [sys.executable, "-m", "pip", "--python", self.folder, "install", "--no-index", "--no-deps", wheel]
+        subprocess.run(pip, cwd=self.empty, env=self.variables, check=True, capture_output=True, timeout=180)
 
     def lend_libraries(self) -> None:
         (packages,) = (self.folder / "lib").glob("python*/site-packages")
