@@ -241,6 +241,41 @@ def test_layers_that_share_r_share_it_when_their_container_leaves_the_meta_devic
     assert network[0].raw_process_noise is network[1].raw_process_noise
 
 
+@pytest.mark.parametrize("names", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "first", "last"])
+def test_layers_that_share_r_share_it_when_a_state_is_assigned_to_their_container(names: slice) -> None:
+    shared = new_process_noise(1)
+    inner = KalmanSequential(*(BatchKalmanNorm2d(3, 3, raw_process_noise=shared) for _ in range(2)))
+    network = KalmanSequential(inner, BatchKalmanNorm2d(3, 3, raw_process_noise=shared))
+    noises = [name for name in network.state_dict() if name.endswith("raw_process_noise")]
+    state = {name: torch.full((1,), float(k)) for k, name in enumerate(noises)}
+    wanted = list(state.values())[names][-1]
+    kept = [*noises[names], *(name for name in network.state_dict() if name not in noises)]
+    nn.ModuleList([network]).load_state_dict(
+        {f"0.{name}": (network.state_dict() | state)[name].clone() for name in kept}, assign=True
+    )
+    assert {norm.raw_process_noise for norm in inner} == {network[1].raw_process_noise}
+    assert network[1].raw_process_noise is not shared
+    assert network[1].raw_process_noise.requires_grad
+    assert_close(network[1].raw_process_noise.detach(), wanted)
+
+
+@pytest.mark.parametrize("join", [lambda one, two: one + two, lambda one, two: (one + two) * 1], ids=["+", "*"])
+def test_containers_that_are_joined_are_a_container(join: Callable[..., Any]) -> None:
+    network, x = small(group=2).eval(), some(4, 3, 8, 8)
+    joined = join(network[:4], network[4:])
+    assert_close(joined(x, statistics="sample"), network(x, statistics="sample"))
+    assert_close(joined.train()(x), network.train()(x))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_norms_in_a_plain_container_within_one_for_beliefs_are_refused(depth: int) -> None:
+    plain = nn.Sequential(BatchKalmanNorm2d(3), nn.ReLU())
+    for _ in range(1, depth):
+        plain = nn.Sequential(plain)
+    with pytest.raises(InputError, match="make it a KalmanSequential, too"):
+        KalmanSequential(nn.Sequential(nn.ReLU()), plain)(torch.randn(2, 3, 4, 4))
+
+
 def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief) -> None:
     class Residual(nn.Module):
         carries_belief = True
@@ -338,6 +373,17 @@ def test_a_process_noise_that_layers_share_stays_shared_wherever_the_network_goe
     with torch.device("meta"):
         model = create_model("inception_cifar_bkn")
     model = model.to_empty(device="cpu").half().double()
+    noises = {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
+    assert len(noises) == 1
+
+
+def test_a_network_that_was_assigned_its_state_leaves_nothing_on_the_meta_device() -> None:
+    state = create_model("inception_cifar_bkn").state_dict()
+    with torch.device("meta"):
+        model = create_model("inception_cifar_bkn")
+    model.load_state_dict(state, assign=True)
+    assert not [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    model.to("cpu")
     noises = {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
     assert len(noises) == 1
 
@@ -453,6 +499,14 @@ def test_norms_above_a_frozen_one_train_in_a_container_that_leaves_the_groups_to
     assert network.eval()(x)[1] is None  # the population: no belief travels
 
 
+def test_a_frozen_container_has_the_groups_of_the_norms_in_it() -> None:
+    below = KalmanSequential(nn.Conv2d(3, 4, 3), BatchKalmanNorm2d(4, statistics_batch_size=2))
+    network = KalmanSequential(below, BatchKalmanNorm2d(4, 4, statistics_batch_size=2))
+    below.eval()
+    _, belief = network(torch.randn(8, 3, 6, 6))
+    assert belief.mean.shape == (4, 4)
+
+
 # Weight decay
 
 
@@ -537,9 +591,15 @@ def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights()
 
 
 @pytest.mark.parametrize(
-    ("batches", "says"), [([], "no batches"), ([torch.randn(8, 3, 6, 6), torch.randn(3, 3, 6, 6)], "statistics groups")]
+    ("batches", "says"),
+    [
+        ([], "no batches"),
+        ([torch.randn(8, 3, 6, 6), torch.randn(3, 3, 6, 6)], "statistics groups"),
+        ([torch.randn(8, 3, 6, 6), {"image": torch.randn(8, 3, 6, 6)}], "a dict is no batch to recalibrate with: pass"),
+        ([()], "a tuple is no batch"),
+    ],
 )
-def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Tensor], says: str) -> None:
+def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Any], says: str) -> None:
     network = KalmanSequential(BatchKalmanNorm2d(3), statistics_batch_size=2).eval()
     before = memory(network)
     with pytest.raises(InputError, match=says):

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
+from bkn_zoo import InputError
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, Statistics
 from bkn_zoo.norms.running import RunningNorm
 
@@ -124,6 +125,14 @@ def test_a_plain_batch_norms_state_that_is_assigned_gives_each_average_a_tensor_
     assert_close(dict(layers[1].named_buffers()), dict(layers[0].named_buffers()))
 
 
+@kinds
+def test_a_state_with_the_running_mean_only_loads_as_far_as_it_goes(kind: str) -> None:
+    layer = KINDS[kind](3)
+    missing, _ = layer.load_state_dict({"running_mean": torch.ones(3)}, strict=False)
+    assert {"running_var", "image_mean"} <= set(missing)
+    assert_close(layer.running_mean, torch.ones(3))
+
+
 @pytest.mark.filterwarnings("ignore:var_mean")  # PyTorch's, of no values
 @pytest.mark.parametrize("group", [None, 2])
 @kinds
@@ -137,6 +146,21 @@ def test_an_empty_batch_passes_a_frozen_layer_and_one_that_remembers_nothing(kin
 
 
 # Bad batches
+
+
+@pytest.mark.parametrize(("images", "group"), [(1, None), (4, 1)])
+@kinds
+def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind: str, images: int, group: int | None) -> None:
+    layer, x = KINDS[kind](3), torch.randn(images, 3, 1, 1)
+    with pytest.raises(InputError, match="has one value per channel"):
+        layer(x, None, Statistics("batch", group))
+    assert layer.num_batches_tracked == 0
+    layer(torch.randn(images, 3, 1, 2), None, Statistics("batch", group))
+    layer(torch.cat([x, x]), None, Statistics("batch", 2 * (group or 1)))
+    layer.eval()(x, None, Statistics("batch", group))  # frozen, it observes nothing
+    above = BatchKalmanNorm2d(3, 3)
+    y, _ = above(x, Belief(torch.zeros(images, 3), torch.ones(images, 3)), Statistics("batch", 1))
+    assert y.std() > 0
 
 
 def test_a_spread_that_overflows_is_not_remembered() -> None:
@@ -182,6 +206,20 @@ def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_beli
 
 
 PAIRS = (None, Statistics("batch", 2))
+
+
+def test_a_step_that_nobody_could_ask_is_told_of_once_when_training_ends() -> None:
+    layer, bad = BatchKalmanNorm2d(3), torch.full((4, 3, 4, 4), float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_fx(lambda x: layer(x, *PAIRS)[0])(bad)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        layer.eval()
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        layer.train()(bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.eval()
 
 
 def in_fake_mode(kind: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay, tied
+from bkn_zoo.norms.batch_kalman import no_weight_decay, tie_state, tied
 from bkn_zoo.norms.kalman import Belief
 
 State = tuple[Tensor, Belief | None]
@@ -72,6 +72,13 @@ class Network(nn.Module):
         with tied(self):
             super()._apply(fn, recurse)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            tie_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _check(self, images: Tensor) -> None:
         if images.ndim != 4 or images.shape[1] != 3:

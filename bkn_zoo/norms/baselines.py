@@ -32,6 +32,7 @@ class BatchNorm2d(RunningNorm):
             return super().forward(x, prior, statistics, residual, relu)
         # Whole batches are what every backend's own batch normalization is fastest at.
         self.check(x, residual)
+        self.check_group(x, None)
         if recomputing():  # copies may move, and make autograd save as much as it did before
             running = self.running_mean.clone(), self.running_var.clone()
         else:

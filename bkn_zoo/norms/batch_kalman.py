@@ -216,3 +216,21 @@ def tied(module: nn.Module) -> Iterator[None]:
     for (first, name), *others in places.values():
         for part, other in others:
             setattr(part, other, getattr(first, name))
+
+
+def tie_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Let a state to be assigned (`load_state_dict(assign=True)`) have one parameter for what is one in the module.
+
+    PyTorch makes a parameter of each tensor otherwise. Of several the last counts, as where they are copied.
+    """
+    places: dict[nn.Parameter, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
+    for parameter, names in places.items():
+        given = [state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)]
+        if len(names) > 1 and given:
+            one = given[-1]
+            if not isinstance(one, nn.Parameter):
+                one = nn.Parameter(one, requires_grad=parameter.requires_grad)
+            state_dict.update(dict.fromkeys(names, one))

@@ -38,7 +38,12 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
         with left_in_its_modes(model):
             model.train()
             for batch in batches:
-                images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
+                images: Any = batch[0] if isinstance(batch, tuple | list) and batch else batch
+                if not isinstance(images, Tensor):
+                    raise InputError(
+                        f"a {type(images).__name__} is no batch to recalibrate with: pass tensors of images, or tuples "
+                        "that begin with one."
+                    )
                 model(images if device is None else images.to(device))
                 seen += 1
         if not seen:

@@ -1,5 +1,6 @@
 """The frame that BN, BRN and BKN share: observe, believe, remember, normalize."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ class RunningNorm(nn.Module):
     carries_belief = True  # takes the prior and the statistics beside the features, and returns its belief with them
     fusible = True  # the kernels know this layer's `believe`, and that it leaves `scale_and_shift` as it is
     prior_features: int | None = None  # channels of the layer below, whose belief this one takes
+    reported_steps = 0  # of those that were skipped, how many a warning has told of
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
@@ -110,6 +112,7 @@ class RunningNorm(nn.Module):
                 getattr(self, name).fill_(start)
             self.num_batches_tracked.zero_()
             self.skipped_steps.zero_()
+            self.reported_steps = 0
 
     def reset_parameters(self) -> None:
         """Put all parameters and buffers where they start."""
@@ -144,6 +147,8 @@ class RunningNorm(nn.Module):
         if frozen or statistics.mode == "population":
             y = self.batch_norm(x, self.running_mean, self.running_var)
             return finish(y, residual, relu), self.population(x.shape[0], statistics.group) if frozen else None
+        if statistics.mode == "batch":
+            self.check_group(x, statistics.group)
         if self.fused(statistics) and kernels.chosen(x, self.prior_features or 0):
             return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):
@@ -252,6 +257,16 @@ class RunningNorm(nn.Module):
         if self.training and x.numel() == 0:
             raise InputError(f"an input of {tuple(x.shape)} has no values to observe in training.")
 
+    def check_group(self, x: Tensor, group: int | None) -> None:
+        """Refuse groups of one value per channel where the belief is the observation: all that is left is the shift."""
+        if self.prior_features is not None or x.shape[0] == 0:
+            return
+        if group_size(x.shape[0], group) * math.prod(x.shape[2:]) == 1:
+            raise InputError(
+                f"a statistics group of an input of {tuple(x.shape)} has one value per channel, which is its own mean: "
+                "take more images (statistics_batch_size, or the batch) or larger ones, or freeze the layer by eval()."
+            )
+
     def expect(self, images: Belief, group: int | None) -> Belief:
         """The statistics each image would have met in a group of `group` images, in expectation over its partners."""
         own = 0.0 if group is None else 1 / group
@@ -307,14 +322,16 @@ class RunningNorm(nn.Module):
         return step, step
 
     def _warn_of_skipped_steps(self) -> None:
+        self.reported_steps = int(self.skipped_steps)
         message = "a training batch was not finite: its step left the running statistics as they were"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def train(self, mode: bool = True) -> "RunningNorm":
-        # On a GPU, asking after every step would make the host wait for the device; the switch of mode is soon enough.
+        # On a GPU, asking after every step would make the host wait for the device, and a compiled step asks nowhere;
+        # the switch of mode is soon enough.
         skipped = self.skipped_steps
-        asks = not mode and self.training and skipped is not None and skipped.is_cuda
-        if asks and not observed_by_pytorch(skipped) and skipped:
+        asks = not mode and self.training and skipped is not None and not skipped.is_meta
+        if asks and not observed_by_pytorch(skipped) and skipped > self.reported_steps:
             self._warn_of_skipped_steps()
         return super().train(mode)
 
@@ -331,12 +348,16 @@ class RunningNorm(nn.Module):
         # A plain batch normalization (torchvision's, say) never kept the images' own statistics; the population's, with
         # no spread between images, are what it knows about them.
         own = ["image_mean", "image_var", "image_spread"]
-        if f"{prefix}running_mean" in state_dict and not any(prefix + name in state_dict for name in own):
+        known = all(f"{prefix}{name}" in state_dict for name in ("running_mean", "running_var"))
+        if known and not any(prefix + name in state_dict for name in own):
             mean, var = state_dict[f"{prefix}running_mean"], state_dict[f"{prefix}running_var"]
             # Copies: with `assign`, what is in the state becomes the buffer, and one tensor would be two of them.
             for name, value in zip(own, (mean.clone(), var.clone(), torch.zeros_like(mean)), strict=True):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.track_running_stats and self.skipped_steps.is_meta and not self.running_mean.is_meta:
+            # No state has it, so that nothing was assigned to it.
+            self.skipped_steps = torch.zeros_like(self.skipped_steps, device=self.running_mean.device)
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"

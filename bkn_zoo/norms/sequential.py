@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay, tied
+from bkn_zoo.norms.batch_kalman import no_weight_decay, tie_state, tied
 from bkn_zoo.norms.kalman import Belief
 
 
@@ -46,23 +47,55 @@ class KalmanSequential(nn.Sequential):
                 chosen = statistics
                 if statistics is None and self.training and not layer.training:
                     # A frozen norm cannot see that this is a training, in which the norm above needs its belief.
-                    chosen = Statistics("batch", getattr(layer, "statistics_batch_size", None))
+                    chosen = Statistics("batch", _own_group(layer))
                 x, belief = layer(x, belief, chosen)
+            elif _loses_beliefs(layer):
+                raise InputError(
+                    "a plain nn.Sequential hands no beliefs to the norms in it: make it a KalmanSequential, too."
+                )
             else:
                 x = layer(x)
         return x, belief
 
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
-        if isinstance(index, slice):
-            part.statistics_batch_size, part.training = self.statistics_batch_size, self.training
-        return part
+        return self._alike(part) if isinstance(index, slice) else part
+
+    def __add__(self, other: Any) -> "KalmanSequential":
+        return self._alike(type(self)(*super().__add__(other)))
+
+    def __mul__(self, other: int) -> "KalmanSequential":
+        return self._alike(type(self)(*super().__mul__(other)))
+
+    def _alike(self, container: "KalmanSequential") -> "KalmanSequential":
+        container.statistics_batch_size, container.training = self.statistics_batch_size, self.training
+        return container
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KalmanSequential":
         with tied(self):
             super()._apply(fn, recurse)
         return self
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            tie_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
         return no_weight_decay(self)
+
+
+def _own_group(layer: nn.Module) -> int | None:
+    """Images per statistics group by a layer's own choice or, where it leaves that to those in it, the first one's."""
+    sizes = (getattr(part, "statistics_batch_size", None) for part in layer.modules())
+    return next((size for size in sizes if size is not None), None)
+
+
+def _loses_beliefs(layer: nn.Module) -> bool:
+    """Whether norms stand in a container that knows nothing of beliefs."""
+    return type(layer).forward is nn.Sequential.forward and any(
+        getattr(part, "carries_belief", False) or _loses_beliefs(part) for part in layer.children()
+    )
