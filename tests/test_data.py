@@ -280,7 +280,28 @@ def test_test_images_without_labels_are_no_test_set(tmp_path: Path) -> None:
 def test_two_sets_for_choices_are_refused(tmp_path: Path) -> None:
     for split in ("train", "val", "valid"):
         write_tree(tmp_path / split)
-    with pytest.raises(InputError, match="holds val and valid: leave one for choices"):
+    with pytest.raises(InputError, match="holds val and valid: leave one of them"):
+        load_data("folder", tmp_path)
+
+
+@pytest.mark.parametrize("names", [("Train", "Val", "Test"), ("training", "VALIDATION", "testing")])
+def test_splits_are_known_in_any_case_and_by_their_long_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for split in names:
+        write_tree(tmp_path / split, per_class=2)
+    data = load_data("folder", tmp_path)
+    assert data.label_names == ["apple", "bean"]
+    for images, split in zip((data.train, data.validation, data.test), names, strict=True):
+        assert {path.parent.parent.name for path in images.paths} == {split}
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_classes_that_are_not_trained_on_are_refused_by_name(tmp_path: Path, split: str) -> None:
+    write_tree(tmp_path / "train")
+    write_tree(tmp_path / split)
+    (tmp_path / split / "notes").mkdir()
+    load_data("folder", tmp_path)
+    write_tree(tmp_path / split, classes=("corn", "date"))
+    with pytest.raises(InputError, match=rf"{split} holds classes that .*train lacks \(corn, date\): add them there"):
         load_data("folder", tmp_path)
 
 
@@ -288,6 +309,7 @@ def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
     write_tree(tmp_path)
     (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
     write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
+    write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
     assert len(load_data("folder", tmp_path).split("all")) == 12
 
 

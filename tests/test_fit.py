@@ -55,9 +55,9 @@ def batch(count: int = 8, classes: int = 2) -> Batch:
     return Batch(torch.randn(count, 3, 4, 4), F.one_hot(labels, classes).float())
 
 
-def started(recipe: Recipe = RECIPE, device: torch.device = CPU) -> Training:
+def started(recipe: Recipe = RECIPE, device: torch.device = CPU, **facts: Any) -> Training:
     torch.manual_seed(0)
-    return begin(recipe, create_model(recipe.model, 2), device)
+    return dataclasses.replace(begin(recipe, create_model(recipe.model, 2), device), **facts)
 
 
 def run(
@@ -506,7 +506,7 @@ def test_a_training_out_of_patience_ends_and_is_finished(tmp_path: Path, monkeyp
     state = run(tmp_path, recipe)
     assert [line["epoch"] for line in state.history] == [1, 2, 3, 4]
     assert state.finished
-    refuse_to_replace(tmp_path, recipe)
+    refuse_to_replace(tmp_path, recipe, started())
     assert run(tmp_path, recipe, resume=True).history == state.history
 
 
@@ -752,25 +752,31 @@ def test_ctrl_c_that_is_meant_for_others_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_a_training_that_stopped_is_not_replaced_by_mistake(uninterrupted: Training, tmp_path: Path) -> None:
-    refuse_to_replace(tmp_path, RECIPE)
+    refuse_to_replace(tmp_path, RECIPE, started())
     state = started()
     save_state(state, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path, RECIPE)  # nothing was done yet
+    refuse_to_replace(tmp_path, RECIPE, started())  # nothing was done yet
     state.step = 4
     save_state(state, RECIPE, tmp_path)
     with pytest.raises(InputError, match="holds a training that stopped at step 4: go on with --resume, or remove"):
-        refuse_to_replace(tmp_path, RECIPE)
+        refuse_to_replace(tmp_path, RECIPE, started())
     old = torch.load(tmp_path / "state.pt", weights_only=True)
     del old["finished"]  # as before there was such a thing
     torch.save(old, tmp_path / "state.pt")
     with pytest.raises(InputError, match="holds a training that stopped at step 4"):
-        refuse_to_replace(tmp_path, RECIPE)
+        refuse_to_replace(tmp_path, RECIPE, started())
     save_state(uninterrupted, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path, RECIPE)
+    refuse_to_replace(tmp_path, RECIPE, started())
     with pytest.raises(InputError, match=r"holds another finished training \(lr differs\)"):
-        refuse_to_replace(tmp_path, dataclasses.replace(RECIPE, lr=0.123))
+        refuse_to_replace(tmp_path, dataclasses.replace(RECIPE, lr=0.123), started())
     with pytest.raises(InputError, match=r"holds another finished training \(data differs\)"):
-        refuse_to_replace(tmp_path, RECIPE, "elsewhere/photos")
+        refuse_to_replace(tmp_path, RECIPE, started(data="elsewhere/photos"))
+    refuse_to_replace(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
+    for init, other in (("runs/a", "runs/b"), ("runs/a", None), (None, "runs/a")):
+        save_state(dataclasses.replace(uninterrupted, init=init), RECIPE, tmp_path)
+        refuse_to_replace(tmp_path, RECIPE, started(init=init))
+        with pytest.raises(InputError, match=r"holds another finished training \(init differs\)"):
+            refuse_to_replace(tmp_path, RECIPE, started(init=other))
 
 
 def test_short_epochs_are_not_saved_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -937,7 +943,7 @@ def test_a_state_whose_gains_were_numbers_without_dimensions_goes_on(tmp_path: P
         ({"lr": 0.5}, "lr = 0.02, not 0.5"),
         ({"augmentation": Augmentation(erase=0.5)}, "augmentation = "),
         ({"ema": 0.0}, "ema = 0.9, not 0.0"),
-        ({"seed": 4}, "seed = 0, not 4"),
+        ({"seed": 4}, "seed = 0, not 4: give the same options, or another --name."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -970,6 +976,19 @@ def test_resuming_with_other_images_is_refused(tmp_path: Path) -> None:
     training.images = [40, 12]
     with pytest.raises(CheckpointError, match="on 36 images with 4 to choose by, not 40 and 12: resume with its own"):
         load_state(training, RECIPE, tmp_path, CPU)
+
+
+def test_resuming_with_other_names_of_classes_or_another_start_is_refused(tmp_path: Path) -> None:
+    save_state(started(), RECIPE, tmp_path)
+    ours = started(label_names=["ant", "bee"], init="runs/a")
+    load_state(ours, RECIPE, tmp_path, CPU)  # earlier versions kept neither
+    save_state(ours, RECIPE, tmp_path)
+    load_state(started(), RECIPE, tmp_path, CPU)
+    load_state(ours, RECIPE, tmp_path, CPU)
+    with pytest.raises(CheckpointError, match="on a class 'bee', not 'cat': resume with its own data, or give"):
+        load_state(dataclasses.replace(ours, label_names=["ant", "cat"]), RECIPE, tmp_path, CPU)
+    with pytest.raises(CheckpointError, match="that started from runs/a, not new weights: give the same --init, or"):
+        load_state(dataclasses.replace(ours, init=None), RECIPE, tmp_path, CPU)
 
 
 def test_a_truncated_missing_or_foreign_state_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -420,10 +420,13 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         training = begin(recipe, build(recipe, args.init, data.label_names), device)
     training.data = str(args.data.resolve())
     training.images = [len(data.train), len(data.validation)]
+    training.label_names = list(data.label_names)
+    # A folder by its whole path: what is there now, from wherever the command is given.
+    training.init = str(Path(args.init).resolve()) if args.init and Path(args.init).exists() else args.init
     if args.resume:
         load_state(training, recipe, args.output, device, data.held_out)
     else:
-        refuse_to_replace(args.output, recipe, training.data)
+        refuse_to_replace(args.output, recipe, training)
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

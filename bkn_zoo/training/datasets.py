@@ -25,6 +25,9 @@ from bkn_zoo.progress import bar, say
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time
 
+SPLITS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
+"""Names of folders, in any case: to train on, to choose by, to test by."""
+
 MEAN_STD = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -347,29 +350,40 @@ def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _folder(name: str, root: Path, size: int | None) -> Loaded:
-    # Folders within `train`, since a class may be called that, too.
-    has_split = (root / "train").is_dir() and any(path.is_dir() for path in (root / "train").iterdir())
-    train_root = root / "train" if has_split else root
-    label_names = sorted(path.name for path in train_root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    train, choices, test = ([path for path in _folders(root) if path.name.lower() in names] for names in SPLITS)
+    # Folders within, since a class may be called train, too; and images to test by may have no labels, as those of
+    # competitions.
+    train, test = ([path for path in paths if _folders(path)] for paths in (train, test))
+    for paths in (train, choices, test) if train else ():
+        if len(paths) > 1:
+            raise InputError(f"{root} holds {' and '.join(path.name for path in paths)}: leave one of them.")
+    beside = [*choices, *test] if train else []
+    train_root = train[0] if train else root
+    label_names = [path.name for path in _folders(train_root)]
     if not label_names:
         raise InputError(f"{train_root} holds no folders: make one per class, with its images in it.")
     if len(label_names) == 1:
         raise InputError(
             f"{train_root} holds one class only, {label_names[0]!r}: name the folder that has one for each class in it."
         )
-    known = ("val", "valid", "validation", "test") if has_split else ()
-    beside = [root / split for split in known if (root / split).is_dir()]
-    if beside and beside[-1].name == "test" and not any(path.is_dir() for path in beside[-1].iterdir()):
-        beside.pop()  # images without labels, as competitions have them
-    if len(beside) > 2 or (len(beside) == 2 and beside[1].name != "test"):
-        places = " and ".join(path.name for path in beside)
-        raise InputError(f"{root} holds {places}: leave one for choices, and one called test.")
+    for path in beside:
+        more = [found.name for found in _folders(path) if found.name not in label_names and image_files(found)]
+        if more:
+            raise InputError(
+                f"{path} holds classes that {train_root} lacks ({', '.join(more)}): add them there, or remove them."
+            )
     others = [_list_files(path, label_names) for path in beside]
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
     # One set is to test on: choices can be made on images held out, and what is published cannot be measured there.
-    validation, test = [None, None, *others][-2:]
-    return _list_files(train_root, label_names), validation, test, label_names, preprocessing
+    validation, tested = [None, None, *others][-2:]
+    return _list_files(train_root, label_names), validation, tested, label_names, preprocessing
+
+
+def _folders(root: Path) -> list[Path]:
+    """Those in a folder, by name, but for the hidden ones and what macOS leaves in archives."""
+    found = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
+    return sorted(found, key=lambda path: path.name)
 
 
 def _list_files(root: Path, label_names: list[str]) -> FileImages:

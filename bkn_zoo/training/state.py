@@ -37,6 +37,8 @@ class Training:
         history: a line for each epoch.
         data: the folder of the images, by which to know a training from another; empty if nobody said.
         images: how many there are to train on and to choose by, which must not change; None if nobody said.
+        label_names: of the classes, which must not change either; None if nobody said.
+        init: the checkpoint that it started from, by which to know it, too; None if from none, empty if nobody said.
     """
 
     model: Network
@@ -50,6 +52,8 @@ class Training:
     history: list[dict[str, Any]] = field(default_factory=list)
     data: str = ""
     images: list[int] | None = None
+    label_names: list[str] | None = None
+    init: str | None = ""
 
     @property
     def result(self) -> Network:
@@ -110,6 +114,8 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "history": json.dumps(training.history),
         "data": training.data,
         "images": training.images,
+        "label_names": training.label_names,
+        "init": training.init,
         "processes": processes(),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
@@ -157,7 +163,15 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training anew.") from None
     if changed:
         name = changed[0]
-        raise CheckpointError(f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}.")
+        raise CheckpointError(
+            f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}: give the same options, "
+            "or another --name."
+        )
+    if _other_init(state, training):
+        raise CheckpointError(
+            f"{path} is of a training that started from {_named(state['init'])}, not {_named(training.init)}: give the "
+            "same --init, or another --name."
+        )
     together = state.get("processes", processes())  # which earlier versions did not keep
     if together != processes():  # whose groups and augmentation are each process's own
         how = "1 process" if together == 1 else f"{together} processes"
@@ -172,6 +186,13 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
             f"{path} is of a training on {train} images with {chosen} to choose by, not {now} and {chosen_now}: resume "
             "with its own data."
         )
+    # Where there are fewer or more, tensors differ, too.
+    for old, new in zip(state.get("label_names") or [], training.label_names or [], strict=False):
+        if old != new:
+            raise CheckpointError(
+                f"{path} is of a training on a class {old!r}, not {new!r}: resume with its own data, or give another "
+                "--name."
+            )
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
@@ -192,14 +213,15 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     training.history = json.loads(state["history"])
 
 
-def refuse_to_replace(folder: Path, recipe: Recipe, data: str = "") -> None:
-    """Refuse a folder with a training that a new one would replace: not finished, or of another recipe or data."""
+def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
+    """Refuse a folder whose training a new one would replace: not finished, or of another recipe, data or start."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state.get("finished", False)
         changed = [
             *_changed(json.loads(state["recipe"]), recipe),
-            *(["data"] if state.get("data", data) != data else []),
+            *(["data"] if state.get("data", training.data) != training.data else []),
+            *(["init"] if _other_init(state, training) else []),
         ]
     except Exception:  # there is none, or none to go on from
         return
@@ -213,6 +235,16 @@ def refuse_to_replace(folder: Path, recipe: Recipe, data: str = "") -> None:
             f"{folder} holds a training that stopped at step {state['step']}: go on with --resume, or remove the "
             "folder to start anew."
         )
+
+
+def _other_init(state: dict[str, Any], training: Training) -> bool:
+    """Whether a state is of a training from another checkpoint, as far as both say."""
+    theirs = state.get("init", "")  # which earlier versions did not keep
+    return "" not in (theirs, training.init) and theirs != training.init
+
+
+def _named(init: str | None) -> str:
+    return init or "new weights"
 
 
 def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
