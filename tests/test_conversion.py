@@ -382,6 +382,107 @@ def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
 
 
 @pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.flatten(2).max(2).values,
+        lambda x: x.flatten(2).median(2)[0],
+        lambda x: x.flatten(2).topk(3).values.mean(-1),
+        lambda x: x.mean(axis=(2, 3)),
+        lambda x: x.mean((2, 3), False),
+        lambda x: torch.var_mean(x, (2, 3))[1],
+        lambda x: x.var((2, 3), True),
+        lambda x: x.flatten(2).norm(1, 2),
+        lambda x: torch.max(x, -x).amax((2, 3)),
+    ],
+)
+def test_whatever_way_positions_are_dropped_beliefs_pass(reduce: Callable[[Tensor], Tensor]) -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
+    converted = plan_of(lambda m, x: m.n2(m.fc(reduce(m.n1(m.c1(x))))), **layers)
+    assert priors(converted) == {"n1": {}, "n2": {"n1": 4}}
+    assert converted.report.guesses == ()
+
+
+def test_a_norm_of_what_holds_no_channels_is_left_and_said_to_be_called() -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "n2": nn.BatchNorm1d(4)}
+    block = Block(lambda m, x: m.n1(m.c1(x)) + m.n2(m.table).mean(), **layers)
+    block.table = nn.Parameter(torch.randn(5, 4))
+    converted = convert(block)
+    prove(block, converted, torch.randn(4, 3, 6, 6))
+    assert converted.report.rows[1].note == "left: called on something whose channels are not known"
+
+
+FRAMES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "viewed": lambda m, v: m.part(v.view(v.shape[0] * v.shape[1], *[v.shape[d] for d in (2, 3, 4)])).mean((2, 3)).view(
+        v.shape[0], v.shape[1], -1).mean(1),
+    "flattened": lambda m, v: m.part(v.flatten(0, 1)).mean((2, 3)).view(v.shape[0], -1, 5).mean(1),
+    "one by one": lambda m, v: torch.stack([m.part(v[:, t]).mean((2, 3)) for t in range(3)], 1).mean(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", FRAMES)
+def test_frames_are_positions_of_their_video(way: str) -> None:
+    part = nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 5), norm(5))
+    original = stir(Block(FRAMES[way], part=part))
+    videos = torch.randn(3, 3, 3, 6, 6) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1, 1)
+    converted = convert(original, statistics_batch_size=1)
+    prove(original, converted, videos)
+    assert priors(converted) == {"part.1": {}, "part.4": {"part.1": 4}}
+    assert converted.report.guesses == ()
+    assert converted.train()(videos).shape == (3, 5)
+    with torch.no_grad():
+        alone = converted.eval()(videos[1:2], statistics="sample")
+        torch.testing.assert_close(converted(videos, statistics="sample")[1:2], alone)
+
+
+def test_a_sequence_is_taken_for_one() -> None:
+    layers = {"l1": nn.Linear(6, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.n1(m.l1(x).transpose(1, 2)).transpose(1, 2)
+        return m.n2(m.l2(torch.relu(x)).transpose(1, 2)).mean(2)
+
+    original = stir(Block(forward, **layers))
+    converted = convert(original)
+    prove(original, converted, torch.randn(4, 5, 6))
+    assert priors(converted)["n2"] == {"n1": 8}
+
+
+def test_rows_that_are_not_one_image_after_another_are_no_images() -> None:
+    """An image's result would depend on the others in the batch."""
+
+    def forward(m: Any, v: Tensor) -> Tensor:
+        images, frames, *sizes = (v.shape[d] for d in range(5))
+        return m.part(v.transpose(0, 1).reshape(images * frames, *sizes)).mean((2, 3)).view(frames, images, -1).mean(0)
+
+    original = Block(forward, part=small())
+    with pytest.raises(ConversionError, match=r"not one image after another.*only='part'"):
+        convert(original)
+    converted = convert(original, only="part")
+    prove(original, converted, torch.randn(2, 3, 3, 8, 8))
+
+
+def test_rows_of_which_it_is_not_known_whose_they_are_are_refused_where_that_matters() -> None:
+    layers = {"l1": nn.Linear(2, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
+
+    def forward(m: Any, batch: dict[str, Tensor]) -> Tensor:
+        return m.n2(m.l2(torch.relu(m.n1(m.l1(batch["tokens"].flatten(0, 1)[batch["mask"].flatten()])))))
+
+    original = stir(Block(forward, **layers))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    x = {"tokens": torch.randn(3, 5, 2), "mask": mask}
+    converted = convert(original)
+    prove(original, converted, x)
+    converted.statistics_batch_size = 1
+    with pytest.raises(InputError, match=r"4 rows of 3 images.*only=NAME"):
+        converted.train()(x)
+    converted.eval()
+    for mode in ("sample", "expected"):
+        with pytest.raises(InputError, match=r"4 rows of 3 images"):
+            converted(x, statistics=mode)
+    torch.testing.assert_close(converted(x), original.eval()(x))
+
+
+@pytest.mark.parametrize(
     ("take", "batch"),
     [
         (lambda batch: batch["image"], {"image": torch.randn(4, 3, 6, 6)}),

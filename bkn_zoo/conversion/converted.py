@@ -11,10 +11,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-from bkn_zoo.conversion.plan import Plan, make_plan
+from bkn_zoo.conversion.plan import INTERLEAVED, UNKNOWN, Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.conversion.rewrite import Forward, foldable, names_of, replace_norms, rewrite
-from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, trace
+from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, part_hint, trace
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
@@ -210,7 +210,9 @@ def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
         plans.append(make_plan(twin, graphs[-1], left))
         left = plans[-1].left
         _take_constants(model, twin, graphs[-1])
-    _check_plans(model, *plans)
+    if left.keys() != plans[0].left.keys():  # what has to be left in evaluation is left in training too
+        return _convert(model, name, left)
+    _check_plans(model, name, *plans)
     rows = tuple(_rows(model, *plans))
     for plan in plans:
         replace_norms(model, plan)
@@ -239,15 +241,17 @@ def _take_constants(model: nn.Module, twin: nn.Module, graph: fx.Graph) -> None:
             setattr(model, name, vars(twin)[name])
 
 
-def _check_plans(model: nn.Module, training: Plan, evaluation: Plan) -> None:
+def _check_plans(model: nn.Module, name: str, training: Plan, evaluation: Plan) -> None:
     if not training.calls and not evaluation.calls:
-        reasons = "; ".join(f"{name}: {why}" for name, why in training.left.items())
-        if not reasons:
+        reasons = "; ".join(f"{norm}: {why}" for norm, why in training.left.items())
+        if all(why == UNKNOWN for why in training.left.values()):
             raise ConversionError(
                 f"{type(model).__name__} passes no input on to a batch norm: give its forward one that has no default, "
                 "since those with a default keep it."
             )
-        raise ConversionError(f"{type(model).__name__} calls no batch norm that can be converted ({reasons}).")
+        hint = part_hint(model, name) if INTERLEAVED in training.left.values() else ""
+        hint = f": convert {hint}, to which each row is an image" if hint else ""
+        raise ConversionError(f"{type(model).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
     known = {call.name: call.shapes for call in training.calls}
     for call in evaluation.calls:
         if known.get(call.name, call.shapes) != call.shapes:

@@ -7,10 +7,11 @@ numbers as they would move the features, whatever way they are written; all else
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,11 +26,13 @@ from bkn_zoo.conversion.rules import (
     POOLS_TO_SIZE,
     PRODUCTS,
     REDUCTIONS,
+    SORTS,
     SUMS,
+    TWOFOLD,
 )
 from bkn_zoo.conversion.trace import LayerTracer, is_batchnorm
 
-IMAGES, SIDE = 2, 2
+IMAGES, SIDE, FRAMES = 2, 2, 8
 MOST_PIECES = 8
 """Of a transition; channels that are interleaved more finely than this get one full matrix."""
 
@@ -39,6 +42,22 @@ class Other:
 
 
 OTHER = Other()
+
+UNKNOWN = "called on something whose channels are not known"
+"""Why a norm is left that gets such a value."""
+
+INTERLEAVED = "the rows of its input are not one image after another"
+
+
+class Twofold(NamedTuple):
+    """What `x.max(2)` and the like return: two tensors of the same channels, the second one mostly of indices."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class LostError(Exception):
+    """A network that was tried with frames in its input does not take them."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,7 @@ class NormCall:
         node: the call in the graph.
         pieces: of its transition; none for a first layer.
         rows: whether an image may have several rows in the norm's input (tokens, flattened into the batch).
+        ordered: whether rows, if there are several, are known to be one image after another.
         depth: norms below it on its path, and itself.
         why: where `pieces` is empty although there are norms below, the reason.
     """
@@ -107,6 +127,7 @@ class NormCall:
     node: fx.Node
     pieces: list[Piece]
     rows: bool
+    ordered: bool
     depth: float
     why: str = ""
 
@@ -129,11 +150,12 @@ def make_plan(model: nn.Module, graph: fx.Graph, left: dict[str, str]) -> Plan:
 
     A norm that is called several times has one transition: where the calls would need different ones it gets none.
     """
-    planner = _Planner(model, left)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    planner.run(graph, model, {node: planner.number(_input_shape(model)) for node in inputs})
-    if planner.interleaved:
-        return make_plan(model, graph, left | planner.interleaved)
+    planner = _run(model, graph, left)
+    if planner.failed:  # an input of another rank, perhaps: video, or sequences
+        with suppress(LostError):
+            planner = _run(model, graph, left, frames=True)
+    if planner.unfit:
+        return make_plan(model, graph, left | planner.unfit)
     calls = planner.plan.calls
     del planner.plan.guesses[planner.relevant :]
     for name in {call.name for call in calls}:
@@ -142,6 +164,16 @@ def make_plan(model: nn.Module, graph: fx.Graph, left: dict[str, str]) -> Plan:
             for call in same:
                 call.pieces, call.why = [], "its calls would need transitions of different shapes"
     return planner.plan
+
+
+def _run(model: nn.Module, graph: fx.Graph, left: dict[str, str], frames: bool = False) -> "_Planner":
+    planner = _Planner(model, left, frames)
+    inputs = {node: planner.number(_input_shape(model)) for node in graph.find_nodes(op="placeholder")}
+    if frames:
+        inputs = {node: x.unsqueeze(1).repeat_interleave(FRAMES, 1) for node, x in inputs.items()}
+    planner.inputs.update(inputs)
+    planner.run(graph, model, inputs)
+    return planner
 
 
 def _input_shape(model: nn.Module) -> tuple[int, ...]:
@@ -154,14 +186,24 @@ def _input_shape(model: nn.Module) -> tuple[int, ...]:
 
 
 class _Planner:
-    """Runs a graph on numbered channels. A number n at image i is stored as n * IMAGES + i."""
+    """Runs a graph on numbered channels. A number n at image i is stored as n * IMAGES + i.
 
-    def __init__(self, model: nn.Module, left: dict[str, str]) -> None:
+    Args:
+        frames: whether the inputs have one more dimension, after that of the images; a `LostError` is raised where a
+            layer takes no such input, or images cannot be told apart any more.
+    """
+
+    def __init__(self, model: nn.Module, left: dict[str, str], frames: bool) -> None:
         self.plan = Plan(left=left)
+        self.frames = frames
+        self.failed = False  # something could not be done to the numbers, or a layer got another rank than it takes
+        self.lost = False  # and it may have moved images
+        self.unsure = False  # whether all that was not known left images where they were
         self.origins: list[Origin] = []
         self.gates: set[int] = set()
         self.relevant = 0  # guesses that some norm comes after
-        self.interleaved: dict[str, str] = {}
+        self.inputs: set[fx.Node] = set()
+        self.unfit: dict[str, str] = {}  # norms that have to be left, and why
         self.names = {module: name for name, module in model.named_modules()}
         self.inside = ""  # what kind of module is looked into
 
@@ -221,27 +263,48 @@ class _Planner:
                 return load(node.args[0])
             if node.op == "get_attr":
                 values[node] = OTHER
-            elif node.op == "call_module":
-                module = root.get_submodule(str(node.target))
-                values[node] = self.module(node, module, load(node.args), load(node.kwargs))
             elif node.op != "placeholder":
-                values[node] = self.operation(node, load(node.args), load(node.kwargs))
+                module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+                values[node] = self.follow(node, module, load(node.args), load(node.kwargs))
         raise AssertionError("a graph ends with its output")
+
+    def follow(self, node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+        """What a node makes of its arguments."""
+        try:
+            return self.operation(node, args, kwargs) if module is None else self.module(node, module, args, kwargs)
+        except LostError:
+            raise
+        except Exception:  # sizes that only real features have, or a mask
+            if module is not None and is_batchnorm(module):
+                self.unfit[self.names.get(module, str(node.target))] = UNKNOWN
+            tensors = _tensors(args, kwargs)
+            kept = _kept_images(_name(node), args)
+            self.fail(lost=bool(tensors) and kept is None)
+            return self.guess(node, tensors if kept is None else [kept])
+
+    def fail(self, lost: bool) -> None:
+        if self.frames and lost:
+            raise LostError
+        self.failed, self.lost = True, self.lost or lost
 
     def operation(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """A function or a method, such as `torch.cat` or `.view`."""
-        name = getattr(node.target, "__name__", str(node.target)).strip("_")
+        name = _name(node)
         tensors = _tensors(args, kwargs)
         if not tensors and any(leaf is OTHER for leaf in tree_leaves((args, kwargs))):
             return OTHER
+        if name == "getitem" and node.args[0] in self.inputs and isinstance(args[1], int | str):
+            self.inputs.add(node)  # of a list or a dict of batches, all of which have the shape that one would have
+            return args[0]
+        if name == "getitem" and _tensors(args[1:], kwargs):
+            raise TypeError("which rows a mask takes is known when the network runs")
         if not tensors or name in MOVES:
-            try:
-                result = _call(node, args, kwargs)
-            except Exception:  # sizes that only real features have
+            result = _call(node, args, kwargs)
+            if tensors and callable(result):  # `.values`, say, of what was taken for a tensor
                 return self.guess(node, tensors)
             return OTHER if not tensors and isinstance(result, Tensor) else result
         x = tensors[0]
-        if name in SUMS:
+        if name in SUMS or (name in ("max", "min") and len(tensors) > 1):
             return self.renumber(_broadcast(max(tensors, key=self.depth_of), tensors))
         if name in PRODUCTS:
             kept = [t for t in tensors if not self.is_gate(t)] or tensors
@@ -252,11 +315,14 @@ class _Planner:
             return self.renumber(x, gate=True)
         if name in POOLS_TO_SIZE:
             return self.pool(x, kwargs.get("output_size", args[1] if len(args) > 1 else 1))
-        if name in REDUCTIONS:
-            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            return (
-                OTHER if dims is None else self.renumber(x).amin(dims, keepdim=bool(kwargs.get("keepdim", args[2:3])))
-            )
+        if name in SORTS:
+            return Twofold(*[self.renumber(x)] * 2)
+        if name in REDUCTIONS or name in TWOFOLD:
+            dims, keepdim = _reduced(name, args, kwargs)
+            if dims is None:
+                return OTHER
+            reduced = self.renumber(x).amin(dims, keepdim=keepdim)
+            return Twofold(reduced, reduced) if name in TWOFOLD else reduced
         if name in ("conv1d", "conv2d", "conv3d"):
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
             return self.renumber(x) if groups == x.shape[1] else self.mix(x, 1, x.shape[1], 1, str(node))
@@ -264,7 +330,10 @@ class _Planner:
             return self.mix(x, -1, x.shape[-1], 1, str(node))
         if name.startswith("new_") or name in ("rand_like", "zeros_like", "ones_like", "empty_like"):
             return OTHER
-        return self.renumber(x) if name in PASSES else self.guess(node, tensors)
+        if name in PASSES:
+            return self.renumber(x)
+        self.unsure = True
+        return self.guess(node, tensors)
 
     def guess(self, node: fx.Node, tensors: list[Tensor]) -> Any:
         if not tensors:
@@ -281,11 +350,15 @@ class _Planner:
         name = self.names.get(module, str(node.target))
         tensors = _tensors(args, kwargs)
         if not tensors:
+            if is_batchnorm(module) and name not in self.plan.left:
+                self.unfit[name] = UNKNOWN
             return OTHER
         x = tensors[0]
         if is_batchnorm(module):
             return self.renumber(x) if name in self.plan.left else self.norm(node, name, module, x)
         if isinstance(module, _ConvNd):
+            if x.ndim != len(module.kernel_size) + 2:
+                self.fail(lost=self.frames)
             return self.mix(x, 1, module.out_channels, module.groups, name)
         if isinstance(module, nn.Linear):
             return self.mix(x, -1, module.out_features, 1, name)
@@ -296,10 +369,7 @@ class _Planner:
         if isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.Softmax | nn.Softmax2d | nn.Tanh):
             return self.renumber(x, gate=True)
         if isinstance(module, nn.Flatten | nn.Unflatten | nn.ChannelShuffle | nn.PixelShuffle | nn.PixelUnshuffle):
-            try:
-                return module(x)
-            except Exception:  # sizes that only real features have
-                return self.guess(node, tensors)
+            return module(x)
         if type(module).__module__ in PASSING_LAYERS and not isinstance(module, nn.MultiheadAttention):
             return self.renumber(x)
         return self.look_inside(node, name, module, args, kwargs)
@@ -316,10 +386,13 @@ class _Planner:
             inputs = [n for n in graph.nodes if n.op == "placeholder"]
             values = dict(zip(inputs, args, strict=False)) | {n: kwargs[n.target] for n in inputs if n.target in kwargs}
             return self.run(graph, whole, values)
+        except LostError:
+            raise
         except Exception:
             del self.plan.guesses[guesses:]
             x = _tensors(args, kwargs)[0]
             self.note(name)
+            self.unsure = True
             mixes = any(parameter.ndim > 1 for parameter in module.parameters())
             return self.mix(x, min(1, x.ndim - 1), x.shape[min(1, x.ndim - 1)], 1, name) if mixes else self.renumber(x)
         finally:
@@ -355,14 +428,18 @@ class _Planner:
         origins = [self.origins[n] for n in numbers]
         pieces = _pieces(origins, features)
         depth = 1 + max((self.depth(origin) for origin in origins), default=0)
-        images = (x % IMAGES).flatten(1)[:, 0] if x.ndim > 1 else x % IMAGES
-        if bool((images.diff() < 0).any()):
-            self.interleaved[name] = "the rows of its input are not one image after another"
+        if x.ndim < 2 or x.shape[1] != features:
+            self.fail(lost=self.frames)
         # After a guess the numbers are right, but the layout may not be: the rows are looked at when the network runs.
-        rows = x.shape[0] != IMAGES or bool(self.plan.guesses)
+        guessed = bool(self.plan.guesses)
+        images = (x % IMAGES).reshape(len(x), -1)
+        if bool((images.diff(dim=0) < 0).any()) or not (guessed or _in_turn(x)):
+            self.unfit[name] = INTERLEAVED
+        rows = len(x) != IMAGES or guessed
+        ordered = not self.lost and (len(x) != IMAGES or not self.unsure)
         call = len(self.plan.calls)
         self.relevant = len(self.plan.guesses)
-        self.plan.calls.append(NormCall(name, features, node, pieces, rows, depth))
+        self.plan.calls.append(NormCall(name, features, node, pieces, rows, ordered, depth))
         seen: list[Origin] = [Single(call, channel) for channel in range(features)]
         if len(numbers) == features:
             for number, origin in zip(numbers, seen, strict=True):
@@ -444,6 +521,41 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).strip("_")
+
+
+def _reduced(name: str, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The dimensions that a reduction drops, None for all, and whether they stay, with one entry each."""
+    place = 2 if name == "norm" else 1
+    keeps = place + 2 if name in ("std", "var", "std_mean", "var_mean") else place + 1
+    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+    return dims, bool(kwargs.get("keepdim", kwargs.get("keepdims", args[keeps] if len(args) > keeps else False)))
+
+
+def _in_turn(x: Tensor) -> bool:
+    """Whether rows are of one image after another, as many of each."""
+    turns = torch.arange(len(x), device="cpu") * IMAGES // max(len(x), 1)
+    return len(x) % IMAGES == 0 and bool((x % IMAGES == turns.view(-1, *[1] * (x.ndim - 1))).all())
+
+
+def _kept_images(name: str, args: Any) -> Tensor | None:
+    """What a move that failed was done to, with as many rows as it makes; None where it may have moved images."""
+    x = next(iter(_tensors(args, {})), None)
+    if x is None or not _in_turn(x):
+        return None
+    given = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+    first = given[0] if given else None
+    if name in ("view", "reshape") and isinstance(first, int) and first > 0 and first % IMAGES == 0:
+        # Rows that are one image after another are so in any shape in which each image has as many.
+        return x[:: len(x) // IMAGES].repeat_interleave(first // IMAGES, 0)
+    if name == "getitem":
+        return x if first == slice(None) or not isinstance(args[0], Tensor) else None  # or one more of several chunks
+    if name == "permute":
+        return x if first == 0 else None
+    return x if name in ("transpose", "swapaxes", "swapdims") and 0 not in given else None
 
 
 def _broadcast(x: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -56,6 +56,17 @@ def by_image(x: Tensor, images: int) -> Tensor:
     return x if x.shape[0] == images else x.unflatten(0, (images, -1)).movedim(1, -1)
 
 
+def as_given(x: Tensor, images: int, statistics: Statistics) -> Tensor:
+    """Rows of which it is not known whose they are, for statistics that need not know."""
+    if x.shape[0] != images and statistics not in (("population", statistics.group), ("batch", None)):
+        raise InputError(
+            f"a norm gets {x.shape[0]} rows of {images} images, and the conversion could not follow which are whose: "
+            "take statistics='population' and whole batches (statistics_batch_size=None), or convert a part of the "
+            "network with only=NAME, to which each row is an image."
+        )
+    return x
+
+
 def by_row(y: Tensor, x: Tensor) -> Tensor:
     """Undoes `by_image`, for a result `y` of the `x` that was given to it."""
     return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
@@ -191,6 +202,9 @@ def rewrite(model: nn.Module, graph: fx.Graph, plan: Plan) -> Forward:
                 prior = graph.call_module(f"{name}.priors.{number}", tuple(beliefs[below] for below in _below(call)))
             if call.rows:
                 images = graph.call_function(count_images, (first,))
+            if call.rows and not call.ordered:
+                x = graph.call_function(as_given, (x, images, statistics))
+            if call.rows and call.ordered:
                 result = graph.call_module(name, (graph.call_function(by_image, (x, images)), prior, statistics))
                 y = graph.call_function(by_row, (graph.call_function(operator.getitem, (result, 0)), x))
             else:

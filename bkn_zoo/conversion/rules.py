@@ -25,9 +25,19 @@ GATES = {
 """Make a gate."""
 
 REDUCTIONS = {
-    "mean", "sum", "amax", "amin", "std", "var", "norm",
+    "mean", "sum", "amax", "amin", "std", "var", "norm", "prod", "logsumexp", "nanmean", "nansum",
 }  # fmt: skip
 """Drop dimensions."""
+
+TWOFOLD = {
+    "max", "min", "median", "nanmedian", "std_mean", "var_mean",
+}  # fmt: skip
+"""Drop dimensions, and return two tensors."""
+
+SORTS = {
+    "sort", "topk",
+}  # fmt: skip
+"""Return two tensors, and keep channels where they are."""
 
 PASSES = {
     "relu", "relu6", "leaky_relu", "prelu", "elu", "selu", "celu", "gelu", "silu", "hardswish", "hardtanh", "mish",

@@ -108,11 +108,8 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
         with torch.enable_grad():
             graph = Tracer().trace(model)
     except Exception as error:  # tracing runs the model's own code on stand-ins, which can fail in any way
-        parts = [name for name, child in model.named_children() if holds_batchnorm(child) and not is_batchnorm(child)]
-        hint = ""
-        if parts:
-            example = f"{part}.{parts[0]}".lstrip(".")
-            hint = f", or convert a part of the network with only=NAME, such as only={example!r}"
+        hint = part_hint(model, part)
+        hint = f", or convert {hint}" if hint else ""
         raise ConversionError(
             f"{type(model).__name__} cannot be traced at {_line_of(error)} ({first_sentence(error)}): write that line "
             f"without it{hint}."
@@ -128,6 +125,12 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
             "StochasticDepth or timm's DropPath."
         )
     return graph
+
+
+def part_hint(model: nn.Module, part: str) -> str:
+    """How to convert less of a network, which is a part of this name or the whole; nothing if there is no less."""
+    parts = [name for name, child in model.named_children() if holds_batchnorm(child) and not is_batchnorm(child)]
+    return f"a part of the network with only=NAME, such as only={f'{part}.{parts[0]}'.lstrip('.')!r}" if parts else ""
 
 
 def _autocasts() -> int:
