@@ -142,6 +142,8 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     found = data if isinstance(data, dict) else {}
     inner = found.get("parameters")
     given = inner if isinstance(inner, dict) else found
+    if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
+        raise BadParameterError("function_to_apply: scores are softmax's here: say softmax, or leave it out.")
     return found, {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 

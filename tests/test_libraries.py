@@ -215,6 +215,8 @@ def test_weights_that_cannot_be_had_are_an_error_of_one_sentence(monkeypatch: py
     [
         ("os:system", {}, UnknownNameError, "unknown library"),
         ("timm:hf-hub:someone/something", {}, UnknownNameError, "no classifier"),
+        ("timm:resnet18.a1_in1k", {}, UnknownNameError, "without the tag of their weights: timm:resnet18"),
+        ("timm:no_such_network.tag", {}, UnknownNameError, "no classifier"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UnknownNameError, "no classifier"),
         ("torchvision:squeezenet1_1", {}, bkn_zoo.BknZooError, "no batch norm"),
         (NETWORK, {"pretrained": True}, InputError, "is not built with pretrained"),

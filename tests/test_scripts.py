@@ -20,6 +20,7 @@ from PIL import Image
 from service_process import DIRECT, ServiceProcess
 
 import bkn_zoo
+from bkn_zoo import InputError
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, main, parse, run_name
 from bkn_zoo.images import Preprocessing
@@ -451,6 +452,25 @@ def test_an_option_that_does_not_exist_or_lacks_its_value_is_refused(
     assert caught.value.code == 2
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert any(word in complaint for word in wrong)
+
+
+@pytest.mark.parametrize("empty", [["--lr", ""], ["--lr="], ["--augmentation.crop", ""], ["--freeze", ""]], ids=str)
+def test_an_empty_value_is_refused_and_not_passed_over(empty: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--data", "D", *empty])
+    assert f"{empty[0].rstrip('=')} needs a value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch", [[], ["--gradient_batch", "8", "--micro_batch", "4"]], ids=["default", "given"])
+def test_groups_that_do_not_divide_the_batch_are_refused_before_the_data_are_read(
+    tmp_path: Path, batch: list[str]
+) -> None:
+    nowhere = ["--data", str(tmp_path / "nowhere"), "--model", "inception_cifar_bkn", "--device", "cpu"]
+    images = 4 if batch else 16
+    with pytest.raises(InputError, match=f"statistics_batch is 3, but {images} images at a time cannot be split"):
+        main([*nowhere, "--statistics_batch", "3", *batch])
+    with pytest.raises(InputError, match="nowhere"):
+        main([*nowhere, "--statistics_batch", "3", "--freeze", *batch])  # which takes no statistics
 
 
 def sentence(script: Script, *arguments: Any) -> str:

@@ -278,6 +278,19 @@ def test_as_many_data_uris_as_images_are_allowed_are_not_too_many_parts() -> Non
         read(600, 10_000)
 
 
+def test_scores_of_another_function_than_softmax_are_refused(running: ServiceProcess, photo: Path) -> None:
+    found = {}
+    for function in (None, "softmax", "sigmoid", ["softmax"]):
+        parameters = {"function_to_apply": function, "top_k": 1}
+        data = {"inputs": base64.b64encode(photo.read_bytes()).decode(), "parameters": parameters}
+        status, answer, _ = ask(
+            f"{running.url}/models/first", json.dumps(data).encode(), Content_Type="application/json"
+        )
+        found[str(function)] = status
+    assert list(found.values()) == [200, 200, 422, 422], found
+    assert answer["error"]["message"].startswith("function_to_apply: scores are softmax's here")
+
+
 def test_the_body_s_options_win_over_the_query_s(running: ServiceProcess, photo: Path) -> None:
     data = {"image": base64.b64encode(photo.read_bytes()).decode(), "top_k": 2, "statistics": None}
     url = f"{running.url}/v1/classify?top_k=3&statistics=sample"

@@ -59,7 +59,7 @@ from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
-from bkn_zoo.training.loop import fit, further_images, images_at_a_time
+from bkn_zoo.training.loop import fit, further_images, images_at_a_time, local_batch
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import (
     STATE,
@@ -127,11 +127,13 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         dotted[name] = value if equals else next(words, "")
-        if not dotted[name]:
-            parser.error(f"--{name} needs a value")
     args = parser.parse_args(rest)
-    overrides = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name, None)}
-    return args, {name: literal(value) for name, value in (overrides | dotted).items()}
+    fields_given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Recipe)}
+    overrides = {name: value for name, value in (fields_given | dotted).items() if value is not None}
+    for name, value in overrides.items():
+        if not value:  # perhaps a variable of the shell that is not set
+            parser.error(f"--{name} needs a value")
+    return args, {name: literal(value) for name, value in overrides.items()}
 
 
 def literal(text: str) -> Any:
@@ -407,6 +409,8 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if args.publish:  # now, rather than after hours of training
         check_repository(f"{args.publish}/{name}")
         check_reachable(f"{args.publish}/{name}")
+    if args.recipe is not None or "statistics_batch" in given:  # before anything is decoded; `fitted` mends its own
+        local_batch(recipe)
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     if args.recipe is None:
         recipe = fitted(recipe, len(data.train), given)

@@ -130,6 +130,9 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
                 lambda **given: timm.create_model(network, pretrained=False, **given),
                 lambda: timm.create_model(network, pretrained=True).state_dict(),
             )
+        untagged, dot, _ = network.partition(".")
+        if dot and untagged in timm.list_models():
+            raise UnknownNameError(f"networks of timm are named without the tag of their weights: timm:{untagged}.")
     else:
         raise UnknownNameError(f"unknown library in {name!r}: choose one of {', '.join(LIBRARIES)}.")
     raise UnknownNameError(f"{library} here has no classifier {network!r}: correct the name, or upgrade {library}.")

@@ -37,7 +37,7 @@ def fit(
     when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a KeyboardInterrupt, at once.
     """
     rank, ranks = dist.get_rank() if dist.is_initialized() else 0, processes()
-    local = _local_batch(recipe, ranks)
+    local = local_batch(recipe)
     per_epoch = len(data.train) // recipe.gradient_batch
     if not per_epoch:
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
@@ -155,13 +155,21 @@ def _largest(number: int) -> int:
     return int(everyone)
 
 
-def _local_batch(recipe: Recipe, ranks: int) -> int:
+def local_batch(recipe: Recipe) -> int:
+    """Each process's images of a step; raises where these cannot be split as the recipe asks."""
+    ranks = processes()
     local, rest = divmod(recipe.gradient_batch, ranks)
     if rest:
         raise InputError(f"a gradient batch of {recipe.gradient_batch} cannot be shared by {ranks} processes evenly.")
     pass_size = recipe.micro_batch or local
     if local % pass_size:
         raise InputError(f"a batch of {local} images per process cannot be split into micro-batches of {pass_size}.")
+    group = recipe.statistics_batch
+    if group is not None and pass_size % group and not recipe.freeze:  # frozen norms observe nothing
+        raise InputError(
+            f"statistics_batch is {group}, but {pass_size} images at a time cannot be split into groups of so many: "
+            "choose a number that divides them."
+        )
     return local
 
 
