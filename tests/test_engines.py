@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 from bkn_zoo import (
@@ -25,6 +25,7 @@ from bkn_zoo import (
     InputError,
     Network,
     UnknownNameError,
+    convert,
     create_model,
     list_models,
     recalibrate,
@@ -101,8 +102,8 @@ def engine(request: pytest.FixtureRequest, small: Network) -> Engine:
 
 
 @torch.no_grad()
-def assert_agrees(engine: Callable[..., Tensor], model: Network, images: Tensor, mode: str) -> None:
-    wanted = model(images, mode)
+def assert_agrees(engine: Callable[..., Tensor], model: nn.Module, images: Tensor, mode: str) -> None:
+    wanted = model(images, statistics=mode)
     tolerance = (1e-4 if mode == "population" else 1e-3) * min(1.0, wanted.std().item())
     assert_close(engine(images, mode), wanted, atol=tolerance, rtol=0)
 
@@ -176,6 +177,66 @@ def test_folding_keeps_the_bias_of_a_convolution(small: Network) -> None:
         if isinstance(module, nn.Conv2d):
             module.bias = nn.Parameter(0.3 * torch.randn(module.out_channels))
     assert_agrees(fold(model), model, photographs(2, 16), "population")
+
+
+def converted_network(bias: bool = True) -> Any:
+    norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(5)]
+    if not bias:
+        norms[0].bias = None  # as BatchNorm2d(4, bias=False) of newer versions of PyTorch has none
+    layers = [nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(), nn.Conv2d(4, 5, 3), norms[1]]
+    model = convert(nn.Sequential(*layers, nn.Flatten()), statistics_batch_size=2)
+    model.train()(photographs(4, 8))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda conv: conv.register_forward_hook(lambda m, args, y: 2 * y),
+        lambda conv: conv.register_forward_pre_hook(lambda m, args: (2 * args[0],)),
+        lambda conv: prune.l1_unstructured(conv, "weight", 0.5),
+        lambda conv: parametrizations.weight_norm(conv).parametrizations.weight.original0.data.mul_(2),
+    ],
+    ids=["hook", "hook before", "pruned", "parametrized"],
+)
+@pytest.mark.parametrize("kind", ["zoo", "converted"])
+def test_a_convolution_that_computes_more_than_its_weights_say_is_left(
+    small: Network, kind: str, change: Callable[[nn.Module], Any]
+) -> None:
+    model: Any = copy.deepcopy(small) if kind == "zoo" else converted_network()
+    change(model.inception_b.branches[1][0].conv if kind == "zoo" else model.get_submodule("3"))
+    images = photographs(2, 16 if kind == "zoo" else 8)
+    engine = create_engine(model, "torch")
+    engine(images, "population")  # before the network itself, which computes pruned weights anew
+    for mode in MODES:
+        assert_agrees(engine, model, images, mode)
+
+
+@modes
+def test_the_hooks_of_a_block_are_called(small: Network, mode: str) -> None:
+    model = copy.deepcopy(small)
+    model.inception_b.register_forward_hook(lambda m, args, state: (2 * state[0], state[1]))
+    assert_agrees(create_engine(model, "torch"), model, photographs(2, 16), mode)
+
+
+def test_a_convolution_that_others_took_the_place_of_is_left() -> None:
+    model, images = converted_network(), photographs(2, 8)
+    model.set_submodule("3", nn.Sequential(nn.Conv2d(4, 4, 1), model.get_submodule("3")))
+    assert_agrees(create_engine(model, "torch"), model, images, "population")
+
+
+def test_a_norm_may_have_a_scale_alone() -> None:
+    model, images = converted_network(bias=False), photographs(2, 8)
+    for mode in MODES:
+        assert_agrees(create_engine(model, "torch"), model, images, mode)
+
+
+@modes
+def test_hooks_of_norms_are_refused(small: Network, mode: str) -> None:
+    model = copy.deepcopy(small)
+    model.inception_b.branches[1][0].norm.register_forward_hook(lambda m, args, result: result)
+    with pytest.raises(InputError, match=r"inception_b.branches.1.0.norm has hooks"):
+        create_engine(model, "torch")(photographs(1, 16), mode)
 
 
 def test_a_folded_network_refuses_the_statistics_of_an_image(small: Network) -> None:

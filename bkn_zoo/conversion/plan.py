@@ -154,7 +154,7 @@ def make_plan(model: nn.Module, graph: fx.Graph, left: dict[str, str]) -> Plan:
     if planner.failed:  # an input of another rank, perhaps: video, or sequences
         with suppress(LostError):
             planner = _run(model, graph, left, frames=True)
-    if planner.unfit:
+    if planner.unfit.keys() - left.keys():
         return make_plan(model, graph, left | planner.unfit)
     calls = planner.plan.calls
     del planner.plan.guesses[planner.relevant :]
@@ -198,7 +198,7 @@ class _Planner:
         self.frames = frames
         self.failed = False  # something could not be done to the numbers, or a layer got another rank than it takes
         self.lost = False  # and it may have moved images
-        self.unsure = False  # whether all that was not known left images where they were
+        self.unsure = False  # something was called that is not known; most likely it left images where they were
         self.origins: list[Origin] = []
         self.gates: set[int] = set()
         self.relevant = 0  # guesses that some norm comes after

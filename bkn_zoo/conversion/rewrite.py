@@ -90,6 +90,7 @@ def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
         layer.dims = (2, 3, 4, 5)
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the very same, which may be shared or take no gradient
+    layer.fusible = layer.bias is not None  # newer PyTorch has norms with a scale alone, which the kernels do not
     for name, child in norm.named_children():
         layer.add_module(name, child)
     if below is not None:
@@ -137,7 +138,10 @@ def _gather(plan: Plan, call: NormCall, norm: _BatchNorm) -> nn.Module:
 
 
 def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
-    """The norms that one convolution could take in, since nothing else gets what it gives; with its name."""
+    """The norms that one convolution could take in, since nothing else gets what it gives; with its name.
+
+    What is done to a convolution may change later: whether it can take them in then is for who asks it to.
+    """
     called = [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
     found = {}
     for call in plan.calls:
@@ -145,8 +149,8 @@ def foldable(model: nn.Module, graph: fx.Graph, plan: Plan) -> dict[str, str]:
         if before.op != "call_module" or len(before.users) > 1 or call.rows:
             continue
         conv = model.get_submodule(str(before.target))
-        plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and not (conv._forward_pre_hooks or conv._forward_hooks)
-        if plain and all(called.count(module) == 1 for module in (conv, model.get_submodule(call.name))):
+        known = isinstance(conv, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if known and all(called.count(module) == 1 for module in (conv, model.get_submodule(call.name))):
             found[call.name] = str(before.target)
     return found
 

@@ -34,6 +34,11 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
     Args:
         as_stored: leave weights that are not folded in the 16 bits that `model` has them in, for who converts them.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, RunningNorm) and has_hooks(module):
+            raise InputError(
+                f"{name} has hooks, which an engine would not call: remove them first, or call the network itself."
+            )
     if statistics.mode == "population":
         return join(fold(model))
     network = frozen(model, as_stored)
@@ -47,20 +52,32 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
 def fold(model: AnyNetwork) -> AnyNetwork:
     """A copy of `model`, for population statistics alone, whose convolutions have taken in the norms after them.
 
-    A GroupNorm stays, since its statistics are the image's; so does a norm that follows no convolution.
+    A GroupNorm stays, since its statistics are the image's; so does a norm that follows no convolution, or one with
+    hooks or weights that are computed (pruned, parametrized).
     """
     network = frozen(model)
     for name, (conv, pooled) in _convolutions(network).items():
         norm: Any = network.get_submodule(name)
         scale = torch.rsqrt(norm.running_var + norm.eps)
-        scale = norm.weight * scale if norm.affine else scale
-        shift = (norm.bias if norm.affine else 0) - norm.running_mean * scale
+        scale = scale if norm.weight is None else norm.weight * scale
+        shift = (0 if norm.bias is None else norm.bias) - norm.running_mean * scale
         bias = torch.zeros_like(shift) if conv.bias is None else conv.bias * scale
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
         conv.weight = nn.Parameter(weight, requires_grad=False)  # a new one: others may share what it had
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
         _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after it, which may change what it takes or gives."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _takes_in(conv: nn.Module) -> bool:
+    """Whether a convolution computes what its weights say, which are parameters of its own."""
+    plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "forward" not in vars(conv)
+    return plain and not has_hooks(conv)  # hooks, too, compute the weights that are pruned
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
@@ -78,7 +95,8 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
         as_stored: leave those of two dimensions and more, which checkpoints have in 16 bits, as they are.
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
-    shared |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    computed = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # as pruned weights are
     network = copy.deepcopy(model, shared)
     network.eval()
     for tensor in (*network.parameters(), *network.buffers()):
@@ -106,7 +124,8 @@ def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bo
     of the modules have to say it.
     """
     if isinstance(network, Converted):
-        return {name: (cast(nn.Conv2d, network.get_submodule(conv)), False) for name, conv in network.foldable.items()}
+        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items()}
+        return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
     alive = []  # an id is a tensor's own only while the tensor lives
@@ -123,7 +142,9 @@ def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bo
     hooks = [
         module.register_forward_hook(functools.partial(watch, name))
         for name, module in network.named_modules()
-        if isinstance(module, nn.Conv2d | nn.AvgPool2d | RunningNorm)
+        if _takes_in(module)
+        or isinstance(module, RunningNorm)
+        or (isinstance(module, nn.AvgPool2d) and not has_hooks(module))
     ]
     network(torch.zeros(1, 3, network.stride, network.stride, device=next(network.parameters()).device), "population")
     for hook in hooks:
@@ -175,8 +196,8 @@ class ImageNorm(nn.Module):
         self.believes = isinstance(norm, BatchKalmanNorm2d)
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
         self.eps = nn.Buffer(torch.tensor(norm.eps))
-        self.weight = norm.weight if norm.affine else nn.Buffer(torch.ones(norm.num_features))
-        self.bias = norm.bias if norm.affine else nn.Buffer(torch.zeros(norm.num_features))
+        self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
+        self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
         if norm.track_running_stats:
             partners, spread = norm.partners()
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
@@ -284,7 +305,7 @@ def _spatial_mean(x: Tensor) -> Tensor:
 def join(network: AnyNetwork) -> AnyNetwork:
     """`network` itself, with one convolution and norm where branches of an Inception block begin with several alike."""
     for name, module in list(network.named_modules()):
-        if isinstance(module, Inception):
+        if isinstance(module, Inception) and not any(map(has_hooks, module.modules())):
             branches: list[Any] = list(module.branches)
             heads = [branch[0] for branch in branches if _may_be_joined(branch[0])]
             heads = [head for head in heads if _alike(head, heads[0])]
@@ -297,6 +318,7 @@ def _may_be_joined(layer: nn.Module) -> bool:
     """Whether it is a 1x1 convolution, with a norm that treats each channel by itself."""
     return (
         isinstance(layer, ConvNorm)
+        and _takes_in(layer.conv)
         and (layer.conv.kernel_size, layer.conv.stride, layer.pool) == ((1, 1), (1, 1), None)
         and isinstance(layer.norm, FoldedNorm | ImageNorm)
     )
