@@ -1013,10 +1013,12 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
             assert torch.equal(tensor, own[name]), name
 
 
-def test_image_statistics_that_batch_normalization_never_kept_are_derived() -> None:
+@pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])
+def test_image_statistics_that_batch_normalization_never_kept_are_derived(named: bool) -> None:
     plain = {name: x for name, x in make("inception_cifar_bn").state_dict().items() if ".image_" not in name}
+    fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
     model = make()
-    load_batchnorm_weights(model, plain)
+    load_batchnorm_weights(model, plain | {name: x for name, x in fresh.items() if named and ".image_" in name})
     norm = model.inception_b.branches[3][1].norm
     assert torch.equal(norm.image_mean, norm.running_mean)
     assert torch.equal(norm.image_var, norm.running_var)

@@ -198,6 +198,16 @@ def test_names_stay_and_weights_load_both_ways(family: str, pair: Any) -> None:
             assert torch.equal(again(images, statistics=mode), converted.eval()(images, statistics=mode))
 
 
+def test_weights_that_are_loaded_afterwards_start_as_those_that_were_converted() -> None:
+    original, fresh = stir(small()), convert(small())
+    for module in fresh.modules():
+        if isinstance(module, BatchKalmanNorm2d) and module.prior_features is not None:
+            module.set_gain(0.3)
+            module.transition_blocks[0].data.fill_(0.1)
+    fresh.load_state_dict(original.state_dict(), strict=False)
+    torch.testing.assert_close(fresh.state_dict(), convert(original).state_dict(), rtol=0, atol=0)
+
+
 # All of them, as `scripts/check_conversion.py` found them
 
 

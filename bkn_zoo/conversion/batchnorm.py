@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, check_gain, inverse_softplus
-from bkn_zoo.norms.centered import Centered2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, check_gain
+from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered2d, start_near_batchnorm  # noqa: F401, for who looks here
 from bkn_zoo.norms.running import RunningNorm
-
-BATCHNORM_GAIN = 0.99
-"""q after `load_batchnorm_weights`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
 
 POPULATION_GAIN = 0.1
 """q after `start_near_population`."""
@@ -37,8 +34,12 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     not_needed = set()
     for prefix, layer in layers.items():
         images = {f"{prefix}.{name}" for name, _ in layer.named_buffers() if name.startswith("image_")}
-        if not images & state_dict.keys():  # a plain batch normalization, from which the layer derives them
+        spread = state_dict.get(f"{prefix}.image_spread")
+        # A plain batch normalization never kept them, nor did one of the zoo that was trained on whole batches, where
+        # they stand where they started: the layer derives them from the population's.
+        if not images & state_dict.keys() or (spread is not None and not spread.any()):
             not_needed |= images
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in images}
         if _has_prior(layer):
             not_needed |= {f"{prefix}.{name}" for name in layer.kalman}
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in not_needed}
@@ -50,17 +51,6 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
 
 def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
     return isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None
-
-
-@torch.no_grad()
-def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
-    """Put A, R and q of a layer with one below it where training starts from nearly batch normalization."""
-    for block in layer.transition_blocks:
-        block.zero_()
-    layer.set_gain(BATCHNORM_GAIN)
-    if layer.raw_process_noise.shape == layer.running_var.shape:
-        # A dead channel has no variance, where the inverse of softplus would be minus infinity.
-        layer.raw_process_noise.copy_(inverse_softplus(layer.running_var.clamp_min(layer.eps)))
 
 
 @torch.no_grad()

@@ -79,9 +79,10 @@ def convert(
     """A copy of `model` in which every batch norm is a Batch Kalman Norm that receives the beliefs of those below it.
 
     Names of modules and parameters stay, so that a state dict of the original loads (with `strict=False`: A, R and q
-    are new). With `population` statistics, the default at inference, the outputs are the original's; training starts
-    from nearly batch normalization, with q = 0.99, A = 0 and R the running variance. `print(converted.report)` says
-    what was done, and `bkn_zoo.conversion.prove` shows that it is right.
+    are new, and start anew from the variances that it brings). With `population` statistics, the default at inference,
+    the outputs are the original's; training starts from nearly batch normalization, with q = 0.99, A = 0 and R the
+    running variance. `print(converted.report)` says what was done, and `bkn_zoo.conversion.prove` shows that it is
+    right.
 
     Args:
         model: any module that torch.fx can trace when batch norms, and modules that hold none, are taken as they are.

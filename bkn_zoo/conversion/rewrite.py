@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from bkn_zoo.conversion.batchnorm import start_near_batchnorm
 from bkn_zoo.conversion.plan import NormCall, Plan
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
@@ -93,8 +92,6 @@ def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
     layer.fusible = layer.bias is not None  # newer PyTorch has norms with a scale alone, which the kernels do not
     for name, child in norm.named_children():
         layer.add_module(name, child)
-    if below is not None:
-        start_near_batchnorm(layer)
     layer.train(norm.training)
     return layer
 

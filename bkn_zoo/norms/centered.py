@@ -6,16 +6,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from bkn_zoo.norms.batch_kalman import (
+    BatchKalmanNorm1d,
+    BatchKalmanNorm2d,
+    BatchKalmanNorm3d,
+    inverse_softplus,
+)
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import in_full_precision
+
+BATCHNORM_GAIN = 0.99
+"""q after `start_near_batchnorm`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
+
+
+@torch.no_grad()
+def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
+    """Put A, R and q of a layer with one below it where training starts from nearly batch normalization."""
+    for block in layer.transition_blocks:
+        block.zero_()
+    layer.set_gain(BATCHNORM_GAIN)
+    if layer.raw_process_noise.shape == layer.running_var.shape:
+        # A dead channel has no variance, where the inverse of softplus would be minus infinity.
+        layer.raw_process_noise.copy_(inverse_softplus(layer.running_var.clamp_min(layer.eps)))
 
 
 class Centered2d(BatchKalmanNorm2d):
     """BKN which, once it has a center, predicts that as the mean where A adds nothing: m' = A m + center.
 
     What it tells the layer above is how far the mean is from there, so that A relates deviations. Without a center, or
-    without a layer below, this is BKN. A state dict that has a center brings it.
+    without a layer below, this is BKN. A state dict that has a center brings it; with one of a batch norm, the layer
+    starts near batch normalization.
     """
 
     kalman = (*BatchKalmanNorm2d.kalman, "center")
@@ -51,6 +71,9 @@ class Centered2d(BatchKalmanNorm2d):
         if f"{prefix}center" in state_dict:
             self.take_center()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        own = any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in self.kalman for name in state_dict)
+        if self.prior_features is not None and f"{prefix}running_var" in state_dict and not own:
+            start_near_batchnorm(self)
 
     def take_center(self) -> None:
         """Have one, for the values to come."""
