@@ -877,6 +877,15 @@ class WithDefault(nn.Module):
         return self.backbone(x)
 
 
+class Unnamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = small()
+
+    def forward(self, *args: Tensor, **rest: Tensor) -> Tensor:
+        return self.backbone(args[0])
+
+
 def with_attribute(value: Any) -> nn.Module:
     model = small()
     model.get_submodule("3").kept = value
@@ -911,6 +920,7 @@ def on_two_devices() -> nn.Module:
         (lambda: torch.compile(small()), "._orig_mod"),
         (Iterating, "(Proxy object cannot be iterated): write that line without it, or"),
         (WithDefault, "one that has no default"),
+        (Unnamed, "without it, name the inputs that it takes from *args and **rest, which are empty here, or convert"),
         (lambda: after_a_pass(weight_norm), "because of its 3.weight"),
         (lambda: after_a_pass(spectral_norm), "because of its 3.weight"),
         (lambda: with_attribute(2 * torch.ones(2, requires_grad=True)), "because of its 3.kept"),
@@ -919,7 +929,8 @@ def on_two_devices() -> nn.Module:
     ],
     ids=[
         "no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module",
-        "parallel", "compiled", "iteration", "default", "weight norm", "spectral norm", "no leaf", "lock", "zoo",
+        "parallel", "compiled", "iteration", "default", "unnamed", "weight norm", "spectral norm", "no leaf", "lock",
+        "zoo",
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:
@@ -1137,6 +1148,23 @@ def test_an_input_with_a_default_keeps_it_and_another_value_is_refused() -> None
     for call, given in ((lambda: converted(images, images), "2"), (lambda: converted(images, mask=images), "mask")):
         with pytest.raises(InputError, match=f"takes x, but got {given}:"):
             call()
+
+
+def test_inputs_that_have_a_place_or_a_name_alone_are_inputs() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, x: Tensor, /, *rest: Tensor, scale: Tensor, shift: float = 1.0, **others: Tensor) -> Tensor:
+            return self.body(x) * scale + shift + len(rest) + len(others)
+
+    model, images = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    converted = convert(model)
+    torch.testing.assert_close(converted(images, scale=images.mean()), model(images, scale=images.mean()))
+    assert converted(x=images[:0], scale=1.0, statistics="sample").shape == (0, 2, 8, 8)
+    with pytest.raises(InputError, match=r"takes x and scale, but got other: .* and \*args and \*\*kwargs are empty"):
+        converted(images, scale=1.0, other=images)
 
 
 def test_a_pickle_is_refused_and_a_state_dict_loads_into_a_new_conversion(tmp_path: Path) -> None:

@@ -51,11 +51,12 @@ class Converted(nn.Module):
         """What the original returns, normalized as asked.
 
         Args:
-            inputs, named: the original's, but for those with a default, which keep it.
+            inputs, named: the original's, by place or by name, but for those with a default, which keep it, and for
+                `*args` and `**kwargs`, which are empty.
             statistics: "population", "sample" or "expected"; at inference only.
         """
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
-        if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in inputs):
+        if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in (*inputs, *named.values())):
             chosen = Statistics("population")  # nothing to take statistics of, and nothing that needs them
         run = self._in_training if self.training else self._in_evaluation
         return run(self, chosen, *inputs, **named)
@@ -248,7 +249,7 @@ def _check_plans(model: nn.Module, name: str, training: Plan, evaluation: Plan) 
         if all(why == UNKNOWN for why in training.left.values()):
             raise ConversionError(
                 f"{type(model).__name__} passes no input on to a batch norm: give its forward one that has no default, "
-                "since those with a default keep it."
+                "since those with a default keep it, and a name, since *args and **kwargs are empty."
             )
         hint = part_hint(model, name) if INTERLEAVED in training.left.values() else ""
         hint = f": convert {hint}, to which each row is an image" if hint else ""

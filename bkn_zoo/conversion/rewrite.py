@@ -167,7 +167,8 @@ class Forward:
             known, given = " and ".join(self.inputs), ", ".join(others) or len(inputs)
             raise InputError(
                 f"this converted network takes {known}, but got {given}: what has a default in the original keeps it, "
-                "so give it the default that you need there, and convert that."
+                "and *args and **kwargs are empty, so give it the default or the name that you need there, and convert "
+                "that."
             )
         return self.function(model, statistics, *inputs, **named)
 

@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.errors import ConversionError
 
+UNNAMED = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+"""Arguments of which a signature does not say how many there are, and how they are written."""
+
 
 def is_batchnorm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
@@ -41,7 +44,10 @@ class Buffer(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Traces through modules that hold a batch norm. Arguments with a default keep it, and are no inputs."""
+    """Traces through modules that hold a batch norm. Arguments with a default keep it, and are no inputs.
+
+    What is passed as `*args` or `**kwargs` is not known, and taken to be nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
@@ -78,8 +84,10 @@ class Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
-        inputs = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        return root_fn, [self.root, *(self.create_proxy("placeholder", p.name, (), {}) for p in inputs)]
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in UNNAMED]
+        inputs = {p.name: self.create_proxy("placeholder", p.name, (), {}) for p in needed}
+        named = {p.name: inputs.pop(p.name) for p in needed if p.kind is p.KEYWORD_ONLY}
+        return lambda *args: root_fn(*args, **named), [self.root, *inputs.values()]
 
 
 class LayerTracer(Tracer):
@@ -110,9 +118,12 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
     except Exception as error:  # tracing runs the model's own code on stand-ins, which can fail in any way
         hint = part_hint(model, part)
         hint = f", or convert {hint}" if hint else ""
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        unnamed = " and ".join(UNNAMED[p.kind] + p.name for p in parameters if p.kind in UNNAMED)
+        unnamed = f", name the inputs that it takes from {unnamed}, which are empty here" if unnamed else ""
         raise ConversionError(
             f"{type(model).__name__} cannot be traced at {_line_of(error)} ({first_sentence(error)}): write that line "
-            f"without it{hint}."
+            f"without it{unnamed}{hint}."
         ) from error
     finally:
         drawn = not _same(states, _random_states())
