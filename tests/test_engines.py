@@ -225,6 +225,16 @@ def test_a_convolution_that_others_took_the_place_of_is_left() -> None:
     assert_agrees(create_engine(model, "torch"), model, images, "population")
 
 
+@pytest.mark.parametrize("other", [nn.Identity(), nn.GroupNorm(1, 5), nn.BatchNorm2d(5)])
+@modes
+def test_a_converted_norm_that_others_took_the_place_of_is_refused(other: nn.Module, mode: str) -> None:
+    model = converted_network()
+    model.set_submodule("4", other)
+    for run in (create_engine(model, "torch"), lambda images, mode: model(images, statistics=mode)):
+        with pytest.raises(InputError, match=r"^4 is no longer the norm .*: replace it in the original"):
+            run(photographs(2, 8), mode)
+
+
 def test_a_norm_may_have_a_scale_alone() -> None:
     model, images = converted_network(bias=False), photographs(2, 8)
     for mode in MODES:

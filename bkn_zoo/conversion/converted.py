@@ -15,7 +15,7 @@ from bkn_zoo.conversion.plan import INTERLEAVED, UNKNOWN, Plan, make_plan
 from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.conversion.rewrite import Forward, foldable, names_of, replace_norms, rewrite
 from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, part_hint, trace
-from bkn_zoo.errors import ConversionError, UnknownNameError
+from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
 from bkn_zoo.norms.statistics import Statistics, choose_statistics
@@ -59,11 +59,30 @@ class Converted(nn.Module):
         if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in (*inputs, *named.values())):
             chosen = Statistics("population")  # nothing to take statistics of, and nothing that needs them
         run = self._in_training if self.training else self._in_evaluation
-        return run(self, chosen, *inputs, **named)
+        if torch.compiler.is_compiling():
+            return run(self, chosen, *inputs, **named)
+        try:
+            return run(self, chosen, *inputs, **named)
+        except (AttributeError, TypeError):
+            check_norms(self)
+            raise
 
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
         return no_weight_decay(self)
+
+
+def check_norms(network: Converted) -> None:
+    """Refuse a network in which other modules took the place of norms: its graph hands beliefs to what is there."""
+    modules = dict(network.named_modules(remove_duplicate=False))
+    for row in network.report.rows:
+        norm = modules.get(row.norm)
+        takes_beliefs = hasattr(norm, "priors") or (hasattr(norm, "carries_belief") and not row.priors)
+        if not row.left and not takes_beliefs:
+            raise InputError(
+                f"{row.norm} is no longer the norm that the conversion put there, but something that takes no beliefs: "
+                "replace it in the original, and convert that."
+            )
 
 
 OWN_NAMES = {*Converted.__annotations__, *vars(Converted)} - set(dir(nn.Module))

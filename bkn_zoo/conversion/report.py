@@ -23,6 +23,11 @@ class Row:
     note: str
     also: tuple[str, ...] = ()
 
+    @property
+    def left(self) -> bool:
+        """Whether it is the batch norm that it was."""
+        return self.note.startswith("left: ")
+
 
 @dataclass(frozen=True)
 class Report:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.conversion.converted import Converted, check_norms
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
@@ -39,6 +39,8 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
             raise InputError(
                 f"{name} has hooks, which an engine would not call: remove them first, or call the network itself."
             )
+    if isinstance(model, Converted):
+        check_norms(model)
     if statistics.mode == "population":
         return join(fold(model))
     network = frozen(model, as_stored)
