@@ -335,7 +335,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our connections, which says where it listens, drains when asked to stop, and stops without models.
+    """uvicorn with our connections, which says where it serves, drains when asked to stop, and stops without models.
+
+    It listens from the first moment, so that /health answers, and names its address once the first models are loaded.
 
     After SIGTERM it goes on for `drain_seconds`, during which /health/ready says 503 and every answer asks its client
     to close the connection. Then it listens no more, gives up unfinished uploads, and answers what it has accepted.
@@ -351,6 +353,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(settings.deadline),
         )  # fmt: skip
         super().__init__(config)
+        self._announced = False
         self._drained: float | None = None
         # Not by getppid(), which has another answer already if the parent died while this process was starting.
         self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
@@ -361,13 +364,17 @@ class Server(uvicorn.Server):
             if self.should_exit:
                 return
         await super().startup(sockets)
-        if self.servers:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            by = "" if self._parent is None else f", by process {os.getpid()}"
-            print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
+
+    def _announce(self) -> None:
+        self._announced = True
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        by = "" if self._parent is None else f", by process {os.getpid()}"
+        print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
+        if self.service.pool.started and not self._announced:
+            self._announce()
         drained = self._drained is not None and time.monotonic() >= self._drained
         orphaned = self._parent is not None and not self._parent.is_alive()
         return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None

@@ -62,7 +62,7 @@ class Pool:
         self.settings, self.metrics = settings, metrics
         given = settings.models or usable_checkpoints()
         for source in filter(is_folder, given):
-            find(source)  # an error if there is none, before anyone is told that it is served
+            Config.read(find(source) / CONFIG)  # an error if there is none, before anything is loaded
         self.sources = {_public_name(source): source for source in given}
         if len(self.sources) < len(given):
             raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")

@@ -599,19 +599,29 @@ def until_ready(client: TestClient) -> None:
         time.sleep(0.05)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_claims_to_serve(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
-    assert main(["--port", "0", "--models", "./nowhere"]) == 1
-    shown = capsys.readouterr()
-    assert (shown.out, "there is no folder ./nowhere" in shown.err) == ("", True)
-
-
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ("./nowhere", "there is no folder ./nowhere"),
+        ("first,{empty}", "config.json does not exist"),
+        ("{broken}", "model.safetensors"),
+        ("nonesuch", "unknown checkpoint 'nonesuch'"),
+    ],
+)
 @pytest.mark.usefixtures("bundled")
-def test_without_a_model_the_command_says_why_it_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_is_not_there_is_refused_before_anything_claims_to_serve(
+    models: str,
+    words: str,
+    checkpoints: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("service.app.set_up_logs", lambda: None)  # it would go on writing where this test captures
-    assert main(["--models", "nonesuch", "--port", "0"]) == 1
-    assert "nonesuch" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(checkpoints / "first", tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    models = models.format(empty=tmp_path / "empty", broken=tmp_path / "broken")
+    assert main(["--port", "0", "--models", models]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, words in shown.err) == ("", True)
