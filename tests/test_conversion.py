@@ -1046,6 +1046,10 @@ def test_what_switches_gradients_or_autocast_is_refused_with_its_line(around: Ca
         convert(two_layers(lambda s, x: s.b(s.second(s.a(s.first(x)).detach()))))
 
 
+def test_outputs_that_lie_otherwise_in_memory_are_no_others() -> None:
+    plan_of(lambda m, x: m.n1(m.c1(x).transpose(2, 3)), c1=conv(3, 4), n1=norm(4))
+
+
 def test_a_gradient_that_the_original_does_not_have_is_not_proved() -> None:
     images = torch.randn(4, 3, 6, 6)
     original = two_layers(without_gradient)

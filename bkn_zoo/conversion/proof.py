@@ -92,7 +92,9 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
         torch.manual_seed(seed)
         outputs = _tensors(model(*inputs)).values()
         torch.manual_seed(seed)  # random weights, since a mean of squares after a norm would have no gradient
-        loss = torch.stack([(x * torch.randn_like(x)).mean() for x in outputs]).sum()
+        # Not `randn_like`, which goes by how a tensor lies in memory: that may differ.
+        weights = [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in outputs]
+        loss = torch.stack([(x * weight).mean() for x, weight in zip(outputs, weights, strict=True)]).sum()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     loss.backward()
     # None is a zero: where a forward detaches its features, a belief about them still has a gradient, zero at gain 1.
