@@ -444,6 +444,69 @@ def test_frames_are_positions_of_their_video(way: str) -> None:
         torch.testing.assert_close(converted(videos, statistics="sample")[1:2], alone)
 
 
+def by_heads(m: Any, x: Tensor) -> Tensor:
+    """Two heads, which are flattened into the batch with their images."""
+    images, rows, channels = x.shape
+    q, k, v = m.qkv(x).view(images, rows, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, -1, rows, 2).unbind(0)
+    y = F.scaled_dot_product_attention(value=v, query=q, key=k)
+    return y.view(images, 2, rows, 2).transpose(1, 2).reshape(-1, channels)
+
+
+ALONG_ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], nn.Module | None]] = {
+    "attention": (
+        lambda m, x: F.scaled_dot_product_attention(x, m.qkv(x)[..., :4], m.qkv(x)[..., 4:8]).flatten(0, 1), None,
+    ),
+    "attention by heads": (by_heads, None),
+    "a layer of it": (
+        lambda m, x: m.layer(x, x, value=x)[0].flatten(0, 1), nn.MultiheadAttention(4, 2, batch_first=True),
+    ),
+    "a layer of it, rows first": (
+        lambda m, x: m.layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1).flatten(0, 1), nn.MultiheadAttention(4, 2),
+    ),
+    "recurrent": (lambda m, x: m.layer(x)[0].flatten(0, 1), nn.GRU(4, 2, batch_first=True, bidirectional=True)),
+    "its state": (lambda m, x: m.layer(x)[1][0][-1], nn.LSTM(4, 4, 2, batch_first=True)),
+}  # fmt: skip
+
+
+def rows_of(way: Callable[[Any, Tensor], Tensor], layer: nn.Module | None) -> nn.Module:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "qkv": nn.Linear(4, 12), "n2": nn.BatchNorm1d(4)}
+    layers |= {} if layer is None else {"layer": copy.deepcopy(layer)}
+    return stir(Block(lambda m, x: m.n2(way(m, m.n1(m.c1(x)).flatten(2).transpose(1, 2))), **layers))
+
+
+@pytest.mark.parametrize("way", ALONG_ROWS)
+def test_rows_that_attend_to_those_of_their_image_stay_with_it(way: str) -> None:
+    original = rows_of(*ALONG_ROWS[way])
+    converted = convert(original)
+    images = torch.randn(3, 3, 3, 3) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1)
+    prove(original, converted, images)
+    assert priors(converted)["n2"] == {"n1": 4}
+    assert converted.report.guesses == ()
+    with torch.no_grad():
+        alone = [converted.eval()(image[None], statistics="sample") for image in images]
+        torch.testing.assert_close(converted(images, statistics="sample"), torch.cat(alone))
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (nn.MultiheadAttention(4, 2), lambda layer, x: layer(x, x, x)[0]),
+        (nn.LSTM(4, 4), lambda layer, x: layer(x)[0]),
+        (nn.TransformerEncoderLayer(4, 2, 4), lambda layer, x: layer(x)),
+    ],
+)
+def test_rows_of_all_images_in_turn_are_no_image_s_behind_layers_that_take_them_first(
+    layer: nn.Module, call: Callable[..., Tensor]
+) -> None:
+    """Nor are those of images that attend to one another."""
+    for way in (
+        lambda m, x: call(m.layer, x.transpose(0, 1)).flatten(0, 1),
+        lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1),
+    ):
+        notes = {row.norm: row.note for row in convert(rows_of(way, layer)).report.rows}
+        assert notes["n2"] == "left: the rows of its input are not one image after another"
+
+
 def test_a_sequence_is_taken_for_one() -> None:
     layers = {"l1": nn.Linear(6, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
 

@@ -36,6 +36,9 @@ IMAGES, SIDE, FRAMES = 2, 2, 8
 MOST_PIECES = 8
 """Of a transition; channels that are interleaved more finely than this get one full matrix."""
 
+ATTENDING = ("query", "key", "value")
+"""What PyTorch calls the tensors of an attention, in their order."""
+
 
 class Other:
     """A value that holds no channels: a parameter, a random mask, a scalar."""
@@ -280,7 +283,8 @@ class _Planner:
             tensors = _tensors(args, kwargs)
             kept = _kept_images(_name(node), args)
             self.fail(lost=bool(tensors) and kept is None)
-            return self.guess(node, tensors if kept is None else [kept])
+            guess = self.guess(node, tensors if kept is None else [kept])
+            return guess if module is None else _taken_apart(node, guess)
 
     def fail(self, lost: bool) -> None:
         if self.frames and lost:
@@ -311,6 +315,8 @@ class _Planner:
             return self.renumber(
                 _broadcast(min(kept, key=self.depth_of), tensors), gate=all(map(self.is_gate, tensors))
             )
+        if name == "scaled_dot_product_attention":
+            return self.attend(dict(zip(ATTENDING, args, strict=False)) | kwargs)
         if name in GATES:
             return self.renumber(x, gate=True)
         if name in POOLS_TO_SIZE:
@@ -364,13 +370,17 @@ class _Planner:
             return self.mix(x, -1, module.out_features, 1, name)
         if isinstance(module, nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d):
             return self.pool(x, module.output_size)
+        if isinstance(module, nn.MultiheadAttention):
+            return self.attend_by_heads(module, dict(zip(ATTENDING, args, strict=False)) | kwargs, name), OTHER
+        if isinstance(module, nn.RNNBase):
+            return self.recur(module, x, name)
         if isinstance(module, nn.Identity):
             return x
         if isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.Softmax | nn.Softmax2d | nn.Tanh):
             return self.renumber(x, gate=True)
         if isinstance(module, nn.Flatten | nn.Unflatten | nn.ChannelShuffle | nn.PixelShuffle | nn.PixelUnshuffle):
             return module(x)
-        if type(module).__module__ in PASSING_LAYERS and not isinstance(module, nn.MultiheadAttention):
+        if type(module).__module__ in PASSING_LAYERS:
             return self.renumber(x)
         return self.look_inside(node, name, module, args, kwargs)
 
@@ -393,10 +403,37 @@ class _Planner:
             x = _tensors(args, kwargs)[0]
             self.note(name)
             self.unsure = True
-            mixes = any(parameter.ndim > 1 for parameter in module.parameters())
-            return self.mix(x, min(1, x.ndim - 1), x.shape[min(1, x.ndim - 1)], 1, name) if mixes else self.renumber(x)
+            mixes, dim = any(parameter.ndim > 1 for parameter in module.parameters()), _channel_dim(x)
+            return _taken_apart(node, self.mix(x, dim, x.shape[dim], 1, name) if mixes else self.renumber(x))
         finally:
             self.inside = outside
+
+    def attend(self, given: dict[str, Any]) -> Tensor:
+        """Attention: mixtures of the value's rows in the places of the query's; an error unless they are one image's.
+
+        Rows are the last dimension but one, and those with all dimensions before it in common attend to one another.
+        """
+        query, key, value = map(given.__getitem__, ATTENDING)
+        row, image = value.narrow(-2, 0, 1), query[..., :1, :1] % IMAGES
+        if any(bool((x % IMAGES != image).any()) for x in (query, key, value)) or bool((value != row).any()):
+            raise ValueError("images attend to one another, or channels do")
+        return self.renumber(row.expand(*query.shape[:-1], -1))
+
+    def attend_by_heads(self, module: nn.MultiheadAttention, given: dict[str, Any], name: str) -> Tensor:
+        if module.batch_first:
+            return self.mix(self.attend(given), -1, module.embed_dim, 1, name)
+        y = self.attend({key: given[key].transpose(0, 1) for key in ATTENDING})
+        return self.mix(y, -1, module.embed_dim, 1, name).transpose(0, 1)
+
+    def recur(self, module: nn.RNNBase, x: Tensor, name: str) -> Any:
+        """What a recurrent layer gives: a row for each of the sequence, and its last states, (layers, images, size)."""
+        along = 1 if module.batch_first else 0
+        if x.ndim != 3 or _varies(x % IMAGES, along):
+            raise ValueError("it does not go along the positions of an image")
+        directions, size = 2 if module.bidirectional else 1, module.proj_size or module.hidden_size
+        y = self.mix(x, -1, directions * size, 1, name)
+        state = y.select(along, 0).unflatten(-1, (directions, size)).transpose(0, 1).repeat(module.num_layers, 1, 1)
+        return y, (state, state) if isinstance(module, nn.LSTM) else state
 
     def pool(self, x: Tensor, size: Any) -> Tensor:
         x = self.renumber(x)
@@ -408,6 +445,8 @@ class _Planner:
 
     def mix(self, x: Tensor, dim: int, outputs: int, groups: int, name: str) -> Tensor:
         """A convolution or a linear layer over dimension `dim`."""
+        if _varies(x % IMAGES, dim):
+            self.fail(lost=True)
         origins = [self.origins[n] for n in self.channels(x, dim)]
         if groups == len(origins):
             times = outputs // groups
@@ -451,6 +490,23 @@ def _distinct(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers that occur, and where each is among them: as `torch.unique`, which would sort them."""
     occurs = torch.bincount(numbers.flatten()) > 0
     return occurs.nonzero().flatten(), (occurs.cumsum(0) - 1)[numbers]
+
+
+def _varies(x: Tensor, dim: int) -> bool:
+    return bool((x != x.narrow(dim, 0, 1)).any())
+
+
+def _channel_dim(x: Tensor) -> int:
+    """The one along which numbers differ; if there are several such, or none, it is where channels mostly are."""
+    found = [dim for dim in range(x.ndim) if _varies(x // IMAGES, dim)]
+    return found[0] if len(found) == 1 else min(1, x.ndim - 1)
+
+
+def _taken_apart(node: fx.Node, guess: Any) -> Any:
+    """What a module is guessed to give, as often as its result is taken apart: it gives several then."""
+    users = list(node.users)
+    places = [user.args[1] for user in users if _name(user) == "getitem" and isinstance(user.args[1], int)]
+    return (guess,) * (max(map(abs, places)) + 1) if users and len(places) == len(users) else guess
 
 
 def _default_shape(features: int) -> tuple[int, ...]:
@@ -544,7 +600,7 @@ def _in_turn(x: Tensor) -> bool:
 def _kept_images(name: str, args: Any) -> Tensor | None:
     """What a move that failed was done to, with as many rows as it makes; None where it may have moved images."""
     x = next(iter(_tensors(args, {})), None)
-    if x is None or not _in_turn(x):
+    if x is None or x.ndim == 0 or not _in_turn(x):
         return None
     given = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     first = given[0] if given else None
