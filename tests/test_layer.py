@@ -259,7 +259,11 @@ def test_layers_that_share_r_share_it_when_a_state_is_assigned_to_their_containe
     assert_close(network[1].raw_process_noise.detach(), wanted)
 
 
-@pytest.mark.parametrize("join", [lambda one, two: one + two, lambda one, two: (one + two) * 1], ids=["+", "*"])
+@pytest.mark.parametrize(
+    "join",
+    [lambda one, two: one + two, lambda one, two: (one + two) * 1, lambda one, two: nn.Sequential(*one) + two],
+    ids=["+", "*", "to a plain one"],
+)
 def test_containers_that_are_joined_are_a_container(join: Callable[..., Any]) -> None:
     network, x = small(group=2).eval(), some(4, 3, 8, 8)
     joined = join(network[:4], network[4:])

@@ -16,7 +16,8 @@ class KalmanSequential(nn.Sequential):
 
     Layers that know nothing of beliefs (convolutions, ReLU, pooling) stand in it as they are, and the belief passes
     them by. A layer with the attribute `carries_belief`, as norms and containers have it and a block of your own may,
-    is called with features, prior and statistics, and returns features and belief.
+    is called with features, prior and statistics, and returns features and belief. A sum with a plain `nn.Sequential` is a
+    `KalmanSequential`; one that is extended in place (`+=`, `extend`) stays plain, and hands on no beliefs.
 
     Args:
         statistics_batch_size: images per statistics group, for all norms in it; None leaves that to each of them.
@@ -63,6 +64,9 @@ class KalmanSequential(nn.Sequential):
 
     def __add__(self, other: Any) -> "KalmanSequential":
         return self._alike(type(self)(*super().__add__(other)))
+
+    def __radd__(self, other: Any) -> "KalmanSequential":  # Python asks it first, since this is a kind of nn.Sequential
+        return self._alike(type(self)(*other, *self)) if isinstance(other, nn.Sequential) else NotImplemented
 
     def __mul__(self, other: int) -> "KalmanSequential":
         return self._alike(type(self)(*super().__mul__(other)))
