@@ -16,8 +16,10 @@ class KalmanSequential(nn.Sequential):
 
     Layers that know nothing of beliefs (convolutions, ReLU, pooling) stand in it as they are, and the belief passes
     them by. A layer with the attribute `carries_belief`, as norms and containers have it and a block of your own may,
-    is called with features, prior and statistics, and returns features and belief. A sum with a plain `nn.Sequential` is a
-    `KalmanSequential`; one that is extended in place (`+=`, `extend`) stays plain, and hands on no beliefs.
+    is called with features, prior and statistics, and returns features and belief.
+
+    A sum with a plain `nn.Sequential` is a `KalmanSequential`; a plain one that is extended in place (`+=`, `extend`)
+    stays plain, and hands on no beliefs.
 
     Args:
         statistics_batch_size: images per statistics group, for all norms in it; None leaves that to each of them.
