@@ -770,6 +770,15 @@ def test_features_without_a_map_are_taken(size):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+def test_a_scale_without_a_shift_is_left_to_pytorch():
+    layer, x = BatchKalmanNorm2d(5, bias=False).to(DEVICE), torch.randn(4, 5, 3, 3, device=DEVICE)
+    results = []
+    for implementation in ("triton", "pytorch"):
+        with kernels.use(implementation):
+            results.append(layer(x))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(0, 6, 4, 4), (2, 6, 0, 4)])
 def test_empty_inputs_are_refused_in_training(shape):
     with kernels.use("triton"), pytest.raises(bkn_zoo.InputError, match="no values"):

@@ -82,14 +82,13 @@ def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
     layer = kind(
-        norm.num_features, below, norm.eps, norm.momentum, norm.affine, transition_shapes=call.shapes or None,
-        device=like.device, dtype=like.dtype,
+        norm.num_features, below, norm.eps, norm.momentum, norm.affine, bias=norm.bias is not None,
+        transition_shapes=call.shapes or None, device=like.device, dtype=like.dtype,
     )  # fmt: skip
     if call.rows or isinstance(norm, nn.SyncBatchNorm):
         layer.dims = (2, 3, 4, 5)
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the very same, which may be shared or take no gradient
-    layer.fusible = layer.bias is not None  # newer PyTorch has norms with a scale alone, which the kernels do not
     for name, child in norm.named_children():
         layer.add_module(name, child)
     layer.train(norm.training)

@@ -62,13 +62,16 @@ class BatchKalmanNorm2d(RunningNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         statistics_batch_size: int | None = None,
         raw_process_noise: nn.Parameter | None = None,
         transition_shapes: Sequence[tuple[int, ...]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype, bias
+        )
         self.prior_features = prior_features
         if prior_features is not None:
             if raw_process_noise is None:

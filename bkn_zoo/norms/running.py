@@ -50,6 +50,7 @@ class RunningNorm(nn.Module):
         eps: added to the variance before the square root.
         momentum: step of the running averages; None makes them averages of all steps since the last reset.
         affine: whether it has a scale and a shift, `weight` and `bias`.
+        bias: whether a scale comes with a shift.
         track_running_stats: whether it remembers. A layer that does not takes the statistics of the batch at inference
             too, or those of each image ("sample"); "population" and "expected" have nothing to go by, and are refused.
         statistics_batch_size: images per statistics group where a call does not say; None is the whole batch.
@@ -85,6 +86,7 @@ class RunningNorm(nn.Module):
         statistics_batch_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.num_features = num_features
@@ -95,7 +97,9 @@ class RunningNorm(nn.Module):
         self.statistics_batch_size = statistics_batch_size
         kind: Any = {"device": device, "dtype": dtype}
         self.register_parameter("weight", nn.Parameter(torch.ones(num_features, **kind)) if affine else None)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(num_features, **kind)) if affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(num_features, **kind)) if affine and bias else None)
+        if not bias:
+            self.fusible = False  # the kernels know a scale with a shift
 
         def buffer(tensor: Tensor) -> Tensor | None:
             return in_full_precision(tensor) if track_running_stats else None
@@ -119,6 +123,7 @@ class RunningNorm(nn.Module):
         self.reset_running_stats()
         if self.affine:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(
@@ -361,7 +366,7 @@ class RunningNorm(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
-        text += f", track_running_stats={self.track_running_stats}"
+        text += f", bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
         group = self.statistics_batch_size
         return text if group is None else f"{text}, statistics_batch_size={group}"
 
