@@ -245,13 +245,14 @@ def test_a_tree_without_splits_has_no_test_images(tmp_path: Path) -> None:
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
 
-def test_a_tree_with_splits_is_tested_on_val(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["val", "dev", "eval"])
+def test_a_tree_with_splits_is_tested_on_val(tmp_path: Path, name: str) -> None:
     write_tree(tmp_path / "train")
-    write_tree(tmp_path / "val", per_class=2)
+    write_tree(tmp_path / name, per_class=2)
     data = load_data("folder", tmp_path)
     assert data.label_names == ["apple", "bean"]
     assert len(data.test) == 4
-    assert {path.parent.parent.name for path in data.test.paths} == {"val"}
+    assert {path.parent.parent.name for path in data.test.paths} == {name}
     assert {path.parent.parent.name for path in [*data.train.paths, *data.validation.paths]} == {"train"}
 
 
@@ -284,8 +285,16 @@ def test_two_sets_for_choices_are_refused(tmp_path: Path) -> None:
         load_data("folder", tmp_path)
 
 
-@pytest.mark.parametrize("names", [("Train", "Val", "Test"), ("training", "VALIDATION", "testing")])
-def test_splits_are_known_in_any_case_and_by_their_long_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Train", "Val", "Test"),
+        ("training", "VALIDATION", "testing"),
+        ("train", "dev", "eval"),
+        ("train", "eval", "test"),
+    ],
+)
+def test_splits_are_known_in_any_case_and_by_their_other_names(tmp_path: Path, names: tuple[str, ...]) -> None:
     for split in names:
         write_tree(tmp_path / split, per_class=2)
     data = load_data("folder", tmp_path)

@@ -25,8 +25,13 @@ from bkn_zoo.progress import bar, say
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time
 
-SPLITS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
-"""Names of folders, in any case: to train on, to choose by, to test by."""
+SPLITS = (
+    ("train", "training"),
+    ("val", "valid", "validation", "dev"),
+    ("test", "testing"),
+    ("eval", "evaluation"),
+)
+"""Names of folders, in any case: to train on, to choose by, to test by, and either of these, whichever is missing."""
 
 MEAN_STD = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -191,8 +196,8 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     Args:
         name: which.
         root: the folder that holds the official files. For "folder", one with a folder per class in it, or in its
-            `train` and `val` (or `valid`, or `validation`), which is then the test set; or in `train`, `val` and
-            `test`. Without any of these there is no test set.
+            `train` and `val` (or `valid`, `validation`, `dev`), which is then the test set; or in `train`, `val` and
+            `test`. `eval` is whichever of the two is missing. Without any of these there is no test set.
         size: side of the network's input; by default the images' own, or 224 for files.
         validation: share of the training images that is set apart for choices, where no folder is; of a "folder", of
             each class. None sets none apart.
@@ -350,10 +355,12 @@ def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _folder(name: str, root: Path, size: int | None) -> Loaded:
-    train, choices, test = ([path for path in _folders(root) if path.name.lower() in names] for names in SPLITS)
+    found = ([path for path in _folders(root) if path.name.lower() in names] for names in SPLITS)
+    train, choices, test, evaluation = found
     # Folders within, since a class may be called train, too; and images to test by may have no labels, as those of
     # competitions.
-    train, test = ([path for path in paths if _folders(path)] for paths in (train, test))
+    train, test, evaluation = ([path for path in paths if _folders(path)] for paths in (train, test, evaluation))
+    (choices if test else test).extend(evaluation)
     for paths in (train, choices, test) if train else ():
         if len(paths) > 1:
             raise InputError(f"{root} holds {' and '.join(path.name for path in paths)}: leave one of them.")
