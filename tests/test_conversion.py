@@ -23,7 +23,7 @@ from torchvision.models.regnet import BlockParams
 from torchvision.ops import StochasticDepth
 
 import bkn_zoo
-from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
+from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, plan, prove, start_near_population
 from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
@@ -463,6 +463,13 @@ ALONG_ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], nn.Module | None]] 
     "a layer of it, rows first": (
         lambda m, x: m.layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1).flatten(0, 1), nn.MultiheadAttention(4, 2),
     ),
+    "a mean by weights": (
+        lambda m, x: (x.transpose(1, 2).unsqueeze(1) @ m.qkv(x)[:, None, :, :1].softmax(2)).view(x.shape[0], 4), None,
+    ),
+    "the same by einsum": (
+        lambda m, x: torch.einsum("...lc,...l->...c", x[:, None], m.qkv(x)[:, None, :, 0].softmax(2)).view(
+            x.shape[0], 4), None,
+    ),
     "recurrent": (lambda m, x: m.layer(x)[0].flatten(0, 1), nn.GRU(4, 2, batch_first=True, bidirectional=True)),
     "its state": (lambda m, x: m.layer(x)[1][0][-1], nn.LSTM(4, 4, 2, batch_first=True)),
 }  # fmt: skip
@@ -505,6 +512,35 @@ def test_rows_of_all_images_in_turn_are_no_image_s_behind_layers_that_take_them_
     ):
         notes = {row.norm: row.note for row in convert(rows_of(way, layer)).report.rows}
         assert notes["n2"] == "left: the rows of its input are not one image after another"
+
+
+def test_a_sum_of_products_may_move_images() -> None:
+    original = rows_of(lambda m, x: torch.einsum("blc, bmc -> mbc", x.softmax(1), x).flatten(0, 1), None)
+    assert convert(original).report.rows[1].note == "left: the rows of its input are not one image after another"
+
+
+def test_a_guess_that_is_wrong_does_not_grow_with_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each convolution takes what the one before made of its channels for positions."""
+    sizes: list[int] = []
+    renumber = plan._Planner.renumber
+
+    def recorded(planner: Any, x: Tensor, gate: bool = False) -> Tensor:
+        sizes.append(x.numel())
+        return renumber(planner, x, gate)
+
+    monkeypatch.setattr(plan, "MOST_NUMBERS", 2**12)
+    monkeypatch.setattr(plan._Planner, "renumber", recorded)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for k in range(4):
+            context = torch.quantile(x.flatten(2).unsqueeze(1), 0.5, 3).view(x.shape[0], 8, 1, 1)
+            x = m.get_submodule(f"n{k}")(x + m.get_submodule(f"c{k}")(context))
+        return x
+
+    layers = {f"c{k}": nn.Conv2d(8, 8, 1) for k in range(4)} | {f"n{k}": norm(8) for k in range(4)}
+    original = stir(Block(forward, **layers))
+    prove(original, convert(original), torch.randn(4, 8, 3, 3))
+    assert max(sizes) <= 2**12
 
 
 def test_a_sequence_is_taken_for_one() -> None:

@@ -36,6 +36,9 @@ IMAGES, SIDE, FRAMES = 2, 2, 8
 MOST_PIECES = 8
 """Of a transition; channels that are interleaved more finely than this get one full matrix."""
 
+MOST_NUMBERS = 2**22
+"""Of one tensor, far more than features of two images with two positions a side have."""
+
 ATTENDING = ("query", "key", "value")
 """What PyTorch calls the tensors of an attention, in their order."""
 
@@ -219,9 +222,11 @@ class _Planner:
 
     def replace(self, like: Tensor, dim: int, origins: Sequence[Origin]) -> Tensor:
         """Features laid out as `like`, with new channels along `dim`."""
+        images = like.select(dim, 0).unsqueeze(dim) % IMAGES
+        if images.numel() * len(origins) > MOST_NUMBERS:
+            raise ValueError("a shape that was guessed, and wrong, grows with every layer")
         numbers = torch.arange(len(self.origins), len(self.origins) + len(origins), device="cpu")
         self.origins.extend(origins)
-        images = like.select(dim, 0).unsqueeze(dim) % IMAGES
         shape = [1] * like.ndim
         shape[dim] = len(origins)
         return numbers.view(shape) * IMAGES + images
@@ -311,10 +316,10 @@ class _Planner:
         if name in SUMS or (name in ("max", "min") and len(tensors) > 1):
             return self.renumber(_broadcast(max(tensors, key=self.depth_of), tensors))
         if name in PRODUCTS:
-            kept = [t for t in tensors if not self.is_gate(t)] or tensors
-            return self.renumber(
-                _broadcast(min(kept, key=self.depth_of), tensors), gate=all(map(self.is_gate, tensors))
-            )
+            kept = min([t for t in tensors if not self.is_gate(t)] or tensors, key=self.depth_of)
+            equation = _equation(name, args, tensors)
+            product = _summed(kept, equation, tensors) if equation else _broadcast(kept, tensors)
+            return self.renumber(product, gate=all(map(self.is_gate, tensors)))
         if name == "scaled_dot_product_attention":
             return self.attend(dict(zip(ATTENDING, args, strict=False)) | kwargs)
         if name in GATES:
@@ -612,6 +617,42 @@ def _kept_images(name: str, args: Any) -> Tensor | None:
     if name == "permute":
         return x if first == 0 else None
     return x if name in ("transpose", "swapaxes", "swapdims") and 0 not in given else None
+
+
+def _equation(name: str, args: Any, tensors: list[Tensor]) -> str:
+    """A product as `torch.einsum` would have it, in which a digit is a dimension of "..."; empty if it cannot be so.
+
+    With parameters it cannot be: their sizes are not known here.
+    """
+    if name in ("matmul", "bmm"):
+        equation = "...ij,...jk->...ik" if min(x.ndim for x in tensors) > 1 else ""
+    else:
+        equation = args[0].replace(" ", "") if name == "einsum" and "->" in args[0] else ""
+    terms = equation.partition("->")[0].split(",")
+    if len(terms) != len(tensors) or len(terms) < 2:
+        return ""
+    more = max(x.ndim - len(term.replace("...", "")) for x, term in zip(tensors, terms, strict=True))
+    return equation.replace("...", "0123456789"[:more])
+
+
+def _summed(kept: Tensor, equation: str, tensors: list[Tensor]) -> Tensor:
+    """What one of several tensors becomes in their product: along what is summed over, it is what is there first."""
+    terms, result = equation.split("->")
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms.split(","), tensors, strict=True):
+        for label, size in zip(term, x.shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+        if x is kept:
+            labels = term
+    gone, new = ([label for label in one if label not in other] for one, other in ((labels, result), (result, labels)))
+    if len(gone) == len(new) == 1 and sizes[gone[0]] == sizes[new[0]]:  # rows or channels that attend to one another
+        labels = labels.replace(gone[0], new[0])
+    else:
+        kept = kept[tuple(0 if label in gone else slice(None) for label in labels)]
+        labels = "".join(label for label in labels if label not in gone)
+    kept = kept.permute([labels.index(label) for label in result if label in labels])
+    kept = kept[tuple(slice(None) if label in labels else None for label in result)]
+    return kept.expand([sizes[label] for label in result])
 
 
 def _broadcast(x: Tensor, tensors: list[Tensor]) -> Tensor:
