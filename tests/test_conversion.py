@@ -364,6 +364,29 @@ def test_calls_that_would_need_different_transitions_have_none() -> None:
     ] * 2
 
 
+class Joined(nn.Module):
+    def forward(self, x: Tensor | list[Tensor], *more: Tensor, skip: Tensor | None = None) -> Tensor:
+        parts = [*(x if isinstance(x, list) else [x]), *more]
+        return torch.cat(parts if skip is None else [*parts, skip], 1)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda join, a, b: join(a, b),
+        lambda join, a, b: join([a, b]),
+        lambda join, a, b: join(a, skip=b),
+    ],
+    ids=["*args", "list", "default"],
+)
+def test_a_module_that_is_looked_into_has_the_arguments_of_its_call(join: Callable[..., Tensor]) -> None:
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(10)}
+    converted = plan_of(lambda m, x: m.n3(join(m.join, m.n1(m.c1(x)), m.n2(m.c2(x)))), join=Joined(), **layers)
+    assert priors(converted)["n3"] == {"n1": 4, "n2": 6}
+    assert shapes(converted)["n3"] == ((10,),)
+    assert converted.report.guesses == ()
+
+
 def test_the_unknown_passes_on_its_first_tensor_s_belief_and_says_so() -> None:
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)

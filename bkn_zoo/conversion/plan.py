@@ -396,11 +396,10 @@ class _Planner:
             if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential):
                 raise TypeError(f"{type(module).__name__} has no graph to look at")
             whole = nn.Sequential(module) if "forward" in vars(module) else module  # fx would look at the class only
-            graph = LayerTracer().trace(whole)
+            graph = LayerTracer((args, kwargs), (Tensor, Other)).trace(whole)
             self.inside = f"a {type(module).__name__}"  # there may be many of them, which are all the same
-            inputs = [n for n in graph.nodes if n.op == "placeholder"]
-            values = dict(zip(inputs, args, strict=False)) | {n: kwargs[n.target] for n in inputs if n.target in kwargs}
-            return self.run(graph, whole, values)
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | Other)]
+            return self.run(graph, whole, dict(zip(graph.find_nodes(op="placeholder"), given, strict=True)))
         except LostError:
             raise
         except Exception:

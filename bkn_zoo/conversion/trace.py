@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bkn_zoo.errors import ConversionError
 
@@ -91,7 +91,26 @@ class Tracer(fx.Tracer):
 
 
 class LayerTracer(Tracer):
-    """Traces through all but PyTorch's own layers: for a look into a module that is one node of the network's graph."""
+    """Traces through all but PyTorch's own layers: for a look into a module that is one node of the network's graph.
+
+    Args:
+        given: the arguments of the call, positional and named.
+        kinds: of those that are inputs of the graph, in lists and dicts too, in the order of `tree_leaves`; the rest is
+            taken as it is.
+    """
+
+    def __init__(self, given: tuple[Any, Any], kinds: tuple[type, ...]) -> None:
+        super().__init__()
+        self.given, self.kinds = given, kinds
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        def stand_in(leaf: Any) -> Any:
+            return self.create_proxy("placeholder", "given", (), {}) if isinstance(leaf, self.kinds) else leaf
+
+        args, kwargs = tree_map(stand_in, self.given)
+        return lambda root: root_fn(root, *args, **kwargs), [self.root]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
