@@ -5,7 +5,9 @@ import base64
 import binascii
 import json
 import re
+from collections.abc import Mapping
 from contextlib import aclosing
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import Request
@@ -30,13 +32,16 @@ OPTIONS = tuple(Options.model_fields)
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
 PARTS_PER_IMAGE = 4  # a comma in the list and one in a data URI, and some
+NEAR = (
+    0.7  # of difflib's ratio: statistic, topK and mode are; code, token and stop, which others have a use for, are not
+)
 
 
 async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
     """The image and the options of a request; those in the body win over those in the query.
 
     Args:
-        field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`.
+        field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`, which wins.
     """
     query, kind = _query(request), _kind(request)
     if kind == FORM:
@@ -75,7 +80,15 @@ def _query(request: Request) -> dict[str, Any]:
     given = request.query_params
     if not given:
         return {}
-    return _options({name: given[name] for name in OPTIONS if name in given}).model_dump(exclude_unset=True)
+    return _options(_chosen(given)).model_dump(exclude_unset=True)
+
+
+def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among what was given. Other names are other people's, unless they are nearly ours: then misspelt."""
+    for name in given:
+        if name not in OPTIONS and len(name) < 20 and get_close_matches(name.lower(), OPTIONS, cutoff=NEAR):
+            raise BadParameterError(f"{name!a} is no option: choose from {', '.join(OPTIONS)}.")
+    return {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 
 async def _read(request: Request) -> bytes:
@@ -128,7 +141,7 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
     images = [await file.read() if isinstance(file, UploadFile) else b"" for file in form.getlist(field)]
     if not images:
         raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")
-    return images, {name: form[name] for name in OPTIONS if isinstance(form.get(name), str) and form[name] != ""}
+    return images, _chosen({name: text for name, text in form.items() if isinstance(text, str) and text != ""})
 
 
 def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,11 +153,13 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, RecursionError):
         raise MalformedRequestError("the body is called JSON and is none: send valid JSON, or the image.") from None
     found = data if isinstance(data, dict) else {}
-    inner = found.get("parameters")
-    given = inner if isinstance(inner, dict) else found
-    if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
-        raise BadParameterError("function_to_apply: scores are softmax's here: say softmax, or leave it out.")
-    return found, {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    inner = {} if found.get("parameters") is None else found["parameters"]
+    if not isinstance(inner, dict):
+        raise BadParameterError('parameters: send an object of options, as in {"top_k": 3}.')
+    for given in (found, inner):
+        if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
+            raise BadParameterError("function_to_apply: scores are softmax's here: say softmax, or leave it out.")
+    return found, _chosen(found) | _chosen(inner)
 
 
 def _from_base64(text: Any) -> bytes:

@@ -291,6 +291,42 @@ def test_scores_of_another_function_than_softmax_are_refused(running: ServicePro
     assert answer["error"]["message"].startswith("function_to_apply: scores are softmax's here")
 
 
+@pytest.mark.parametrize("route", ["classify", "classify/batch"])
+def test_options_beside_parameters_count_and_those_within_win(running: ServiceProcess, photo: Path, route: str) -> None:
+    encoded = base64.b64encode(photo.read_bytes()).decode()
+    image = {"image": encoded} if route == "classify" else {"images": [encoded]}
+    data = image | {"statistics": "sample", "top_k": 3, "parameters": {"top_k": 1, "statistics": None}}
+    status, answer, _ = ask(f"{running.url}/v1/{route}", json.dumps(data).encode(), Content_Type="application/json")
+    assert status == 200, answer
+    answer = answer if route == "classify" else answer["results"][0]
+    assert (answer["statistics"], len(answer["predictions"])) == ("sample", 1)
+
+
+def test_a_misspelt_option_is_refused_wherever_it_stands_and_other_names_are_not(
+    running: ServiceProcess, photo: Path
+) -> None:
+    url, image = f"{running.url}/v1/classify", photo.read_bytes()
+
+    def asked(query: str, body: bytes = image, kind: str = "image/png") -> tuple[int, Any]:
+        return ask(f"{url}?{query}", body, Content_Type=kind)[:2]
+
+    def as_json(**more: object) -> tuple[int, Any]:
+        data = {"image": base64.b64encode(image).decode(), **more}
+        return asked("", json.dumps(data).encode(), "application/json")
+
+    for status, answer in (
+        asked("Statistics=sample"),
+        asked("", *form(image=image, top_k="3", models="first")),
+        as_json(statistic="sample"),
+        as_json(parameters={"topK": 3}),
+    ):
+        assert status == 422, answer
+        assert answer["error"]["message"].endswith("is no option: choose from model, statistics, top_k.")
+    others = {"code": 1, "token": 1, "stop": 1, "timeout": 3}
+    assert as_json(**others, parameters=others, options={"use_cache": False})[0] == 200
+    assert asked("code=1&token=1&utm_source=mail")[0] == 200
+
+
 def test_the_body_s_options_win_over_the_query_s(running: ServiceProcess, photo: Path) -> None:
     data = {"image": base64.b64encode(photo.read_bytes()).decode(), "top_k": 2, "statistics": None}
     url = f"{running.url}/v1/classify?top_k=3&statistics=sample"

@@ -373,6 +373,10 @@ def parameters() -> Iterator[Case]:
     for name in ("statistics", "model"):
         for value in (7, [], {}, True, "mine", "\0", "\ud800", "a" * 100_000, {"$ne": 1}):
             yield as_json(f"{name} of {str(value)[:20]!a}", {"image": encoded, name: value})
+    for name in ("statistic", "topK", "model\ud800", "Model\r\n"):
+        yield as_json(f"the name {name!a}", {"image": encoded, "parameters": {name: 1}})
+    for value in (7, [], "", "sample", False):
+        yield as_json(f"parameters of {value!a}", {"image": encoded, "parameters": value})
 
 
 def models_and_paths() -> Iterator[Case]:
