@@ -351,7 +351,7 @@ def aim(rows: Sequence[FullLength]) -> str:
     reached = any(bn >= AIM and bkn >= bn - NEAR for _, bn, bkn in pairs)
     ends = [
         f"`{row.network}` ends at {bn:.2f} with BN and groups of {row.many}, and at {bkn:.2f} with BKN and groups of "
-        f"{row.few}, {gained(bkn, bn)} points ({counted(row.seeds)})"
+        f"{row.few}, {gained(bkn, bn)} points ({counted(*row.seeds[1:])})"
         for row, bn, bkn in pairs
     ]
     aimed = f"The aim was {AIM:g} with BN and groups of 32, and at most {NEAR:g} points less with BKN and groups of 4"

@@ -137,6 +137,10 @@ def test_the_card_says_what_part_of_the_gain_is_the_link_between_layers(folder: 
     assert "In runs of 15 epochs (2 seeds) the whole gain over BN with as many images per group is +12.00" in text
     assert re.search(r"the link between layers is worth \+0.50 ± \d.\d\d of them \(within chance\) and", text)
     assert re.search(r"a layer observes \+11.50 ± \d.\d\d. With .* ± is the standard error of a difference", text)
+    assert "for all three networks these are, by moving averages, +12.00, +0.50 and +11.50. ±" in text
+    reproduced(results, *({**run, "rules": {"EvalNorm": {"top1": 70.0}}} for run in runs if run["norm"] == "bkn"))
+    asked = "by moving averages, +12.00, +0.50 and +11.50; by EvalNorm's rule, +0.00 for the link. ±"
+    assert asked in card_from_results(folder, NAME, results)
 
 
 def test_the_card_says_what_the_link_is_worth_where_bn_was_trained_for_less_or_on_smaller_images(
@@ -200,8 +204,8 @@ def test_twins_are_of_both_folders_and_of_the_same_recipe_only(folder: Path, res
     text = card_from_results(folder, NAME, results)
     assert "| bkn | 128, 2 | 2 | 83.94 ± 5.39 | 86.62 ± 1.59 | **87.25 ± 0.71** |" in text
     (row,) = full_lengths(read_twins(results))
-    assert (sorted(row.bkn), row.bn_many, row.seeds) == ([86.75, 87.75], [87.5], 1)
-    assert "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 |" in (
+    assert (sorted(row.bkn), row.bn_many, row.seeds) == ([86.75, 87.75], [87.5], [2, 2, 1])
+    assert "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 to 2 |" in (
         full_length_table([row])
     )
 

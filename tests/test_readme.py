@@ -152,11 +152,19 @@ def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -
 
     assert "held at zero, the network is as good with two images a group, trained fully." in text
     assert lead(full, "bkn.128-2", "bkn.128-2.link=False").verdict(same=True) == "held"
-    assert "With one, the link is ahead at both lengths, by no more than chance." in text
-    for setting in (full, short):
-        assert lead(setting, "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
-        assert lead(setting, "bkn.128-1", "bkn.128-1.link=False").value > 0
-    assert "Tiny ImageNet, where the link is worth points or nothing, depending on the rule at inference" in text
+    assert "the link is worth two points in the short training, and no more than chance in the full one." in text
+    alone = lead(short, "bkn.128-1", "bkn.128-1.link=False")
+    assert alone.verdict() == "held"
+    assert round(alone.value) == 2
+    assert lead(full, "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
+    assert "it is most of the gain, and worth two points or more by each rule at inference (one seed)" in text
+    whole = lead("tiny_full", "bkn.256-4", "bn.256-4").value
+    assert lead("tiny_full", "bkn.256-4", "bkn.256-4.link=False").value > whole / 2
+    for rule in (*MODES, "EvalNorm"):
+        found = lead("tiny_full", "bkn.256-4", "bkn.256-4.link=False", rule)
+        assert found.value >= 2
+        assert found.verdict() == "held (one seed)"
+    assert "Tiny ImageNet, where the link is worth points or nothing, depending on the rule;" in text
     assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False").verdict() == "held"
     assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False", "EvalNorm").verdict() == "within chance"
 

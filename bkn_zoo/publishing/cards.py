@@ -24,6 +24,7 @@ from bkn_zoo.publishing.replication import (
     chosen_statistics,
     counted,
     measured,
+    read_run,
     recipe_key,
     spread,
     typical,
@@ -105,7 +106,7 @@ command and service, takes bf16 or f16 where the processor has it; `precision="f
 
 def read_runs(folder: Path) -> list[Run]:
     """The records of all runs, by name."""
-    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda run: run["name"])
+    return sorted(map(read_run, folder.glob("*.json")), key=lambda run: run["name"])
 
 
 def read_twins(results: Path) -> list[Run]:
@@ -433,14 +434,16 @@ def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation |
 
 
 def _by_other_rules(found: Mapping[str, Sequence[Run]]) -> str:
-    """The same three in modes other than those chosen: what a part is worth depends on it."""
+    """The same three in modes other than those chosen: what a part is worth depends on it. BN was not asked for all."""
     parts = []
     for rule, shown in (("population", "moving averages"), ("EvalNorm", "EvalNorm's rule")):
         asked = {name: [measured(run, "test").get(rule) for run in runs] for name, runs in found.items()}
         top1 = {name: [each["top1"] for each in every if each] for name, every in asked.items()}
-        if all(top1.values()):
-            whole, unlinked, plain = (mean(top1[name]) for name in ("whole", "unlinked", "plain"))
-            parts.append(f"by {shown}, {whole - plain:+.2f}, {whole - unlinked:+.2f} and {unlinked - plain:+.2f}")
+        if top1["whole"] and top1["unlinked"]:
+            whole, unlinked = mean(top1["whole"]), mean(top1["unlinked"])
+            plain = mean(top1["plain"]) if top1["plain"] else None
+            three = plain and f"{whole - plain:+.2f}, {whole - unlinked:+.2f} and {unlinked - plain:+.2f}"
+            parts.append(f"by {shown}, {three or f'{whole - unlinked:+.2f} for the link'}")
     return f" With one rule at inference for all three networks these are, {'; '.join(parts)}." if parts else ""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from bkn_zoo.models import create_model
 from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes
-from bkn_zoo.publishing.replication import counted, spread
+from bkn_zoo.publishing.replication import counted, least_to_most, spread
 from bkn_zoo.publishing.results import table
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
@@ -38,9 +38,9 @@ class FullLength:
     bn_many: list[float]
 
     @property
-    def seeds(self) -> int:
-        """Of the norm that has the fewest."""
-        return min(map(len, (self.bn_few, self.bkn, self.bn_many)))
+    def seeds(self) -> list[int]:
+        """How many each of the three has."""
+        return [len(arm) for arm in (self.bn_few, self.bkn, self.bn_many)]
 
 
 def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
@@ -81,7 +81,7 @@ def full_length_table(rows: Iterable[FullLength]) -> str:
             "BN": spread(row.bn_few),
             "**BKN**": f"**{spread(row.bkn)}**",
             "BN with many": f"{spread(row.bn_many)} ({row.many} per group)",
-            "seeds": str(row.seeds),
+            "seeds": least_to_most(row.seeds),
             "parameters, BN to BKN": f"{bn:.1f}M to {bkn:.1f}M",
         }
 
@@ -121,7 +121,7 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
         )
         axes.annotate(f"{bkn - bn_few:+.1f}", ((bn_few + bkn) / 2, y), (0, 10), ha="center",
                       textcoords="offset points", color=BKN)  # fmt: skip
-    labels = [f"{row.data}, {row.network}\n{row.few} images per group, {counted(row.seeds)}" for row in reversed(rows)]
+    labels = [f"{row.data}, {row.network}\n{row.few} images per group, {counted(*row.seeds)}" for row in reversed(rows)]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_xlabel("top-1 accuracy on the test images (%)")

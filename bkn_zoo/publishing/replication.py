@@ -191,12 +191,21 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def read_run(path: Path) -> Record:
+    """What a run left; with that of a published network, what it was asked later by scripts/evalnorm.py."""
+    record = json.loads(path.read_text())
+    later = path.parent.parent / "evalnorm" / path.name
+    if later.exists():
+        record["rules"] = {"EvalNorm": json.loads(later.read_text())["rows"][0], **record.get("rules", {})}
+    return record
+
+
 def read_records(*folders: Path) -> dict[str, Record]:
     """What runs left that can stand for planned ones, by the key of their recipes; of two, that of the first folder."""
     records: dict[str, Record] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
-            record = json.loads(path.read_text())
+            record = read_run(path)
             recipe = read_recipe(None, record["recipe"])
             shared = record.get("processes", 1) > 1 and recipe.statistics_batch is None  # groups are smaller then
             if record.get("statistics_anew") or shared:
@@ -462,8 +471,14 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def counted(seeds: int) -> str:
-    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+def counted(*seeds: int) -> str:
+    """Of one arm, or of several that are shown together."""
+    return "1 seed" if max(seeds) == 1 else f"{least_to_most(seeds)} seeds"
+
+
+def least_to_most(numbers: Iterable[int]) -> str:
+    least, most = min(numbers := list(numbers)), max(numbers)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def cells(experiment: Experiment, records: Mapping[str, Record]) -> Iterator[Cell]:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -346,6 +346,11 @@ def _head(each: Cell) -> dict[str, Any]:
     return {"setting": arm.setting, "norm": arm.label, "batches": arm.batches, "seeds": len(each.records)}
 
 
+def _of_some(top1: Sequence[float], each: Cell) -> str:
+    """Of the networks that were asked, and how many they are where that is not all."""
+    return spread(top1) + (f" ({counted(len(top1))})" if 0 < len(top1) < len(each.records) else "")
+
+
 def _kind(arm: Arm) -> str:
     """Its norm, and whether A is held at zero; not its rate."""
     return arm.label if arm.label == HELD else arm.label.partition(",")[0]
@@ -362,16 +367,16 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
     for each in _arms(plan, records, "rules"):
         if each.arm.ablation and each.arm.label != HELD:
             continue
-        weighed = spread(each.top1("example weighing"))
+        weighed = _of_some(each.top1("example weighing"), each)
         shares = sorted({found["share"] for r in each.records if (found := r["rules"].get("example weighing"))})
         rows.append({
             **_head(each),
             "population": spread(each.top1("population")),
-            "recalibrated": spread(each.top1("recalibrated population")),
+            "recalibrated": _of_some(each.top1("recalibrated population"), each),
             "sample": spread(each.top1("sample")),
             "expected": spread(each.top1("expected")),
-            "expected, recalibrated": spread(each.top1("recalibrated expected")),
-            "EvalNorm": spread(each.top1("EvalNorm")),
+            "expected, recalibrated": _of_some(each.top1("recalibrated expected"), each),
+            "EvalNorm": _of_some(each.top1("EvalNorm"), each),
             "example weighing": f"{weighed} ({', '.join(f'{share:g}' for share in shares)})" if weighed else "",
         })  # fmt: skip
         for rule, places in apart.items():
@@ -398,13 +403,14 @@ def _smaller(plan: Plan, records: Mapping[str, Record]) -> str:
     """Each network in the mode that it was asked in, its own."""
     rows = []
     for each in _arms(plan, records, "rules"):
-        asked = [r for r in each.records if r["chosen_statistics"] != "population" and WAYS[0] in r["rules"]]
+        asked = [r for r in each.records if WAYS[0] in r["rules"] and r["chosen_statistics"] != "population"]
         if asked and not each.arm.ablation:
+            those = Cell(each.arm, tuple(asked))
             whole = spread(record["test"][record["chosen_statistics"]]["top1"] for record in asked)
-            row = {**_head(Cell(each.arm, tuple(asked))), "A as trained": whole}
+            row = {**_head(those), "A as trained": whole}
             for way in WAYS:
                 found = [record["rules"][way]["top1"] for record in asked if way in record["rules"]]
-                row[way] = spread(found) + (f" ({counted(len(found))})" if 0 < len(found) < len(asked) else "")
+                row[way] = _of_some(found, those)
             rows.append(row)
     return _table_of(rows)
 
