@@ -563,6 +563,32 @@ def test_bad_input_ends_evaluate_with_one_sentence(script: Script, tree: Path, c
     assert "unknown checkpoint" in sentence(script, "evaluate.py", "no_such_thing", "--data", tree)
 
 
+def test_nothing_is_written_among_the_classes_where_it_would_be_one(
+    script: Script, tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = ("train.py", "--data", ".", "--init", checkpoint, "--device", "cpu", "--epochs", "1", "--name", "mine")
+    evaluate = ("evaluate.py", checkpoint, "--data", ".", "--device", "cpu")
+    monkeypatch.chdir(tree)
+    for command, place, option in (
+        (train, "runs/mine/mine", "--output"),
+        ((*train, "--output", tree), f"{tree}/mine", "--output"),
+        ((*train, "--output", tmp_path / "out", "--results", "dark"), "dark/mine", "--results"),
+        ((*evaluate, "--report", "pictures"), "pictures", "--report"),
+        ((*evaluate, "--output", "results/a.json"), "results", "--output"),
+    ):
+        said = sentence(script, *command)
+        assert f"{place} is among the classes of ., and would be taken for one" in said
+        assert said.endswith(f"name a place outside of it with {option}.")
+    assert {path.name for path in tree.iterdir()} == {"dark", "light"}
+    assert not (tmp_path / "out").exists()
+    # Beside train and val nothing is taken for a class.
+    (tmp_path / "project").mkdir()
+    for name in ("train", "val"):
+        shutil.copytree(tree, tmp_path / "project" / name)
+    monkeypatch.chdir(tmp_path / "project")
+    assert "there is no training to resume" in sentence(script, *train, "--resume")
+
+
 def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_path: Path) -> None:
     options = ("--norm_options.warmup", "3", "--norm_options.r_steps", "9", "--norm_options.d_steps", "7")
     script(

@@ -27,7 +27,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import FileImages, load_data
+from bkn_zoo.training.datasets import FileImages, keep_apart, load_data
 from bkn_zoo.training.evaluation import batch_size, measure, predict
 
 
@@ -57,16 +57,19 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
     check_device(args.device)
     keep_to_quota()
-    if args.report:  # now, rather than after the evaluation
-        check_matplotlib()
-        make_folder(args.report)
-    if args.output:
-        make_folder(args.output.parent)
-        if os.path.isdir(args.output):
-            raise InputError(f"--output {args.output} is a folder: name a file in it.")
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.recipe
     dataset = args.dataset or recipe.get("dataset", "folder")
+    folders = {"--report": args.report, "--output": args.output and args.output.parent}
+    folders = {option: folder for option, folder in folders.items() if folder}
+    if dataset == "folder":
+        keep_apart(args.data, folders)
+    if args.report:  # now, rather than after the evaluation
+        check_matplotlib()
+    for folder in folders.values():
+        make_folder(folder)
+    if args.output and os.path.isdir(args.output):
+        raise InputError(f"--output {args.output} is a folder: name a file in it.")
     preprocessing = model.config.preprocessing
     # The same share as in training, so that what was held out then is held out now.
     share = None if args.split == "all" else recipe.get("validation", 0.1)

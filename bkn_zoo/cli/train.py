@@ -56,7 +56,7 @@ from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment, launched, machines
 from bkn_zoo.training.comparisons import layers, recalibrated
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import Data, FileImages, load_data
+from bkn_zoo.training.datasets import Data, FileImages, keep_apart, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, further_images, images_at_a_time, local_batch
@@ -409,6 +409,8 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if args.publish:  # now, rather than after hours of training
         check_repository(f"{args.publish}/{name}")
         check_reachable(f"{args.publish}/{name}")
+    if recipe.dataset == "folder":
+        keep_apart(args.data, {"--output": args.output / name, "--results": args.results / name})
     if args.recipe is not None or "statistics_batch" in given:  # before anything is decoded; `fitted` mends its own
         local_batch(recipe)
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)

@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,8 +211,7 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     }
     if name not in loaders:
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
-    if not root.is_dir():
-        raise InputError(f"there is no folder {root}: name the one that holds the data set.")
+    _check_root(root)
     if validation is not None and not 0 < validation < 1:
         raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
     everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
@@ -232,6 +231,11 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
     return Data(name, train, chosen, test, label_names, preprocessing)
+
+
+def _check_root(root: Path) -> None:
+    if not root.is_dir():
+        raise InputError(f"there is no folder {root}: name the one that holds the data set.")
 
 
 def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
@@ -354,7 +358,26 @@ def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), good
 
 
-def _folder(name: str, root: Path, size: int | None) -> Loaded:
+def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
+    """Refuse to write among the classes of a "folder", one of which it would be the next time that they are read.
+
+    Args:
+        root: as `load_data` takes it.
+        places: folders that are to be written, by the options that name them.
+    """
+    train_root, beside = _layout(root)
+    for classes in (train_root, *beside):
+        for option, place in places.items():
+            if classes.resolve() in place.resolve().parents:
+                raise InputError(
+                    f"{place} is among the classes of {classes}, and would be taken for one: name a place outside of "
+                    f"it with {option}."
+                )
+
+
+def _layout(root: Path) -> tuple[Path, list[Path]]:
+    """The folder of the classes to train on, and those to choose by and to test by, if there are any."""
+    _check_root(root)
     found = ([path for path in _folders(root) if path.name.lower() in names] for names in SPLITS)
     train, choices, test, evaluation = found
     # Folders within, since a class may be called train, too; and images to test by may have no labels, as those of
@@ -364,8 +387,11 @@ def _folder(name: str, root: Path, size: int | None) -> Loaded:
     for paths in (train, choices, test) if train else ():
         if len(paths) > 1:
             raise InputError(f"{root} holds {' and '.join(path.name for path in paths)}: leave one of them.")
-    beside = [*choices, *test] if train else []
-    train_root = train[0] if train else root
+    return (train[0], [*choices, *test]) if train else (root, [])
+
+
+def _folder(name: str, root: Path, size: int | None) -> Loaded:
+    train_root, beside = _layout(root)
     label_names = [path.name for path in _folders(train_root)]
     if not label_names:
         raise InputError(f"{train_root} holds no folders: make one per class, with its images in it.")
