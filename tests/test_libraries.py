@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from fastapi.testclient import TestClient
 from PIL import Image
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from bkn_zoo import cli
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.cli import train
 from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
+from bkn_zoo.conversion.libraries import preprocessing_of
 from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, UnknownNameError
-from bkn_zoo.images import Preprocessing
+from bkn_zoo.images import Preprocessing, normalize
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d
@@ -198,6 +200,24 @@ def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: p
     )  # whole batches, as it was trained
     trained = model.state_dict()["conv1.0.weight"]
     assert 0 < (trained - published["conv1.0.weight"]).abs().max() < 0.1  # from where the library's weights were
+
+
+def test_images_are_normalized_as_a_library_s_weights_want_them() -> None:
+    import timm
+
+    for name in ("inception_v4", "resnet18"):
+        about = timm.create_model(name).pretrained_cfg
+        found = preprocessing_of(f"timm:{name}", 64)
+        assert (found.size, found.mean, found.std) == (64, about["mean"], about["std"])
+        assert found.interpolation == about["interpolation"]
+    assert preprocessing_of("timm:inception_v4", 64).mean == (0.5, 0.5, 0.5)
+    usual = preprocessing_of("torchvision:resnet18", 64)
+    assert (usual.mean, usual.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    # Ours are built without weights, and then torchvision leaves out the change to what these were trained with.
+    theirs = torchvision.models.GoogLeNet(aux_logits=False, transform_input=True, init_weights=False)
+    pixels = torch.rand(1, 3, 4, 4)
+    ours = normalize(pixels, preprocessing_of("torchvision:googlenet", 64))
+    torch.testing.assert_close(ours, theirs._transform_input(normalize(pixels, usual)))
 
 
 def test_weights_that_cannot_be_had_are_an_error_of_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,12 @@ from service_process import DIRECT, ServiceProcess
 import bkn_zoo
 from bkn_zoo import InputError
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, main, parse, run_name
+from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, main, origin, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.replication import read_run
 from bkn_zoo.publishing.results import environment
+from bkn_zoo.training.datasets import MEAN_STD
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.recipes import read_recipe
 
@@ -158,7 +159,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     assert model.config.label_names == ("dark", "light")
     assert model.config.preprocessing.size == 8
     assert set(model.config.accuracy) == {"population", "sample", "expected"}
-    assert model.config.training["init"] == str(checkpoint)
+    assert model.config.training["init"] == checkpoint.name
     assert model.config.training["recipe"]["statistics_batch"] == 2
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     moved = (model.conv.conv.weight - before.conv.conv.weight).norm() / before.conv.conv.weight.norm()
@@ -587,6 +588,64 @@ def test_nothing_is_written_among_the_classes_where_it_would_be_one(
         shutil.copytree(tree, tmp_path / "project" / name)
     monkeypatch.chdir(tmp_path / "project")
     assert "there is no training to resume" in sentence(script, *train, "--resume")
+
+
+def test_fine_tuning_shows_images_as_the_checkpoint_saw_them_and_goes_on_so(
+    script: Script, tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0), interpolation="bicubic")
+    about = {"label_names": ["dark", "light"], "preprocessing": odd}
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_bkn", 2).eval(), tmp_path / "odd", **about)
+    start = ("train.py", "--data", tree, "--init", "./odd", "--device", "cpu", "--epochs", "1")
+    script(*start, "--name", "mine", "--lr", "0", "--freeze")
+    assert "; 8 px (bicubic), mean 0.1 0.2 0.3, std 1 2 3; epochs: 1" in capsys.readouterr().out
+    output = tmp_path / "runs" / "mine"
+    config = bkn_zoo.from_pretrained(output).config
+    assert config.preprocessing == odd
+    assert config.training["init"] == "odd"  # and not where it lies
+    record = json.loads((output / "results" / "runs" / "mine.json").read_text())
+    script("evaluate.py", "./odd", "--data", tree, "--split", "all", "--device", "cpu", "--output", "before.json")
+    script("evaluate.py", output, "--data", tree, "--split", "all", "--device", "cpu", "--output", "after.json")
+    before, after = (json.loads((tmp_path / name).read_text())["rows"] for name in ("before.json", "after.json"))
+    assert [row["loss"] for row in after] == pytest.approx([row["loss"] for row in before], abs=1e-3)
+    # A state of an earlier version says neither, and was trained with the data set's own.
+    state = torch.load(output / "state.pt", weights_only=True)
+    assert state["fingerprint"] == record["data_sha256"] != ""
+    torch.save(
+        {name: part for name, part in state.items() if name not in ("preprocessing", "fingerprint")},
+        output / "state.pt",
+    )
+    script(*start, "--name", "mine", "--lr", "0", "--freeze", "--resume")
+    assert "(bilinear), mean 0.485 0.456 0.406" in capsys.readouterr().out
+    assert bkn_zoo.from_pretrained(output).config.preprocessing == Preprocessing(8, *MEAN_STD["imagenet"])
+
+
+def test_other_images_or_images_of_other_classes_are_not_gone_on_with_nor_do_they_replace_a_run(
+    script: Script, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ("train.py", "--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--epochs", "1")
+    start += ("--name", "mine", "--output", tmp_path / "out", "--data")
+    script(*start, tree)
+    monkeypatch.chdir(tree)
+    script(*start, ".", "--resume")  # the same, from elsewhere
+    for one, other in (("dark", "light"), ("light", "dark")):
+        (tree / one / "0.jpg").rename(tree / other / "moved.jpg")
+    assert "is of a training on other images, or on some of them in other classes" in sentence(
+        script, *start, ".", "--resume"
+    )
+    assert "holds another finished training (data differs)" in sentence(script, *start, ".")
+
+
+def test_what_a_training_started_from_has_a_name_for_others(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    for path in (".", "../start", checkpoint):
+        assert origin(str(path)).name == "start"
+    commit = "0123456789" * 4
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, revision: (checkpoint, commit))
+    for name in ("owner/repo", "owner/repo@main"):
+        assert origin(name).name == f"owner/repo@{commit}"
 
 
 def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_path: Path) -> None:

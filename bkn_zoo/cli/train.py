@@ -32,7 +32,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,22 +41,23 @@ from bkn_zoo.checkpoints.config import Config, norm_of
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
-from bkn_zoo.checkpoints.locate import locate
+from bkn_zoo.checkpoints.locate import is_folder, locate
 from bkn_zoo.cli.checks import whole_number
-from bkn_zoo.conversion.libraries import create_model, from_library, of_library
+from bkn_zoo.conversion.libraries import create_model, from_library, of_library, preprocessing_of
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.inference.engines import check_device, keep_to_quota
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
+from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment, launched, machines
 from bkn_zoo.training.comparisons import layers, recalibrated
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import Data, FileImages, keep_apart, load_data
+from bkn_zoo.training.datasets import Data, FileImages, fingerprint, keep_apart, load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, further_images, images_at_a_time, local_batch
@@ -157,11 +158,30 @@ def start() -> str:
     return name
 
 
-def like(init: str, model: str | None) -> dict[str, Any]:
-    """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
+class Origin(NamedTuple):
+    """What a training starts from: its name for others, to whom a path says nothing; its config, if it has one."""
+
+    name: str
+    config: Config | None
+    preprocessing: Preprocessing | None
+
+
+def origin(init: str) -> Origin:
     if of_library(init):
-        return {"model": init, "size": LIBRARY_SIZE, "statistics_batch": None}
-    config = Config.read(locate(init).folder / CONFIG)
+        return Origin(init, None, preprocessing_of(init, LIBRARY_SIZE))
+    location = locate(init)
+    config = Config.read(location.folder / CONFIG)
+    name = location.folder.resolve().name if is_folder(init) else init
+    if location.revision is not None:
+        name = f"{init.partition('@')[0]}@{location.revision}"
+    return Origin(name, config, config.preprocessing)
+
+
+def like(source: Origin, model: str | None) -> dict[str, Any]:
+    """The fields of the recipe that a checkpoint to start from decides, unless they are given, as `model` may be."""
+    config = source.config
+    if config is None:
+        return {"model": source.name, "size": LIBRARY_SIZE, "statistics_batch": None}
     size = {"size": config.preprocessing.size} if config.preprocessing else {}
     options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
     same = model in (None, config.architecture)
@@ -178,6 +198,21 @@ def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
     if recipe.statistics_batch is not None:
         fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
+
+
+def described(recipe: Recipe, data: Data) -> str:
+    """What is trained on, and how, in a line."""
+    images = (
+        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
+        + ("" if data.test is None else f" and {len(data.test)} to test by")
+    )
+    p = data.preprocessing
+    mean, std = (" ".join(f"{value:g}" for value in values) for values in (p.mean, p.std))
+    groups = recipe.statistics_batch or images_at_a_time(recipe)
+    return (
+        f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
+        f"{recipe.gradient_batch} in groups of {groups}"
+    )
 
 
 def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
@@ -259,8 +294,14 @@ def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
     return max(each["top1"] for each in metrics.values())
 
 
-def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str) -> None:
-    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run."""
+def finish(
+    training: Training, recipe: Recipe, data: Data, args: argparse.Namespace, name: str, init: str | None
+) -> None:
+    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run.
+
+    Args:
+        init: what the training started from, as others may know it.
+    """
     device = torch.device(args.device)
     model = training.result
     if training.best is not None:
@@ -278,7 +319,7 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
     training_facts = {
         "name": name,
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
-        "init": args.init,
+        "init": init,
         "test_images": split,
         "kept_epoch": kept["epoch"],
         "statistics_anew": statistics_anew,
@@ -304,7 +345,8 @@ def finish(training: Training, recipe: Recipe, data: Data, args: argparse.Namesp
             "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
             "test_images": split, "kept_epoch": kept["epoch"], "validation": validation,
             "validation_anew": None if anew is None else anew[1], "statistics_anew": statistics_anew,
-            "curve": training.history, "recipe": dataclasses.asdict(recipe), **environment(recipe.seed),
+            "curve": training.history, "data_sha256": training.fingerprint, "recipe": dataclasses.asdict(recipe),
+            **environment(recipe.seed),
         }  # fmt: skip
         (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         for mode, metrics in test.items():
@@ -391,7 +433,9 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     given = overrides
     if args.recipe is None:
         args.init = args.init or (None if args.model else start())
-        overrides = FINE_TUNING | (like(args.init, args.model) if args.init else {}) | given
+    source = origin(args.init) if args.init else None
+    if args.recipe is None:
+        overrides = FINE_TUNING | (like(source, args.model) if source else {}) | given
     recipe = read_recipe(args.recipe, overrides)
     name = run_name(args, given, recipe)
     args.output = args.output or Path("runs") / name
@@ -409,34 +453,40 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if args.publish:  # now, rather than after hours of training
         check_repository(f"{args.publish}/{name}")
         check_reachable(f"{args.publish}/{name}")
-    if recipe.dataset == "folder":
-        keep_apart(args.data, {"--output": args.output / name, "--results": args.results / name})
     if args.recipe is not None or "statistics_batch" in given:  # before anything is decoded; `fitted` mends its own
         local_batch(recipe)
+    if recipe.dataset == "folder":
+        keep_apart(args.data, {"--output": args.output / name, "--results": args.results / name})
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     if args.recipe is None:
         recipe = fitted(recipe, len(data.train), given)
-        images = (
-            f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
-            + ("" if data.test is None else f" and {len(data.test)} to test by")
-        )
-        groups = recipe.statistics_batch or images_at_a_time(recipe)
-        print(f"{images}; epochs: {recipe.epochs}, batches of {recipe.gradient_batch} in groups of {groups}")
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, build(recipe, args.init, data.label_names), device)
     training.data = str(args.data.resolve())
     training.images = [len(data.train), len(data.validation)]
     training.label_names = list(data.label_names)
+    training.fingerprint = fingerprint(data, args.data)
+    training.preprocessing = data.preprocessing
+    if source and source.preprocessing:  # what its weights were trained with; the size is the recipe's
+        p = source.preprocessing
+        training.preprocessing = dataclasses.replace(
+            data.preprocessing, mean=p.mean, std=p.std, interpolation=p.interpolation
+        )
     # A folder by its whole path: what is there now, from wherever the command is given.
     training.init = str(Path(args.init).resolve()) if args.init and Path(args.init).exists() else args.init
     if args.resume:
         load_state(training, recipe, args.output, device, data.held_out)
     else:
         refuse_to_replace(args.output, recipe, training)
+    # A state without is of a version that took the data set's own, whatever it started from.
+    data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
+    training.preprocessing = data.preprocessing
+    if args.recipe is None:
+        print(described(recipe, data))
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            finish(training, recipe, data, args, name)
+            finish(training, recipe, data, args, name, source and source.name)
         except OSError as error:
             raise TrainingError(
                 f"the results could not be written ({error}): make room, and repeat the command with --resume."

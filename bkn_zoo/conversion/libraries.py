@@ -15,6 +15,7 @@ from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.errors import ConversionError, HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.models import registry
 from bkn_zoo.models.network import Network
+from bkn_zoo.preprocessing import Preprocessing
 
 LIBRARIES = ("torchvision", "timm")
 REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
@@ -104,6 +105,24 @@ def from_library(
     if not isinstance(converted, Converted):
         raise ConversionError(f"{name} cannot be converted as a whole.")
     return LibraryNetwork(converted, name, classes, options, _smallest_image(name, model))
+
+
+def preprocessing_of(name: str, size: int) -> Preprocessing:
+    """How the library's weights of a network want their images, of a side of one's own choice."""
+    library, _, network = name.partition(":")
+    _builder(name)  # which refuses names that are none
+    about: Any
+    if library == "torchvision":
+        import torchvision.models as models
+
+        if network in WITHOUT_AUXILIARY_HEADS:  # TensorFlow's weights, for which torchvision would change ours within
+            return Preprocessing(size, (0.5,) * 3, (0.5,) * 3)
+        about = models.get_model_weights(network).DEFAULT.transforms()
+        return Preprocessing(size, about.mean, about.std, interpolation=about.interpolation.value)
+    import timm
+
+    about = timm.get_pretrained_cfg(network)
+    return Preprocessing(size, about.mean, about.std, interpolation=about.interpolation)
 
 
 def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[str, Tensor]]]:

@@ -4,6 +4,7 @@ Small ones (CIFAR, Tiny-ImageNet) are decoded into memory; of trees of image fil
 listed.
 """
 
+import hashlib
 import os
 import pickle
 import signal
@@ -356,6 +357,24 @@ def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
             pixels[k] = np.asarray(image)
             good[k] = True
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), good
+
+
+def fingerprint(data: Data, root: Path) -> str:
+    """A hash of names and labels, by which to know other images to train on, or to choose by, from these.
+
+    Args:
+        root: the folder that they were loaded from, which may move.
+    """
+    digest = hashlib.sha256()
+    for images in (data.train, data.validation):
+        digest.update(f"{len(images)}\n".encode())
+        if isinstance(images, FileImages):
+            names = (str(path).removeprefix(str(root)).lstrip(os.sep) for path in images.paths)
+            for name, label in zip(names, images.labels, strict=True):
+                digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
+        else:
+            digest.update(images.labels.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def keep_apart(root: Path, places: Mapping[str, Path]) -> None:

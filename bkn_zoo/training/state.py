@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
 from bkn_zoo.models import Network
+from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 
@@ -38,6 +39,8 @@ class Training:
         data: the folder of the images, by which to know a training from another; empty if nobody said.
         images: how many there are to train on and to choose by, which must not change; None if nobody said.
         label_names: of the classes, which must not change either; None if nobody said.
+        fingerprint: of the images' names and labels (`datasets.fingerprint`); empty if nobody said.
+        preprocessing: of the images, if anybody said.
         init: the checkpoint that it started from, by which to know it, too; None if from none, empty if nobody said.
     """
 
@@ -53,6 +56,8 @@ class Training:
     data: str = ""
     images: list[int] | None = None
     label_names: list[str] | None = None
+    fingerprint: str = ""
+    preprocessing: Preprocessing | None = None
     init: str | None = ""
 
     @property
@@ -115,6 +120,8 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         "data": training.data,
         "images": training.images,
         "label_names": training.label_names,
+        "fingerprint": training.fingerprint,
+        "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
         "init": training.init,
         "processes": processes(),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
@@ -146,7 +153,7 @@ def write_log(history: list[dict[str, Any]], folder: Path) -> None:
 
 
 def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device, held_out: bool = True) -> None:
-    """Go on with the training in a folder.
+    """Go on with the training in a folder, and with its preprocessing, which earlier versions did not keep.
 
     Args:
         held_out: as `Data` has it.
@@ -193,6 +200,11 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
                 f"{path} is of a training on a class {old!r}, not {new!r}: resume with its own data, or give another "
                 "--name."
             )
+    if _other_images(state, training):
+        raise CheckpointError(
+            f"{path} is of a training on other images, or on some of them in other classes: resume with its own data, "
+            "or give another --name."
+        )
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
@@ -211,6 +223,8 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     training.finished, training.best = state.get("finished", False), state.get("best")
     training.losses = state.get("losses", training.losses)  # which earlier versions did not keep
     training.history = json.loads(state["history"])
+    preprocessing = state.get("preprocessing")
+    training.preprocessing = None if preprocessing is None else Preprocessing(**preprocessing)
 
 
 def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
@@ -220,7 +234,7 @@ def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
         begun, finished = state["step"] > 0, state.get("finished", False)
         changed = [
             *_changed(json.loads(state["recipe"]), recipe),
-            *(["data"] if state.get("data", training.data) != training.data else []),
+            *(["data"] if state.get("data", training.data) != training.data or _other_images(state, training) else []),
             *(["init"] if _other_init(state, training) else []),
         ]
     except Exception:  # there is none, or none to go on from
@@ -241,6 +255,12 @@ def _other_init(state: dict[str, Any], training: Training) -> bool:
     """Whether a state is of a training from another checkpoint, as far as both say."""
     theirs = state.get("init", "")  # which earlier versions did not keep
     return "" not in (theirs, training.init) and theirs != training.init
+
+
+def _other_images(state: dict[str, Any], training: Training) -> bool:
+    """Whether a state is of a training on other images, as far as both say."""
+    theirs = state.get("fingerprint", "")  # which earlier versions did not keep
+    return "" not in (theirs, training.fingerprint) and theirs != training.fingerprint
 
 
 def _named(init: str | None) -> str:
