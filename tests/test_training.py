@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from bkn_zoo import KalmanSequential, Network, create_model
 from bkn_zoo.models.network import State
 from bkn_zoo.norms import BatchKalmanNorm2d, Statistics
+from bkn_zoo.norms.statistics import observe, pool
 
 CLASSES = 4
 # Without a C++ compiler on the machine, inductor cannot run; the graph is captured and differentiated all the same.
@@ -106,6 +107,20 @@ def test_a_compiled_training_step_is_the_eager_one() -> None:
     for (name, expected), actual in zip(eager.named_parameters(), model.parameters(), strict=True):
         assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_compiled_for_any_number_of_images_have_gradients_where_there_is_one_group() -> None:
+    """The statistics alone, since inductor takes its time; it failed over one group, the size of which it had not."""
+    torch._dynamo.reset()
+
+    def loss(x: Tensor) -> Tensor:
+        belief = pool(observe(x), 2)
+        return (belief.mean.sin() + belief.var).square().sum()
+
+    compiled = torch.compile(loss, dynamic=True, backend=BACKEND)
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    actual, expected = (torch.autograd.grad(function(x), x)[0] for function in (compiled, loss))
+    assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_network_gives_the_same_outputs() -> None:

@@ -33,9 +33,15 @@ def pool(images: Belief, group: int | None) -> Belief:
     group = group_size(images.mean.shape[0], group)
     if group == 1:
         return images
-    means = images.mean.unflatten(0, (-1, group))
-    between, mean = torch.var_mean(means, dim=1, correction=0)
-    return Belief(mean, images.var.unflatten(0, (-1, group)).mean(1) + between)
+    between, mean = torch.var_mean(_grouped(images.mean, group), dim=1, correction=0)
+    return Belief(mean, _grouped(images.var, group).mean(1) + between)
+
+
+def _grouped(rows: Tensor, group: int) -> Tensor:
+    """(N, C) as (groups, images of a group, C)."""
+    # `expand` says the second size again: where the batch's is a symbol, torch.compile takes it for n // (n // 2),
+    # which inductor cannot divide by where there is one group.
+    return rows.unflatten(0, (-1, group)).expand(-1, group, -1)
 
 
 def normalize(
