@@ -171,6 +171,12 @@ def test_an_evaluation_does_not_depend_on_its_batch_size(away_from_start: Any) -
     assert found[0]["population"]["loss"] != pytest.approx(found[0]["sample"]["loss"], abs=1e-3)
 
 
+def test_statistics_that_are_named_twice_are_measured_once() -> None:
+    model, batches = network(), [batch()]
+    once, twice = (evaluate(model, batches, modes) for modes in (["sample"], ["sample", "sample"]))
+    assert once == twice
+
+
 def test_an_evaluation_without_images_is_an_error() -> None:
     with pytest.raises(InputError, match="no images to evaluate"):
         evaluate(network(), [])

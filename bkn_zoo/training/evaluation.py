@@ -56,6 +56,7 @@ def predict(
         total: of the images, for the bar.
     """
     network = model if isinstance(model, Network) else model.model
+    modes = tuple(dict.fromkeys(modes))  # each once, however often it is named
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image")
