@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.images import Preprocessing
+from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
@@ -320,6 +320,32 @@ def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
     write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
     write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
     assert len(load_data("folder", tmp_path).split("all")) == 12
+
+
+def test_files_that_are_not_taken_for_images_are_counted_and_links_are_followed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tree(tmp_path / "photos")
+    load_data("folder", tmp_path / "photos")
+    assert capsys.readouterr().err == ""
+    apple, bean = tmp_path / "photos" / "apple", tmp_path / "photos" / "bean"
+    (apple / "0.png").rename(apple / "0")
+    for name in ("a.HEIC", "b.heic"):
+        (bean / name).touch()
+    write_image(tmp_path / "more" / "1.png", (1, 2, 3))
+    write_image(tmp_path / "more" / "deep" / "2.png", (1, 2, 3))
+    Image.new("RGB", (20, 20)).save(tmp_path / "more" / "3.jfif", "JPEG")
+    (apple / "linked").symlink_to(tmp_path / "more")
+    (apple / "again").symlink_to(tmp_path / "more" / "deep")
+    for loop, to in (("up", ".."), ("own", "."), ("photos", tmp_path)):
+        (apple / loop).symlink_to(to)
+    (tmp_path / "more" / "round").symlink_to(apple)
+    data = load_data("folder", tmp_path / "photos")
+    found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
+    assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
+    said = f"not taken for images in {tmp_path / 'photos'}, by their names: 1 without a suffix, 2 .heic\n"
+    assert capsys.readouterr().err == said
+    assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from service_process import DIRECT, ServiceProcess
 import bkn_zoo
 from bkn_zoo import InputError
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, build, fitted, main, origin, parse, run_name
+from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, alone, build, fitted, main, origin, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.replication import read_run
@@ -470,14 +470,14 @@ def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_i
 
 
 def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results").write_text("a file where a folder should be")
+    in_the_way = tmp_path / "out" / "curves.png"
+    in_the_way.mkdir(parents=True)
     command = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
     command += ("--device", "cpu", "--output", "out", "--name", "mine")
     assert "make room, and repeat the command with --resume" in sentence(script, *command)
-    (tmp_path / "out" / "results").unlink()
+    in_the_way.rmdir()
     script(*command, "--resume")
-    assert (tmp_path / "out" / "results" / "runs" / "mine.json").is_file()
+    assert in_the_way.is_file()
 
 
 def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe() -> None:
@@ -646,6 +646,26 @@ def test_what_a_training_started_from_has_a_name_for_others(
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, revision: (checkpoint, commit))
     for name in ("owner/repo", "owner/repo@main"):
         assert origin(name).name == f"owner/repo@{commit}"
+
+
+def test_a_place_that_cannot_be_written_to_or_that_another_training_uses_is_refused_before_the_data_are_read(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    start = ("train.py", "--data", tmp_path, "--dataset", "cifar10", "--model", "inception_cifar_bkn", "--size", "8")
+    start += ("--device", "cpu", "--name", "mine")
+    assert "file cannot be made for the results (File exists)" in sentence(script, *start, "--output", "file")
+    assert "file/runs cannot be made for the results" in sentence(script, *start, "--results", "file/runs")
+    (tmp_path / "taken" / "log.jsonl").mkdir(parents=True)
+    assert "taken/log.jsonl cannot be written (Is a directory)" in sentence(script, *start, "--output", "taken")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda place, mode: Path(place).name != "runs")
+        assert "results/runs may not be written to: name another place" in sentence(script, *start)
+    with alone(tmp_path / "runs" / "mine"):
+        assert "another training uses runs/mine: wait for its end, or choose another --name or --output." in sentence(
+            script, *start
+        )
+    assert "put the official files of cifar10" in sentence(script, *start)  # it is free again, and the data are read
 
 
 def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from bkn_zoo.cli.checks import lock
 from bkn_zoo.errors import ImageError, InputError
 
 if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
@@ -90,13 +92,16 @@ def classify(args: argparse.Namespace) -> int:
 
 def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
     """Names rather than paths, which take several times the memory: there may be hundreds of thousands."""
-    from bkn_zoo.images import image_files
+    from bkn_zoo.images import image_files, passed_over
 
     for path in paths:
         if not path.is_dir():
             yield str(path)
             continue
-        found = image_files(path)
+        others: Counter[str] = Counter()
+        found = image_files(path, others)
+        if others:
+            print(f"bkn-zoo: {passed_over(path, others)}", file=sys.stderr)
         if not found:
             failures[str(path)] = f"{path} holds no images: name a folder that does."
         for name in found:
@@ -192,23 +197,12 @@ def _alone(path: Path) -> Iterator[IO[bytes]]:
     """A file to read and to append to, made where there is none, and by no other process at the same time."""
     try:
         with open(path, "a+b") as file:
-            _lock(file)
+            lock(file, f"another process writes {path}: wait for its end, or name another file.")
             file.seek(0)
             yield file
     except OSError as error:
         remedy = "make room there or name another file, and repeat the command, which goes on"
         raise InputError(f"{path} cannot be written ({error.strerror}): {remedy}.") from None
-
-
-def _lock(file: IO[bytes]) -> None:
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        pass
-    except BlockingIOError:
-        raise InputError(f"another process writes {file.name}: wait for its end, or name another file.") from None
 
 
 def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -> tuple[set[str], int]:

@@ -60,8 +60,9 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
     recipe = model.config.recipe
     dataset = args.dataset or recipe.get("dataset", "folder")
-    folders = {"--report": args.report, "--output": args.output and args.output.parent}
-    folders = {option: folder for option, folder in folders.items() if folder}
+    folders = {"--report": args.report} if args.report else {}
+    if args.output and not os.path.exists(args.output):
+        folders["--output"] = args.output.parent
     if dataset == "folder":
         keep_apart(args.data, folders)
     if args.report:  # now, rather than after the evaluation

@@ -30,7 +30,8 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.checkpoints.locate import is_folder, locate
-from bkn_zoo.cli.checks import whole_number
+from bkn_zoo.cli.checks import lock, make_folder, whole_number
 from bkn_zoo.conversion.libraries import create_model, from_library, of_library, preprocessing_of
 from bkn_zoo.errors import CheckpointError, HubError, InputError
 from bkn_zoo.inference.classifier import default_checkpoint
@@ -63,11 +64,13 @@ from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, further_images, images_at_a_time, local_batch
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import (
+    LOG,
     STATE,
     Training,
     TrainingError,
     begin,
     classifier,
+    find_state,
     kept_line,
     load_state,
     refuse_to_replace,
@@ -332,7 +335,6 @@ def finish(
         "training": {**training_facts, **environment(recipe.seed)},
     }
     folder = args.output / name
-    args.results.mkdir(parents=True, exist_ok=True)
 
     def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
         """The accuracy of what is stored, and the card that says so, from the record of the run."""
@@ -449,7 +451,6 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     keep_to_quota()
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-    device = torch.device(args.device)
     if args.publish:  # now, rather than after hours of training
         check_repository(f"{args.publish}/{name}")
         check_reachable(f"{args.publish}/{name}")
@@ -457,6 +458,41 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
         local_batch(recipe)
     if recipe.dataset == "folder":
         keep_apart(args.data, {"--output": args.output / name, "--results": args.results / name})
+    if args.resume:
+        find_state(args.output)
+    with alone(args.output):
+        make_folder(args.results)
+        carry_out(args, given, recipe, name, source)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A folder for a training, made where there is none, that no other uses at the same time."""
+    make_folder(folder)
+    if int(os.environ.get("RANK", "0")) > 0:  # the first process holds it for all, and is the one that writes
+        yield
+        return
+    try:
+        file = (folder / LOG).open("ab")
+    except OSError as error:
+        raise InputError(f"{folder / LOG} cannot be written ({error.strerror}): choose another --output.") from None
+    with file:
+        lock(file, f"another training uses {folder}: wait for its end, or choose another --name or --output.")
+        yield
+
+
+def carry_out(
+    args: argparse.Namespace, given: Mapping[str, Any], recipe: Recipe, name: str, source: Origin | None
+) -> None:
+    """From what was found to be in order to the checkpoint.
+
+    Args:
+        given: fields of the recipe, by the command.
+        name: of the run.
+    """
+    device = torch.device(args.device)
     data = load_data(recipe.dataset, args.data, recipe.size, recipe.validation).to(device)
     if args.recipe is None:
         recipe = fitted(recipe, len(data.train), given)
@@ -491,5 +527,3 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
             raise TrainingError(
                 f"the results could not be written ({error}): make room, and repeat the command with --resume."
             ) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import ImageError, InputError
-from bkn_zoo.images import Preprocessing, image_files, open_image
+from bkn_zoo.images import Preprocessing, image_files, open_image, passed_over
 from bkn_zoo.progress import bar, say
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
@@ -424,12 +425,15 @@ def _folder(name: str, root: Path, size: int | None) -> Loaded:
             raise InputError(
                 f"{path} holds classes that {train_root} lacks ({', '.join(more)}): add them there, or remove them."
             )
-    others = [_list_files(path, label_names) for path in beside]
+    passed: Counter[str] = Counter()
+    trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
+    if passed:
+        say(passed_over(root, passed))
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
     # One set is to test on: choices can be made on images held out, and what is published cannot be measured there.
     validation, tested = [None, None, *others][-2:]
-    return _list_files(train_root, label_names), validation, tested, label_names, preprocessing
+    return trained, validation, tested, label_names, preprocessing
 
 
 def _folders(root: Path) -> list[Path]:
@@ -438,10 +442,10 @@ def _folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _list_files(root: Path, label_names: list[str]) -> FileImages:
+def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> FileImages:
     paths, labels = [], []
     for label, label_name in enumerate(label_names):
-        found = image_files(root / label_name)
+        found = image_files(root / label_name, passed)
         if not found:
             raise InputError(f"{root / label_name} holds no images: add some, or remove the class.")
         paths += [Path(name) for name in found]

@@ -152,15 +152,21 @@ def write_log(history: list[dict[str, Any]], folder: Path) -> None:
         ) from error
 
 
+def find_state(folder: Path) -> Path:
+    """The file of the training in a folder."""
+    path = folder / STATE
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
+    return path
+
+
 def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device, held_out: bool = True) -> None:
     """Go on with the training in a folder, and with its preprocessing, which earlier versions did not keep.
 
     Args:
         held_out: as `Data` has it.
     """
-    path = folder / STATE
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
+    path = find_state(folder)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
