@@ -15,6 +15,7 @@ import pickle
 import re
 import resource
 import runpy
+import shlex
 import sys
 import time
 import traceback
@@ -123,10 +124,13 @@ def environment(**variables: str) -> Iterator[None]:
 
 def publishing() -> Result:
     arguments = (str(FOLDER), "--namespace", "owner", "--results", str(FOLDER.parent / "results"))
+    tag = ("--tag", f"v{bkn_zoo.__version__}")
+    bkn_zoo.save_pretrained(bundled, "plain/saved")
     return {
         "dry": script("publish.py", *arguments, "--dry-run"),
-        "first": script("publish.py", *arguments),
-        "second": script("publish.py", *arguments),
+        "first": script("publish.py", *arguments, *tag),
+        "second": script("publish.py", *arguments, *tag),
+        "plain": script("publish.py", "plain/saved", "--namespace", "owner"),
     }
 
 
@@ -352,7 +356,21 @@ def training() -> Result:
     options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner")
     refused = script("train.py", "--data", str(tree), *options, "--name", "not=a-repository")
     done = script("train.py", "--data", str(tree), *options, "--name", "photos")
-    return {"refused": refused, "done": done, "revision": guarded(lambda: {"is": revision_of("owner/photos")})}
+    revision = guarded(lambda: {"is": revision_of("owner/photos")})
+    # The same name again, with results elsewhere, and a Hub that refuses at the end.
+    order(pattern="POST /api/models/owner/photos/commit", status=403)
+    again = ("--name", "photos", "--seed", "1", "--output", "again", "--results", "elsewhere/runs")
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        failed = script("train.py", "--data", str(tree), *options, *again)
+    order()
+    command = printed.getvalue().partition("publish it with bkn-zoo publish ")[2].strip()
+    remedy = script("publish.py", *shlex.split(command))
+    other = script("publish.py", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
+    return {
+        "refused": refused, "done": done, "revision": revision, "failed": failed, "said": printed.getvalue(),
+        "remedy": remedy, "other": other,
+    }  # fmt: skip
 
 
 def revision_of(name: str) -> str | None:

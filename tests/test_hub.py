@@ -129,7 +129,7 @@ def test_a_dry_run_shows_what_would_change_and_changes_nothing(online: Result, f
     assert [request for request in dry["requests"] if not request.startswith(("GET", "HEAD"))] == []
 
 
-def test_publishing_is_one_commit_with_the_versions_tag_verified_by_downloading(
+def test_publishing_is_one_commit_with_a_tag_if_asked_verified_by_downloading(
     online: Result, server: HubServer, folder: Path
 ) -> None:
     first = online["publishing"]["first"]
@@ -142,6 +142,13 @@ def test_publishing_is_one_commit_with_the_versions_tag_verified_by_downloading(
     assert asked(first, "PUT /part/")  # large shards go in parts,
     assert asked(first, "PUT /upload/")  # small ones whole
     assert asked(first, "GET /storage/")
+
+
+def test_a_folder_of_save_pretrained_is_published_with_its_short_card(online: Result, server: HubServer) -> None:
+    assert online["publishing"]["plain"]["exit"] == 0, online["publishing"]["plain"]
+    repository = server.repositories["owner/saved"]
+    assert f"owner/saved: main is {repository.branches['main']}, verified" in online["publishing"]["plain"]["output"]
+    assert repository.tags == {}
 
 
 def test_publishing_twice_changes_nothing(online: Result, server: HubServer) -> None:
@@ -250,11 +257,29 @@ def test_training_ends_on_the_hub_if_asked_and_refuses_an_impossible_name_before
     assert "'owner/not=a-repository' cannot be a repository" in online["printed"]
     assert training["done"]["exit"] == 0, training["done"]
     repository = server.repositories["owner/photos"]
-    assert training["revision"] == {"is": repository.branches["main"]}
-    assert repository.tags == {f"v{bkn_zoo.__version__}": repository.branches["main"]}
-    card = (server.root / repository.commits[repository.branches["main"]]["README.md"].etag).read_text()
+    first = training["revision"]["is"]
+    card = (server.root / repository.commits[first]["README.md"].etag).read_text()
     assert "# photos" in card
     assert "--publish owner" in card
+
+
+def test_a_second_training_under_a_name_is_published_too_by_the_command_that_it_prints_where_the_hub_refuses(
+    online: Result, server: HubServer
+) -> None:
+    training, repository = online["training"], server.repositories["owner/photos"]
+    assert training["failed"]["exit"] == 1
+    assert "--results elsewhere" in training["said"]
+    assert training["remedy"]["exit"] == 0, training
+    assert f"owner/photos: main is {repository.branches['main']}, verified" in training["remedy"]["output"]
+    assert (len(repository.commits), repository.tags) == (3, {})  # the Hub's own first one, and two of ours
+    assert repository.branches["main"] != training["revision"]["is"]
+
+
+def test_a_run_is_published_under_another_name_with_its_own_card(online: Result, server: HubServer) -> None:
+    assert online["training"]["other"]["exit"] == 0, online["training"]["other"]
+    repository = server.repositories["owner/pictures"]
+    first = server.repositories["owner/photos"].commits[online["training"]["revision"]["is"]]
+    assert repository.commits[repository.branches["main"]]["README.md"] == first["README.md"]
 
 
 def test_a_tag_stays_where_it_is(online: Result, server: HubServer) -> None:

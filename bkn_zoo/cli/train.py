@@ -374,7 +374,8 @@ def finish(
         try:
             publish(folder, name, args.publish, args.results.parent)
         except HubError as error:
-            command = shlex.join(["bkn-zoo", "publish", str(folder), "--namespace", args.publish])
+            where = ["--namespace", args.publish, "--results", str(args.results.parent)]
+            command = shlex.join(["bkn-zoo", "publish", str(folder), *where])
             raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
 
 

@@ -149,7 +149,8 @@ def check_agreement(config: Config, name: str, runs: Sequence[Run]) -> None:
             return
     raise CheckpointError(
         f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
-        "take both from the same run, or name the folder of its results by --results."
+        "take both from the same run, name the folder of its results by --results, or publish the folder as it is with "
+        "bkn_zoo.push_to_hub."
     )
 
 

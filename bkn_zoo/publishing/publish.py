@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from bkn_zoo.checkpoints.card import is_short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
@@ -15,7 +16,6 @@ from bkn_zoo.publishing.cards import (
     read_speeds,
     read_twins,
 )
-from bkn_zoo.version import __version__
 
 
 def card_of(config: Config, name: str, results: Path) -> str:
@@ -33,11 +33,19 @@ def validate(folder: Path, name: str, results: Path) -> None:
     """Refuse a folder that does not load, gives other outputs than it did, or disagrees with its card or results."""
     files_of(folder)
     verify_golden(folder)
-    check_agreement(Config.read(folder / CONFIG), name, read_runs(results / "runs"))
-    if (folder / CARD).read_text() != card_from_results(folder, name, results):
+    config, card = Config.read(folder / CONFIG), (folder / CARD).read_text()
+    check_agreement(config, name, read_runs(results / "runs"))
+    if not is_short_card(card, config) and card != card_of(config, name, results):
         raise CheckpointError(
-            f"{folder / CARD} is not what config.json and {results} say: write it again with scripts/report.py."
+            f"{folder / CARD} is not what config.json and {results} say: name its results by --results, or publish the "
+            "folder as it is with bkn_zoo.push_to_hub (scripts/report.py writes the zoo's own cards again)."
         )
+
+
+def _own_name(folder: Path) -> str:
+    """The name in a checkpoint's card and record: that of its run, or else its folder's."""
+    name = Config.read(folder / CONFIG).training.get("name")
+    return name if isinstance(name, str) else folder.resolve().name
 
 
 def publish(
@@ -54,16 +62,16 @@ def publish(
 
     Args:
         folder: of the checkpoint.
-        name: of the repository.
+        name: of the repository; the card keeps the checkpoint's own.
         namespace: the user or organization that owns it.
         results: the folder that the card's figures come from.
-        tag: for the commit; by default the version of bkn_zoo.
+        tag: for the commit, if it is to have one.
         private: of a repository that is created.
         dry_run: change nothing.
     """
     repository = f"{namespace}/{name}"
     check_repository(repository)
-    validate(folder, name, results)
+    validate(folder, _own_name(folder), results)
     print(f"{repository}: {folder} loads, repeats its outputs and is what its card and its record say", flush=True)
     check_reachable(repository)
     planned = changes(folder, repository)
@@ -73,7 +81,6 @@ def publish(
         print(f"{repository}: nothing to change")
     if dry_run:
         return
-    tag = tag or f"v{__version__}"
     published = push_to_hub(folder, repository, private=private, tag=tag)
     verify_published(folder, repository, published.commit)
-    print(f"{repository}: {tag} is {published.commit}, verified by downloading it")
+    print(f"{repository}: {tag or 'main'} is {published.commit}, verified by downloading it")
