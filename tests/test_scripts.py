@@ -304,7 +304,9 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
     line = (
         "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --statistics_batch None"
     )
-    line += " --graph False --model resnet101_bkn --augmentation.flip true --ema 0 --freeze"
+    line += (
+        " --weight_decay .003 --seed 01 --graph False --model resnet101_bkn --augmentation.flip true --ema 0 --freeze"
+    )
     args, overrides = parse(line.split())
     assert args.recipe == Path("recipes/x.toml")
     assert args.data == Path("D")
@@ -314,6 +316,8 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
         "norm_options.warmup": 100,
         "lr": 0.05,
         "statistics_batch": None,
+        "weight_decay": 0.003,
+        "seed": 1,
         "graph": False,
         "model": "resnet101_bkn",
         "ema": 0,
@@ -666,6 +670,30 @@ def test_a_place_that_cannot_be_written_to_or_that_another_training_uses_is_refu
             script, *start
         )
     assert "put the official files of cifar10" in sentence(script, *start)  # it is free again, and the data are read
+
+
+def test_a_training_that_lost_patience_says_how_many_epochs_it_had(script: Script, tree: Path, tmp_path: Path) -> None:
+    start = (
+        "train.py",
+        "--data",
+        tree,
+        "--model",
+        "inception_cifar_bkn",
+        "--size",
+        "8",
+        "--device",
+        "cpu",
+        "--lr",
+        "0",
+    )
+    script(*start, "--epochs", "9", "--patience", "1", "--freeze", "--name", "mine")
+    output = tmp_path / "runs" / "mine"
+    record = json.loads((output / "results" / "runs" / "mine.json").read_text())
+    assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
+    assert bkn_zoo.from_pretrained(output).config.training["epochs"] == 2
+    assert "It ended after 2 of 9 epochs, the last 1 no better." in (output / "mine" / "README.md").read_text()
+    script(*start, "--epochs", "1", "--patience", "1", "--freeze", "--name", "whole")
+    assert "It ended after" not in (tmp_path / "runs" / "whole" / "whole" / "README.md").read_text()
 
 
 def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_path: Path) -> None:

@@ -142,10 +142,13 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
 
 def literal(text: str) -> Any:
     """A number, true, false or null as such; all else is a string."""
-    try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text)
-    except json.JSONDecodeError:
-        return text
+    json_text = text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text
+    for read in (json.loads, int, float):  # the latter two for what JSON does not know as a number: 01, .5
+        try:
+            return read(json_text)
+        except ValueError:
+            continue
+    return text
 
 
 def start() -> str:
@@ -324,6 +327,7 @@ def finish(
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         "init": init,
         "test_images": split,
+        "epochs": len(training.history),
         "kept_epoch": kept["epoch"],
         "statistics_anew": statistics_anew,
         "validation_split": _validation_split(data),
@@ -344,7 +348,7 @@ def finish(
         record = {
             "name": name, "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
             "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
-            "epochs": recipe.epochs, "seconds": training.seconds, "chosen_statistics": best, "test": test,
+            "epochs": len(training.history), "seconds": training.seconds, "chosen_statistics": best, "test": test,
             "test_images": split, "kept_epoch": kept["epoch"], "validation": validation,
             "validation_anew": None if anew is None else anew[1], "statistics_anew": statistics_anew,
             "curve": training.history, "data_sha256": training.fingerprint, "recipe": dataclasses.asdict(recipe),

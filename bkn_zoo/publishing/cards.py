@@ -516,13 +516,16 @@ def _training(config: Config, run: Run) -> str:
         " In the end the running averages were taken anew, for the averaged weights: that was better on the validation "
         "images."
     )
+    done, recipe = training.get("epochs"), config.recipe
+    ended = f" It ended after {done} of {recipe.get('epochs')} epochs, the last {recipe.get('patience')} no better."
     return (
         f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} {images} per statistics "
         f"group, from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
         f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}."
+        f"{ended if done not in (None, recipe.get('epochs')) else ''}"
         f"{anew if training.get('statistics_anew') else ''}\n\n"
         f"```bash\n{training['command']}\n```\n\n"
-        f"The recipe:\n\n```json\n{json.dumps(training.get('recipe', {}), indent=1)}\n```"
+        f"The recipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```"
     )
 
 
