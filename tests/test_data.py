@@ -346,6 +346,10 @@ def test_files_that_are_not_taken_for_images_are_counted_and_links_are_followed_
     said = f"not taken for images in {tmp_path / 'photos'}, by their names: 1 without a suffix, 2 .heic\n"
     assert capsys.readouterr().err == said
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
+    for path in bean.glob("*.png"):
+        path.unlink()
+    with pytest.raises(InputError, match=r"bean holds no images \(not taken .* 2 \.heic\): add some"):
+        load_data("folder", tmp_path / "photos")
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:

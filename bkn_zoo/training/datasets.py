@@ -445,9 +445,12 @@ def _folders(root: Path) -> list[Path]:
 def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> FileImages:
     paths, labels = [], []
     for label, label_name in enumerate(label_names):
-        found = image_files(root / label_name, passed)
+        others: Counter[str] = Counter()
+        found = image_files(root / label_name, others)
+        passed.update(others)
         if not found:
-            raise InputError(f"{root / label_name} holds no images: add some, or remove the class.")
+            why = f" ({passed_over(root / label_name, others)})" if others else ""
+            raise InputError(f"{root / label_name} holds no images{why}: add some, or remove the class.")
         paths += [Path(name) for name in found]
         labels += [label] * len(found)
     return FileImages(paths, labels)
