@@ -1,9 +1,13 @@
 """From an image to predictions: the network's own, by the engine and the statistics that are asked for."""
 
+import copy
+import dataclasses
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +298,21 @@ def test_threads_may_share_one_and_mix_statistics(by_engine: Callable[[str], Cla
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_is_copied_and_pickled_after_use_too(by_engine: Callable[[str], Classifier], engine: str) -> None:
+    classifier, image = by_engine(engine), images(1)[0]
+    expected = classifier(image)
+    places = [tensor.data_ptr() for tensor in classifier.model.parameters()]
+    sent = bytes(ForkingPickler.dumps(classifier))  # as to a spawned worker; PyTorch would share its tensors
+    assert [tensor.data_ptr() for tensor in classifier.model.parameters()] == places
+    for other in (copy.deepcopy(classifier), pickle.loads(sent)):
+        assert other.model is not classifier.model
+        found = other(image)
+        assert dataclasses.replace(found, predictions=()) == dataclasses.replace(expected, predictions=())
+        assert [p.label for p in found.predictions] == [p.label for p in expected.predictions]
+        assert [p.score for p in found.predictions] == pytest.approx([p.score for p in expected.predictions], abs=1e-5)
 
 
 def test_it_is_part_of_the_package() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,7 @@ class Classifier:
                 f"{name} does not say how its images are preprocessed: save it with save_pretrained(..., "
                 "preprocessing=...)."
             )
+        self._made_of = model, name, device, engine, precision, streams
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
@@ -109,6 +111,11 @@ class Classifier:
     ) -> "Classifier":  # fmt: skip
         """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
         return cls(from_pretrained(name), os.fspath(name), device, engine, precision, streams)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled, as for workers, as what it was made of: engines have locks and compiled graphs."""
+        # As bytes: multiprocessing would move the weights to shared memory, from under the engine that has them too.
+        return _made_anew, (type(self), pickle.dumps(self._made_of))
 
     @overload
     def __call__(
@@ -205,6 +212,10 @@ class Classifier:
             return self.prepare(image)
         except ImageError as error:
             return error
+
+
+def _made_anew(kind: type[Classifier], made_of: bytes) -> Classifier:
+    return kind(*pickle.loads(made_of))
 
 
 def default_checkpoint() -> str:
