@@ -508,6 +508,14 @@ def test_an_empty_value_is_refused_and_not_passed_over(empty: list[str], capsys:
     assert f"{empty[0].rstrip('=')} needs a value" in capsys.readouterr().err
 
 
+def test_results_that_cannot_be_published_are_refused_before_the_hub_is_asked_or_the_data_are_read(
+    tmp_path: Path,
+) -> None:
+    nowhere = ["--data", str(tmp_path / "nowhere"), "--model", "inception_cifar_bkn", "--device", "cpu"]
+    with pytest.raises(InputError, match="is in a folder called runs: --results mine/runs"):
+        main([*nowhere, "--publish", "me", "--results", "mine"])
+
+
 @pytest.mark.parametrize("batch", [[], ["--gradient_batch", "8", "--micro_batch", "4"]], ids=["default", "given"])
 def test_groups_that_do_not_divide_the_batch_are_refused_before_the_data_are_read(
     tmp_path: Path, batch: list[str]

@@ -457,6 +457,10 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     if args.publish:  # now, rather than after hours of training
+        if args.results.resolve().name != "runs":
+            raise InputError(
+                f"the record of what is published is in a folder called runs: --results {args.results}/runs."
+            )
         check_repository(f"{args.publish}/{name}")
         check_reachable(f"{args.publish}/{name}")
     if args.recipe is not None or "statistics_batch" in given:  # before anything is decoded; `fitted` mends its own
