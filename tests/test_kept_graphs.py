@@ -376,3 +376,35 @@ def test_a_process_that_ends_at_once_keeps_its_graph_first_and_another_reads_it(
     torch.manual_seed(0)
     start(create_model("inception_cifar_bkn").eval())
     assert made == []
+
+
+def moved(model: Network) -> None:
+    model.share_memory()
+
+
+def trained(model: Network) -> None:
+    with torch.no_grad():
+        model.fc.weight.add_(1.0)
+
+
+@pytest.mark.parametrize("change", [moved, trained])
+def test_a_network_that_moves_or_changes_before_its_graph_is_kept_leaves_none_and_is_prepared_anew(
+    model: Network, folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch, change: Callable[[Network], None]
+) -> None:
+    write, changed = kept_graphs._write, threading.Event()
+
+    def later(*args: Any) -> None:
+        changed.wait()
+        write(*args)
+
+    monkeypatch.setattr(kept_graphs, "_write", later)
+    engine = OpenVINOEngine(model)
+    engine(IMAGES, "population")
+    change(model)
+    changed.set()
+    for thread in threading.enumerate():
+        if thread.name == "keeper of graphs":
+            thread.join()
+    assert list(folder.iterdir()) == []
+    assert_close(engine(IMAGES, "population"), model(IMAGES, statistics="population"), atol=1e-4, rtol=1e-4)
+    assert len(made) == 2

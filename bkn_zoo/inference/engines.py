@@ -13,7 +13,7 @@ from bkn_zoo.cores import allowed_cores, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
@@ -106,7 +106,7 @@ class Engine:
         self.precision = self._fastest_precision() if self.chooses else precision
         self.dtype = DTYPES[self.precision]
         self._watched = _ends(model)
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[int, int, int]] = []
         self._prepared: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._locks: dict[Any, threading.Lock] = {}
@@ -143,8 +143,7 @@ class Engine:
     def _notice_changes(self) -> None:
         """Forget what was prepared of the model as it was before it changed."""
         tensors = [place.get(name) for place, name in self._watched]  # None where something took the tensor's place
-        # PyTorch counts the changes of a tensor, unless it was made in inference mode.
-        seen = [(id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version) for tensor in tensors]
+        seen = as_seen(tensors)
         if seen == self._seen:
             return
         with self._lock:

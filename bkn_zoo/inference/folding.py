@@ -7,6 +7,7 @@ begin as one.
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,6 +70,18 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
         _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
+
+
+def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
+    """By which it is noticed that tensors are others, lie elsewhere or have changed, and so what shares their memory.
+
+    PyTorch counts a tensor's changes, unless it was made in inference mode. `share_memory_` moves it: what shared its
+    memory reads what is free for others then.
+    """
+    return [
+        (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
+        for each in tensors
+    ]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from bkn_zoo.cores import allowed_cores
+from bkn_zoo.inference.folding import as_seen
 from bkn_zoo.inference.openvino_graph import Graph, core, ov
 from bkn_zoo.models.network import Network
 from bkn_zoo.version import __version__
@@ -44,6 +45,7 @@ def kept(model: Network, what: Any, options: dict[Any, Any], make: Callable[[], 
         what: all that the graph depends on beside the network and OpenVINO's options, with a `repr` that tells.
     """
     folder = _folder()
+    seen = _seen(model)
     name = None if folder is None else _name(model, (what, options))
     if folder is None or name is None:
         return make()
@@ -54,7 +56,7 @@ def kept(model: Network, what: Any, options: dict[Any, Any], make: Callable[[], 
         graph = make()
         if time.monotonic() - begun > WORTHWHILE:
             with suppress(RuntimeError):  # no more threads, or the process ends
-                threading.Thread(target=_write, args=(path, graph), name="keeper of graphs").start()
+                threading.Thread(target=_write, args=(path, graph, model, seen), name="keeper of graphs").start()
     return graph
 
 
@@ -134,8 +136,15 @@ def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
         return None
 
 
-def _write(path: Path, graph: Graph) -> None:
-    """Keep a graph, all of it or nothing, and let others go for it."""
+def _seen(model: Network) -> list[tuple[int, int, int]]:
+    return as_seen((*model.parameters(), *model.buffers()))
+
+
+def _write(path: Path, graph: Graph, model: Network, seen: list[tuple[int, int, int]]) -> None:
+    """Keep a graph, all of it or nothing, and let others go for it.
+
+    It shares weights with the network: where those are not as they were seen, it is not what its name says.
+    """
     threading.main_thread().join(PAUSE)
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
@@ -145,6 +154,8 @@ def _write(path: Path, graph: Graph) -> None:
             content = graph.compiled.export_model().getbuffer()
             file.write(content)
             file.write(_digest(path, content))
+        if _seen(model) != seen:
+            return scratch.unlink()
         os.replace(scratch, path)
         _make_room(path.parent)
     except (OSError, RuntimeError):
