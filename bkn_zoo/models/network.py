@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay, tie_state, tied
+from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, as they travel up a network."""
 
 
-class Network(nn.Module):
+class Network(OneNoise):
     """A classifier whose norms share one choice of statistics per call.
 
     Attributes:
@@ -63,22 +63,6 @@ class Network(nn.Module):
         for reset in filter(None, resets):
             reset()
         initialize(self)
-
-    def no_weight_decay(self) -> set[str]:
-        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
-        return no_weight_decay(self)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
-        with tied(self):
-            super()._apply(fn, recurse)
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            tie_state(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _check(self, images: Tensor) -> None:
         if images.ndim != 4 or images.shape[1] != 3:

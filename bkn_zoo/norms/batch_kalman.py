@@ -1,9 +1,9 @@
 """Batch Kalman Normalization (Wang et al. 2018), Algorithm 1."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -237,3 +237,23 @@ def tie_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Non
             if not isinstance(one, nn.Parameter):
                 one = nn.Parameter(one, requires_grad=parameter.requires_grad)
             state_dict.update(dict.fromkeys(names, one))
+
+
+class OneNoise(nn.Module):
+    """For networks whose layers share R: it stays one parameter, wherever the network goes and whatever it loads."""
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
+        return no_weight_decay(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        with tied(self):
+            super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            tie_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -1,17 +1,16 @@
 """Layers one after another, with the belief beside the features."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay, tie_state, tied
+from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
 
 
-class KalmanSequential(nn.Sequential):
+class KalmanSequential(OneNoise, nn.Sequential):
     """`nn.Sequential` for networks with beliefs: hands each norm the belief of the norm below it.
 
     Layers that know nothing of beliefs (convolutions, ReLU, pooling) stand in it as they are, and the belief passes
@@ -76,22 +75,6 @@ class KalmanSequential(nn.Sequential):
     def _alike(self, container: "KalmanSequential") -> "KalmanSequential":
         container.statistics_batch_size, container.training = self.statistics_batch_size, self.training
         return container
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KalmanSequential":
-        with tied(self):
-            super()._apply(fn, recurse)
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            tie_state(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def no_weight_decay(self) -> set[str]:
-        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
-        return no_weight_decay(self)
 
 
 def _own_group(layer: nn.Module) -> int | None:
