@@ -1,5 +1,6 @@
 """Tells those who wait how far a thing is: on standard error, after two seconds, and only where that is a terminal."""
 
+import os
 import sys
 import threading
 import time
@@ -52,6 +53,11 @@ def waiting(what: str) -> Iterator[None]:
     """For what has no parts: the seconds that it has taken."""
     with _shown(lambda: 0, desc=what, bar_format="{desc}: {elapsed}"):
         yield
+
+
+def speaks() -> bool:
+    """Whether this process says what all know that torchrun started together: the first of them."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def say(line: str) -> None:

@@ -353,7 +353,7 @@ def training() -> Result:
         for k in range(12):
             Image.new("RGB", (8, 8), (value + k,) * 3).save(tree / label / f"{k}.png")
     options = ("--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
-    options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner")
+    options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner", "--private")
     refused = script("train.py", "--data", str(tree), *options, "--name", "not=a-repository")
     done = script("train.py", "--data", str(tree), *options, "--name", "photos")
     revision = guarded(lambda: {"is": revision_of("owner/photos")})

@@ -259,6 +259,7 @@ def test_training_ends_on_the_hub_if_asked_and_refuses_an_impossible_name_before
     repository = server.repositories["owner/photos"]
     first = training["revision"]["is"]
     card = (server.root / repository.commits[first]["README.md"].etag).read_text()
+    assert repository.private
     assert "# photos" in card
     assert "--publish owner" in card
 
@@ -268,7 +269,7 @@ def test_a_second_training_under_a_name_is_published_too_by_the_command_that_it_
 ) -> None:
     training, repository = online["training"], server.repositories["owner/photos"]
     assert training["failed"]["exit"] == 1
-    assert "--results elsewhere" in training["said"]
+    assert "--results elsewhere --private" in training["said"]
     assert training["remedy"]["exit"] == 0, training
     assert f"owner/photos: main is {repository.branches['main']}, verified" in training["remedy"]["output"]
     assert (len(repository.commits), repository.tags) == (3, {})  # the Hub's own first one, and two of ours

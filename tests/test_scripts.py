@@ -484,14 +484,35 @@ def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: P
     assert in_the_way.is_file()
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_processes_that_train_together_the_first_says_what_they_train_on(
+    rank: str, tree: Path, checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: Any) -> None:
+        raise InputError("enough")
+
+    (tree / "dark" / "notes.heic").touch()
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend: None)
+    monkeypatch.setattr("bkn_zoo.cli.train.default_checkpoint", lambda: str(checkpoint))
+    monkeypatch.setattr("bkn_zoo.cli.train.fit", fit)
+    with pytest.raises(InputError, match="enough"):
+        main(["--data", str(tree), "--device", "cpu", "--output", str(tmp_path / "out")])
+    said = "".join(capsys.readouterr())
+    for words in ("starting from", "22 images of 2 classes", "by their names: 1 .heic"):
+        assert (words in said) == (rank == "0")
+
+
 def test_the_value_of_a_dotted_option_is_not_taken_for_the_recipe() -> None:
     args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
     assert args.recipe is None
     assert overrides == {"augmentation.crop": 0.25}
 
 
-@pytest.mark.parametrize("wrong", [["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["one", "two"]], ids=str)
-def test_an_option_that_does_not_exist_or_lacks_its_value_is_refused(
+@pytest.mark.parametrize(
+    "wrong", [["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["one", "two"], ["--private"]], ids=str
+)
+def test_an_option_that_does_not_exist_or_lacks_its_value_or_another_is_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -52,7 +52,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.preprocessing import Preprocessing
-from bkn_zoo.progress import waiting
+from bkn_zoo.progress import speaks, waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish
 from bkn_zoo.publishing.results import environment, launched, machines
@@ -113,6 +113,7 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
     parser.add_argument(
         "--publish", metavar="NAMESPACE", help="at the end, publish the checkpoint on the Hub as NAMESPACE/NAME"
     )
+    parser.add_argument("--private", action="store_true", help="make the repository private, if --publish creates it")
     parser.add_argument("--resume", action="store_true", help="go on with the training in the output folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=whole_number(0), default=0, help="processes that decode image files")
@@ -132,6 +133,8 @@ def parse(arguments: list[str], prog: str | None = None) -> tuple[argparse.Names
         name, equals, value = word.removeprefix("--").partition("=")
         dotted[name] = value if equals else next(words, "")
     args = parser.parse_args(rest)
+    if args.private and not args.publish:
+        parser.error("--private is for --publish")
     fields_given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Recipe)}
     overrides = {name: value for name, value in (fields_given | dotted).items() if value is not None}
     for name, value in overrides.items():
@@ -160,7 +163,8 @@ def start() -> str:
             "there is nothing to train: add --init CHECKPOINT (a folder, or owner/repo on the Hub) to start from one, "
             "--model NAME for new weights, or a recipe."
         ) from None
-    print(f"starting from {name}, since nothing else was named by --init, --model or a recipe")
+    if speaks():
+        print(f"starting from {name}, since nothing else was named by --init, --model or a recipe")
     return name
 
 
@@ -376,10 +380,11 @@ def finish(
         print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         try:
-            publish(folder, name, args.publish, args.results.parent)
+            publish(folder, name, args.publish, args.results.parent, private=args.private)
         except HubError as error:
             where = ["--namespace", args.publish, "--results", str(args.results.parent)]
-            command = shlex.join(["bkn-zoo", "publish", str(folder), *where])
+            private = ["--private"] if args.private else []
+            command = shlex.join(["bkn-zoo", "publish", str(folder), *where, *private])
             raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
 
 
@@ -406,7 +411,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
         # Libraries make errors of their own of a KeyboardInterrupt that comes while they work.
         if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
             raise
-        if int(os.environ.get("RANK", "0")) == 0:
+        if speaks():
             command = shlex.join(launched([*(prog or "scripts/train.py").split(), *arguments]))
             print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
         # As a shell reports a process that a signal ended.
@@ -480,7 +485,7 @@ def train(args: argparse.Namespace, overrides: dict[str, Any]) -> None:
 def alone(folder: Path) -> Iterator[None]:
     """A folder for a training, made where there is none, that no other uses at the same time."""
     make_folder(folder)
-    if int(os.environ.get("RANK", "0")) > 0:  # the first process holds it for all, and is the one that writes
+    if not speaks():  # the first process holds it for all, and is the one that writes
         yield
         return
     try:
@@ -526,7 +531,7 @@ def carry_out(
     # A state without is of a version that took the data set's own, whatever it started from.
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     training.preprocessing = data.preprocessing
-    if args.recipe is None:
+    if args.recipe is None and speaks():
         print(described(recipe, data))
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:

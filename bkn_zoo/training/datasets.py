@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, image_files, open_image, passed_over
-from bkn_zoo.progress import bar, say
+from bkn_zoo.progress import bar, say, speaks
 
 VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
 CHUNK = 1000  # images that a process decodes at a time
@@ -427,7 +427,7 @@ def _folder(name: str, root: Path, size: int | None) -> Loaded:
             )
     passed: Counter[str] = Counter()
     trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
-    if passed:
+    if passed and speaks():
         say(passed_over(root, passed))
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
