@@ -334,8 +334,9 @@ def test_a_small_data_set_gets_smaller_batches_in_groups_that_divide_them_and_mo
 
     assert sizes(100_000) == (16, 4, 5)
     assert sizes(180) == (16, 4, 37)
-    assert sizes(11) == (8, 4, 400)
-    assert sizes(2) == (2, 2, 400)
+    assert sizes(64) == (16, 4, 100)
+    assert sizes(11) == (8, 4, 100)  # and no more, though they make fewer steps
+    assert sizes(2) == (2, 2, 100)
     assert sizes(180, gradient_batch=6) == (6, 2, 14)
     assert sizes(180, statistics_batch=1, epochs=3) == (16, 1, 3)
     assert sizes(180, statistics_batch=None) == (16, None, 37)

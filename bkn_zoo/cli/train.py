@@ -85,6 +85,9 @@ FINE_TUNING = {
 LEAST_STEPS = 400
 """Of a fine-tuning: a few images are passed more often."""
 
+MOST_EPOCHS = 100
+"""For that: of a handful of images an epoch is a single step, and a validation that takes half as long."""
+
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Of a run: its folder's, the service's for its checkpoint, and its repository's."""
 
@@ -204,7 +207,8 @@ def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
     fields: dict[str, Any] = {"gradient_batch": batch}
-    fields["epochs"] = max(recipe.epochs, math.ceil(LEAST_STEPS / max(images // batch, 1)))
+    enough = math.ceil(LEAST_STEPS / max(images // batch, 1))
+    fields["epochs"] = max(recipe.epochs, min(enough, MOST_EPOCHS))
     if recipe.statistics_batch is not None:
         fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

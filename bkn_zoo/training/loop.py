@@ -23,7 +23,7 @@ from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, p
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
-"""Between saves after epochs: a few images make hundreds of epochs, whose states would take longer than their steps."""
+"""Between saves after epochs: a few images make short epochs, whose states would take longer than their steps."""
 
 
 def fit(
