@@ -190,7 +190,6 @@ NO_TWINS = [
     record("faster", "bn", 4.0, seed=2, recipe={"lr": 0.4}),
     record("short", "bn", 5.0, seed=2, epochs=15),
     record("the same", "bn", 6.0, seed=1),  # as bn_1
-    {**record("failed", "bn", 7.0, seed=2), "failed": "the loss was not finite"},
 ]
 
 
@@ -208,6 +207,19 @@ def test_twins_are_of_both_folders_and_of_the_same_recipe_only(folder: Path, res
     assert "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 to 2 |" in (
         full_length_table([row])
     )
+
+
+def test_runs_that_diverged_are_counted_and_nothing_more(folder: Path, results: Path) -> None:
+    before = card_from_results(folder, NAME, results)
+    shown = full_lengths(read_twins(results))
+    lost = {"failed": "the loss was not finite at step 7", "test": {}, "validation": {}}
+    reproduced(results, record("bn_2", "bn", 7.0, seed=2) | lost)
+    assert card_from_results(folder, NAME, results) == before.replace(
+        "| bn | 128, 2 | 2 |", "| bn | 128, 2 | 2, 1 diverged |"
+    )
+    assert full_lengths(read_twins(results)) == shown
+    reproduced(results, record("brn_0", "brn", 7.0) | lost)
+    assert "| brn | 128, 2 | 0, 1 diverged |  |  |  |" in card_from_results(folder, NAME, results)
 
 
 def test_the_mode_of_several_runs_is_that_of_their_mean_on_the_validation_images(folder: Path, results: Path) -> None:

@@ -6,7 +6,7 @@ results/benchmark_infer.*.json.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from statistics import mean
@@ -110,12 +110,13 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_twins(results: Path) -> list[Run]:
-    """The runs that can be compared with published ones: of the whole network, on all images, and to the end.
+    """The runs that can be compared with published ones: of the whole network, on all images.
 
-    Of two by the same recipe, that of results/runs/; in the order of their seeds.
+    One that diverged has `failed` in place of what was measured. Of two by the same recipe, that of results/runs/; in
+    the order of their seeds.
     """
     runs = [*read_runs(results / "reproduce"), *read_runs(results / "runs")]
-    whole = [run for run in runs if "failed" not in run and run.get("width", 1) == run.get("every", 1) == 1]
+    whole = [run for run in runs if run.get("width", 1) == run.get("every", 1) == 1]
     once = {recipe_key(read_recipe(None, run["recipe"])): run for run in whole}
     return sorted(once.values(), key=lambda run: (run["seed"], run["name"]))
 
@@ -336,27 +337,38 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
     if len(groups) < 2:
         return ""
     rows = [
-        {"norm": norm, "batches": batches(members[0]), "runs": len(members)}
-        | {mode: _top1(members, mode) for mode in MODES}
+        {"norm": norm, "batches": batches(members[0]), "runs": _counted(members)}
+        | {mode: _top1(to_the_end(members), mode) for mode in MODES}
         for (norm, *_), members in sorted(groups.items())
     ]
-    gain = _gain(recipe, groups)
+    gain = _gain(recipe, {key: ended for key, members in groups.items() if (ended := to_the_end(members))})
     parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
     return "\n\n".join(filter(None, [TWINS, table(rows, list(rows[0])), gain, parts]))
 
 
+def _counted(runs: Sequence[Run]) -> str:
+    ended = len(to_the_end(runs))
+    return f"{ended}, {len(runs) - ended} diverged" if ended < len(runs) else str(ended)
+
+
+def to_the_end(runs: Iterable[Run]) -> list[Run]:
+    """Those that did not diverge."""
+    return [run for run in runs if "failed" not in run]
+
+
 def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Run]]) -> str:
-    """What the norm of a recipe bought, in a sentence."""
+    """What the norm of a recipe bought, in a sentence: over others with as large groups, and BN with the largest."""
     ours = next((key for key, runs in groups.items() if any(run["recipe"] == recipe for run in runs)), None)
     if ours is None:
         return ""
     top1 = {key: mean(chosen_top1(runs)) for key, runs in groups.items()}
+    largest = max((statistics for norm, _, statistics in groups if norm == "bn"), default=0)
     gains = [
         f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {NORMS[norm]}"
         + ("" if norm == "gn" else f" with groups of {statistics}")  # it has none
         for norm, gradient, statistics in sorted(groups)
         for gain in [top1[ours] - top1[norm, gradient, statistics]]
-        if norm != ours[0] and gain
+        if norm != ours[0] and gain and (norm == "gn" or statistics == ours[2] or (norm, statistics) == ("bn", largest))
     ]
     shown = f"In the modes in bold, {NORMS[ours[0]]} with groups of {ours[2]} ends"
     return f"{shown} {', '.join(gains)}." if gains else ""
@@ -381,7 +393,7 @@ def _parts(config: Config, runs: Sequence[Run]) -> str:
     options = config.recipe.get("norm_options", {})
     arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}
     of: dict[Length, dict[str, list[Run]]] = {}
-    for run in runs:
+    for run in to_the_end(runs):
         own = run["norm"], run["recipe"].get("norm_options", {})
         for name in (name for name, arm in arms.items() if own == arm and kind(run["recipe"]) == kind(config.recipe)):
             of.setdefault(_length(run), {}).setdefault(name, []).append(run)
@@ -405,7 +417,7 @@ def _usual(length: Length, config: Config, runs: Sequence[Run]) -> Deviation | N
         of_it = run["model"].rpartition("_")[0] == config.architecture.rpartition("_")[0]
         if of_it and run["recipe"]["dataset"] == config.recipe["dataset"] and _length(run) == length:
             arms.setdefault(recipe_key(read_recipe(None, {**run["recipe"], "seed": 0})), []).append(run)
-    return typical(chosen_top1(arm) for arm in arms.values())
+    return typical(chosen_top1(arm) for arm in arms.values() if len(to_the_end(arm)) == len(arm))
 
 
 def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation | None, config: Config) -> str:
@@ -460,6 +472,8 @@ def chosen_top1(runs: Sequence[Run]) -> list[float]:
 
 
 def _top1(runs: list[Run], mode: str) -> str:
+    if not runs:
+        return ""
     shown = spread(run["test"][mode]["top1"] for run in runs)
     return f"**{shown}**" if mode == chosen_statistics(runs) else shown
 

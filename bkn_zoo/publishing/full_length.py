@@ -13,7 +13,7 @@ from statistics import mean
 import torch
 
 from bkn_zoo.models import create_model
-from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes
+from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes, to_the_end
 from bkn_zoo.publishing.replication import counted, least_to_most, spread
 from bkn_zoo.publishing.results import table
 
@@ -44,7 +44,7 @@ class FullLength:
 
 
 def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
-    """One for each network and data set whose runs allow the comparison.
+    """One for each network, data set and size of groups whose runs allow the comparison.
 
     Of several recipes, that of most epochs and, of those, the one that was run most often.
 
@@ -52,21 +52,23 @@ def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
         runs: as `read_twins` gives them. Options of a norm are not compared here, and leave a run out.
     """
     alike: dict[tuple[str, str, str], list[Run]] = {}
-    for run in (run for run in runs if is_plain(run, {})):
+    for run in (run for run in to_the_end(runs) if is_plain(run, {})):
         key = json.dumps(but_for_twins(run["recipe"]), sort_keys=True, default=str)
         alike.setdefault((run["dataset"], run["model"].rpartition("_")[0], key), []).append(run)
-    found = {}
+    found: dict[tuple[str, str], list[FullLength]] = {}
     for (dataset, network, _), members in sorted(alike.items(), key=lambda item: (item[1][0]["epochs"], len(item[1]))):
         of: dict[tuple[str, int], list[Run]] = {}
         for run in members:
             of.setdefault((run["norm"], sizes(run)[1]), []).append(run)
-        both = [group for norm, group in of if norm == "bkn" and ("bn", group) in of]
         many = max((group for norm, group in of if norm == "bn"), default=0)
-        if both and many > min(both):
-            few = min(both)
-            three = (chosen_top1(of[key]) for key in (("bn", few), ("bkn", few), ("bn", many)))
-            found[dataset, network] = FullLength(str(DATASETS[dataset].shown), network, few, many, *three)
-    return [found[key] for key in sorted(found)]
+        both = sorted(group for norm, group in of if norm == "bkn" and ("bn", group) in of and group < many)
+        if both:
+            found[dataset, network] = [
+                FullLength(str(DATASETS[dataset].shown), network, few, many, *map(chosen_top1, three))
+                for few in both
+                for three in [(of["bn", few], of["bkn", few], of["bn", many])]
+            ]
+    return [row for key in sorted(found) for row in found[key]]
 
 
 def full_length_table(rows: Iterable[FullLength]) -> str:
@@ -121,7 +123,8 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
         )
         axes.annotate(f"{bkn - bn_few:+.1f}", ((bn_few + bkn) / 2, y), (0, 10), ha="center",
                       textcoords="offset points", color=BKN)  # fmt: skip
-    labels = [f"{row.data}, {row.network}\n{row.few} images per group, {counted(*row.seeds)}" for row in reversed(rows)]
+    groups = [f"{row.few} image{'s' * (row.few > 1)} per group, {counted(*row.seeds)}" for row in reversed(rows)]
+    labels = [f"{row.data}, {row.network}\n{group}" for row, group in zip(reversed(rows), groups, strict=True)]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_xlabel("top-1 accuracy on the test images (%)")

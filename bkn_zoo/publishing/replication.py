@@ -285,8 +285,12 @@ class Deviation:
 
 
 def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
-    """The one that is typical of a setting; None where no arm has several seeds."""
-    return typical(cell(arm, records).top1(images=images) for arm in plan.arms.values() if arm.setting == setting)
+    """The one that is typical of a setting; None where no arm has several seeds.
+
+    Arms of which a seed diverged are left out: how far the others are apart is no chance of networks that train.
+    """
+    found = (cell(arm, records) for arm in plan.arms.values() if arm.setting == setting)
+    return typical(each.top1(images=images) for each in found if len(each.good) == len(each.records))
 
 
 def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:

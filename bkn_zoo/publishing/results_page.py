@@ -17,6 +17,7 @@ from bkn_zoo.publishing.replication import (
     Cell,
     Difference,
     Experiment,
+    Lead,
     Plan,
     Record,
     best,
@@ -48,11 +49,12 @@ cannot.
 
 **What is chance.** ± is the standard deviation over seeds for an accuracy, and the standard error for a difference. Two
 or three seeds may be near to each other by chance: each arm of a difference is taken to scatter as its setting's arms
-typically do, or as it does itself where that is more, and a setting's arms with one seed as the others. A claim *held*,
-or there is *a gain*, where zero is outside the 95 % interval (Student's t, with Welch's and Satterthwaite's degrees of
-freedom). Two things are *the same* where that whole interval is within a point of zero. Where no arm of a setting was
-repeated, a point is asked of a difference, and "one seed" is said. Over a network that learned nothing, no gain is
-counted. There are {count} verdicts on this page: of those on differences that are none, about one in twenty is wrong.
+typically do, or as it does itself where that is more, and a setting's arms with one seed as the others; what is typical
+is taken from arms of which no seed diverged. A claim *held*, or there is *a gain*, where zero is outside the 95 %
+interval (Student's t, with Welch's and Satterthwaite's degrees of freedom). Two things are *the same* where that whole
+interval is within a point of zero. Where no arm of a setting was repeated, a point is asked of a difference, and "one
+seed" is said. Over a network that learned nothing, no gain is counted. There are {count} verdicts on this page: of
+those on differences that are none, about one in twenty is wrong.
 
 **Effort.** All norms are trained by one recipe, and none has a setting of its own but BRN's schedule. That recipe was
 made with BKN and BN in view ([docs/runs.md](runs.md)); its learning rate is not the best for each of them, and what
@@ -157,7 +159,7 @@ def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
 
 def headline(plan: Plan, records: Mapping[str, Record]) -> str:
     """The README's first table: each norm by images per group, on CIFAR-100, after a long training and a short one."""
-    groups = {128: "128 images a group", 2: "2", 1: "1"}
+    groups = {128: "128 images a group", 8: "8", 2: "2", 1: "1"}
     rows = []
     for setting in ("cifar100_full", "cifar100"):
         for label in ("BN", "BRN", "GroupNorm", HELD, "BKN"):
@@ -284,17 +286,23 @@ def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[
     return "\n".join(parts)
 
 
+def leads(plan: Plan, records: Mapping[str, Record]) -> list[tuple[Lead, Lead]]:
+    """After a short training and a long one, over networks that learned in both."""
+    pairs = leads_by_length(plan, records)
+    return [pair for pair in pairs if all(has_learned(cell(lead.over, records)) for lead in pair)]
+
+
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
-    leads = leads_by_length(plan, records)
+    found = leads(plan, records)
     rows = [
         {
             "setting": short.arm.setting, "batches": short.arm.batches, "over": short.over.label,
             "epochs": short.arm.runs[0].recipe.epochs, "lead": _judged(short.points),
             "at full length": full.arm.runs[0].recipe.epochs, "lead then": _judged(full.points),
         }
-        for short, full in leads
+        for short, full in found
     ]  # fmt: skip
-    gained = [(short, full) for short, full in leads if short.points.verdict().startswith("held")]
+    gained = [(short, full) for short, full in found if short.points.verdict().startswith("held")]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     none = sum(full.points.verdict().startswith("within") for _, full in gained)
     said = (
@@ -313,12 +321,13 @@ def _row(each: Cell) -> dict[str, Any]:
     failed = [record for record in each.records if "failed" in record]
     shown = spread(each.top1()) or (f"none: {failed[0]['failed']}" if failed else NOT_RUN)
     wanted, have = len(each.arm.runs), len(each.good)
+    diverged = f", {len(failed)} diverged" if failed and have else ""
     return {
         "norm": each.arm.label,
         "batches": each.arm.batches,
         "paper": "" if each.arm.paper is None else f"{each.arm.paper:g}",
         "top-1": f"**{shown}**" if have else shown,
-        "seeds": str(have) if have == wanted else f"{have} of {wanted}",
+        "seeds": (str(have) if have == wanted else f"{have} of {wanted}") + diverged,
         "validation": spread(each.top1(images="validation")),
         **{mode: spread(each.top1(mode)) for mode in MODES},
     }

@@ -21,11 +21,10 @@ from bkn_zoo.publishing.replication import (
     cells,
     counted,
     deviation,
-    leads_by_length,
     spread,
 )
 from bkn_zoo.publishing.results import save_figures
-from bkn_zoo.publishing.results_page import WORTH, has_learned
+from bkn_zoo.publishing.results_page import WORTH, has_learned, leads
 from bkn_zoo.training.recipes import Recipe
 
 COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
@@ -317,17 +316,17 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
 
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
     """BKN's lead over each rival after a short training, and after one of the recipe's full length."""
-    leads = sorted(leads_by_length(plan, records), key=lambda pair: -pair[0].points.value)
-    if not leads:
+    found = sorted(leads(plan, records), key=lambda pair: -pair[0].points.value)
+    if not found:
         return None
-    rivals = list(dict.fromkeys(short.over.label for short, _ in leads))
-    arms = list(dict.fromkeys((short.arm.setting, short.arm.group) for short, _ in leads))
+    rivals = list(dict.fromkeys(short.over.label for short, _ in found))
+    arms = list(dict.fromkeys((short.arm.setting, short.arm.group) for short, _ in found))
     looks = dict(zip(arms, _looks(len(arms)), strict=True))
     figure, grid = _figure(3.6 * len(rivals) + 0.6, 4.6, columns=len(rivals), sharey=True)
     panels = list(grid) if len(rivals) > 1 else [grid]
     lines: dict[str, Any] = {}
     for axes, rival in zip(panels, rivals, strict=True):
-        for ends in (ends for ends in leads if ends[0].over.label == rival):
+        for ends in (ends for ends in found if ends[0].over.label == rival):
             arm, recipes = ends[0].arm, [lead.arm.runs[0].recipe for lead in ends]
             sizes = [f"{recipe.size} px" for recipe in recipes]
             more = f", {' and '.join(sizes)}" if sizes[0] != sizes[1] else ""
@@ -347,7 +346,7 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
         lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9)
     panels[0].set_ylabel("BKN's top-1 on the test images, less another's\n(points, with 95 % interval)")
-    gained = [(short, full) for short, full in leads if _worth(short.points) == "a gain"]
+    gained = [(short, full) for short, full in found if _worth(short.points) == "a gain"]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     message = f"Of {len(gained)} gains by BKN after a short training, {smaller} are smaller at full length"
     figure.suptitle(_title(message, "the same recipe for both; (gradient batch, statistics batch)", 90), size=10.5)

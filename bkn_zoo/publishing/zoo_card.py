@@ -61,9 +61,9 @@ UNTESTED = """\
   ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
-- At a recipe's full length: BRN, BN with one image a group and, beyond CIFAR-100, GroupNorm, which
-  [docs/results.md](docs/results.md) has in shorter trainings. With ResNet101, none of these, nor what the link between
-  layers is worth."""
+- At a recipe's full length: on CIFAR-10, GroupNorm, BN with one image a group and with eight, and BRN but for two; on
+  Tiny ImageNet, groups of one image, BRN and GroupNorm. [docs/results.md](docs/results.md) has these in shorter
+  trainings. With ResNet101, none of these, nor what the link between layers is worth."""
 
 TRAINING = """\
 ## Time and energy of training
