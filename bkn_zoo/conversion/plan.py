@@ -6,10 +6,9 @@ numbers as they would move the features, whatever way they are written; all else
 `rules.py`. For each number we know where a belief about its channel is to be had.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -18,6 +17,20 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from bkn_zoo.conversion.numbered import (
+    IMAGES,
+    broadcast,
+    channel_dim,
+    distinct,
+    equation_of,
+    in_turn,
+    kept_images,
+    reduced_dims,
+    summed,
+    tensors_in,
+    varies,
+)
+from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Piece, Single, pieces_of, sources_of, through
 from bkn_zoo.conversion.rules import (
     GATES,
     MOVES,
@@ -32,10 +45,7 @@ from bkn_zoo.conversion.rules import (
 )
 from bkn_zoo.conversion.trace import LayerTracer, is_batchnorm
 
-IMAGES, SIDE, FRAMES = 2, 2, 8
-MOST_PIECES = 8
-"""Of a transition; channels that are interleaved more finely than this get one full matrix."""
-
+SIDE, FRAMES = 2, 8
 MOST_NUMBERS = 2**22
 """Of one tensor, far more than features of two images with two positions a side have."""
 
@@ -64,53 +74,6 @@ class Twofold(NamedTuple):
 
 class LostError(Exception):
     """A network that was tried with frames in its input does not take them."""
-
-
-@dataclass(frozen=True)
-class Single:
-    """A channel about which the norm of a call holds a belief, or that is made of one such channel alone."""
-
-    call: int
-    channel: int
-    path: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Mix:
-    """What a convolution or linear layer makes of channels: `outputs` of them, by `groups` blocks, from `sources`."""
-
-    sources: tuple[Single, ...]
-    outputs: int
-    groups: int
-    path: tuple[str, ...]
-    depth: float
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """One of the channels that a `Mix` makes."""
-
-    mix: Mix
-    index: int
-
-
-Origin = Single | Mixed | None
-"""Where a belief about a channel is to be had; None for channels of the input."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a norm's channels: what they are predicted from, and the shape of their block of A.
-
-    Attributes:
-        sources: the channels of other norms' beliefs, as (call, channel), in the order of the block's columns.
-        shape: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
-        path: convolutions and other layers in between.
-    """
-
-    sources: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
 
 
 @dataclass
@@ -192,7 +155,7 @@ def _input_shape(model: nn.Module) -> tuple[int, ...]:
 
 
 class _Planner:
-    """Runs a graph on numbered channels. A number n at image i is stored as n * IMAGES + i.
+    """Runs a graph on numbered channels.
 
     Args:
         frames: whether the inputs have one more dimension, after that of the images; a `LostError` is raised where a
@@ -233,7 +196,7 @@ class _Planner:
 
     def renumber(self, x: Tensor, gate: bool = False) -> Tensor:
         """The same channels after an operation: a norm that sees them from here on has not seen those before it."""
-        old, places = _distinct(x // IMAGES)
+        old, places = distinct(x // IMAGES)
         first = len(self.origins)
         self.origins.extend([self.origins[n] for n in old.tolist()])
         if gate or (old.numel() and int(old[0]) in self.gates):
@@ -245,7 +208,7 @@ class _Planner:
         numbers = (x // IMAGES).movedim(dim, 0).flatten(1)
         if numbers.numel() and bool((numbers == numbers[:, :1]).all()):
             return numbers[:, 0].tolist()
-        return _distinct(numbers)[0].tolist()
+        return distinct(numbers)[0].tolist()
 
     def depth(self, origin: Origin) -> float:
         if origin is None:
@@ -255,7 +218,7 @@ class _Planner:
         return origin.mix.depth
 
     def depth_of(self, x: Tensor) -> float:
-        return max((self.depth(self.origins[n]) for n in _distinct(x // IMAGES)[0].tolist()), default=0)
+        return max((self.depth(self.origins[n]) for n in distinct(x // IMAGES)[0].tolist()), default=0)
 
     def is_gate(self, x: Tensor) -> bool:
         return x.numel() > 0 and int(x.flatten()[0]) // IMAGES in self.gates
@@ -285,8 +248,8 @@ class _Planner:
         except Exception:  # sizes that only real features have, or a mask
             if module is not None and is_batchnorm(module):
                 self.unfit[self.names.get(module, str(node.target))] = UNKNOWN
-            tensors = _tensors(args, kwargs)
-            kept = _kept_images(_name(node), args)
+            tensors = tensors_in(args, kwargs)
+            kept = kept_images(_name(node), args)
             self.fail(lost=bool(tensors) and kept is None)
             guess = self.guess(node, tensors if kept is None else [kept])
             return guess if module is None else _taken_apart(node, guess)
@@ -299,13 +262,13 @@ class _Planner:
     def operation(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """A function or a method, such as `torch.cat` or `.view`."""
         name = _name(node)
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         if not tensors and any(leaf is OTHER for leaf in tree_leaves((args, kwargs))):
             return OTHER
         if name == "getitem" and node.args[0] in self.inputs and isinstance(args[1], int | str):
             self.inputs.add(node)  # of a list or a dict of batches, all of which have the shape that one would have
             return args[0]
-        if name == "getitem" and _tensors(args[1:], kwargs):
+        if name == "getitem" and tensors_in(args[1:], kwargs):
             raise TypeError("which rows a mask takes is known when the network runs")
         if not tensors or name in MOVES:
             result = _call(node, args, kwargs)
@@ -314,11 +277,11 @@ class _Planner:
             return OTHER if not tensors and isinstance(result, Tensor) else result
         x = tensors[0]
         if name in SUMS or (name in ("max", "min") and len(tensors) > 1):
-            return self.renumber(_broadcast(max(tensors, key=self.depth_of), tensors))
+            return self.renumber(broadcast(max(tensors, key=self.depth_of), tensors))
         if name in PRODUCTS:
             kept = min([t for t in tensors if not self.is_gate(t)] or tensors, key=self.depth_of)
-            equation = _equation(name, args, tensors)
-            product = _summed(kept, equation, tensors) if equation else _broadcast(kept, tensors)
+            equation = equation_of(name, args, tensors)
+            product = summed(kept, equation, tensors) if equation else broadcast(kept, tensors)
             return self.renumber(product, gate=all(map(self.is_gate, tensors)))
         if name == "scaled_dot_product_attention":
             return self.attend(dict(zip(ATTENDING, args, strict=False)) | kwargs)
@@ -329,7 +292,7 @@ class _Planner:
         if name in SORTS:
             return Twofold(*[self.renumber(x)] * 2)
         if name in REDUCTIONS or name in TWOFOLD:
-            dims, keepdim = _reduced(name, args, kwargs)
+            dims, keepdim = reduced_dims(name, args, kwargs)
             if dims is None:
                 return OTHER
             reduced = self.renumber(x).amin(dims, keepdim=keepdim)
@@ -359,7 +322,7 @@ class _Planner:
 
     def module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
         name = self.names.get(module, str(node.target))
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         if not tensors:
             if is_batchnorm(module) and name not in self.plan.left:
                 self.unfit[name] = UNKNOWN
@@ -404,10 +367,10 @@ class _Planner:
             raise
         except Exception:
             del self.plan.guesses[guesses:]
-            x = _tensors(args, kwargs)[0]
+            x = tensors_in(args, kwargs)[0]
             self.note(name)
             self.unsure = True
-            mixes, dim = any(parameter.ndim > 1 for parameter in module.parameters()), _channel_dim(x)
+            mixes, dim = any(parameter.ndim > 1 for parameter in module.parameters()), channel_dim(x)
             return _taken_apart(node, self.mix(x, dim, x.shape[dim], 1, name) if mixes else self.renumber(x))
         finally:
             self.inside = outside
@@ -432,7 +395,7 @@ class _Planner:
     def recur(self, module: nn.RNNBase, x: Tensor, name: str) -> Any:
         """What a recurrent layer gives: a row for each of the sequence, and its last states, (layers, images, size)."""
         along = 1 if module.batch_first else 0
-        if x.ndim != 3 or _varies(x % IMAGES, along):
+        if x.ndim != 3 or varies(x % IMAGES, along):
             raise ValueError("it does not go along the positions of an image")
         directions, size = 2 if module.bidirectional else 1, module.proj_size or module.hidden_size
         y = self.mix(x, -1, directions * size, 1, name)
@@ -449,14 +412,14 @@ class _Planner:
 
     def mix(self, x: Tensor, dim: int, outputs: int, groups: int, name: str) -> Tensor:
         """A convolution or a linear layer over dimension `dim`."""
-        if _varies(x % IMAGES, dim):
+        if varies(x % IMAGES, dim):
             self.fail(lost=True)
         origins = [self.origins[n] for n in self.channels(x, dim)]
         if groups == len(origins):
             times = outputs // groups
-            made: list[Origin] = [_through(origin, name) for origin in origins for _ in range(times)]
+            made: list[Origin] = [through(origin, name) for origin in origins for _ in range(times)]
         else:
-            sources, blocks, path = _sources(origins)
+            sources, blocks, path = sources_of(origins)
             blocks = gcd(groups, blocks)
             if blocks == 1:
                 sources = tuple({(source.call, source.channel): source for source in sources}.values())
@@ -466,17 +429,17 @@ class _Planner:
         return self.replace(x, dim, made)
 
     def norm(self, node: fx.Node, name: str, module: nn.Module, x: Tensor) -> Tensor:
-        numbers = self.channels(x, 1) if x.ndim > 1 else _distinct(x // IMAGES)[0].tolist()
+        numbers = self.channels(x, 1) if x.ndim > 1 else distinct(x // IMAGES)[0].tolist()
         features = int(getattr(module, "num_features"))  # noqa: B009
         origins = [self.origins[n] for n in numbers]
-        pieces = _pieces(origins, features)
+        pieces = pieces_of(origins, features)
         depth = 1 + max((self.depth(origin) for origin in origins), default=0)
         if x.ndim < 2 or x.shape[1] != features:
             self.fail(lost=self.frames)
         # After a guess the numbers are right, but the layout may not be: the rows are looked at when the network runs.
         guessed = bool(self.plan.guesses)
         images = (x % IMAGES).reshape(len(x), -1)
-        if bool((images.diff(dim=0) < 0).any()) or not (guessed or _in_turn(x)):
+        if bool((images.diff(dim=0) < 0).any()) or not (guessed or in_turn(x)):
             self.unfit[name] = INTERLEAVED
         rows = len(x) != IMAGES or guessed
         ordered = not self.lost and (len(x) != IMAGES or not self.unsure)
@@ -490,22 +453,6 @@ class _Planner:
         return self.replace(x, 1, seen) if x.ndim > 1 else self.number(_default_shape(features), seen)
 
 
-def _distinct(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers that occur, and where each is among them: as `torch.unique`, which would sort them."""
-    occurs = torch.bincount(numbers.flatten()) > 0
-    return occurs.nonzero().flatten(), (occurs.cumsum(0) - 1)[numbers]
-
-
-def _varies(x: Tensor, dim: int) -> bool:
-    return bool((x != x.narrow(dim, 0, 1)).any())
-
-
-def _channel_dim(x: Tensor) -> int:
-    """The one along which numbers differ; if there are several such, or none, it is where channels mostly are."""
-    found = [dim for dim in range(x.ndim) if _varies(x // IMAGES, dim)]
-    return found[0] if len(found) == 1 else min(1, x.ndim - 1)
-
-
 def _taken_apart(node: fx.Node, guess: Any) -> Any:
     """What a module is guessed to give, as often as its result is taken apart: it gives several then."""
     users = list(node.users)
@@ -517,65 +464,6 @@ def _default_shape(features: int) -> tuple[int, ...]:
     return (IMAGES, features, SIDE, SIDE)
 
 
-def _through(origin: Origin, name: str) -> Origin:
-    return Single(origin.call, origin.channel, (*origin.path, name)) if isinstance(origin, Single) else origin
-
-
-def _sources(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tuple[str, ...]]:
-    """The channels of beliefs behind channels, the blocks in which they are linked so far, and the path."""
-    path = _join(origin.path if isinstance(origin, Single) else origin.mix.path for origin in origins if origin)
-    if all(isinstance(origin, Single) for origin in origins):
-        return tuple(o for o in origins if isinstance(o, Single)), len(origins), path
-    mix = _whole_mix(origins)
-    if mix is not None:
-        return mix.sources, mix.groups, path
-    union: dict[tuple[int, int], Single] = {}
-    for origin in origins:
-        sources = () if origin is None else (origin,) if isinstance(origin, Single) else origin.mix.sources
-        for source in sources:
-            union.setdefault((source.call, source.channel), source)
-    return tuple(union.values()), 1, path
-
-
-def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
-    """The mix of which these are all channels, in their order."""
-    first = origins[0] if origins else None
-    if not isinstance(first, Mixed) or list(origins) != [Mixed(first.mix, i) for i in range(first.mix.outputs)]:
-        return None
-    return first.mix
-
-
-def _pieces(origins: Sequence[Origin], features: int) -> list[Piece]:
-    """The transition of a norm over these channels."""
-
-    def kind(origin: Origin) -> Any:
-        return origin.mix if isinstance(origin, Mixed) else type(origin)
-
-    runs = [list(run) for _, run in groupby(origins, kind)]
-    if len(origins) != features or None in origins or len(runs) > MOST_PIECES:
-        runs = [list(origins)]
-    pieces = []
-    for run in runs:
-        sources, blocks, path = _sources(run)
-        count = len(run) if len(origins) == features else features
-        shape: tuple[int, ...] = (count, len(sources))
-        if all(isinstance(origin, Single) for origin in run) and len(run) == count:
-            shape = (count,)
-        elif blocks > 1 and _whole_mix(run) is not None:
-            shape = (blocks, count // blocks, len(sources) // blocks)
-        if sources:
-            pieces.append(Piece(tuple((s.call, s.channel) for s in sources), shape, path))
-    return pieces
-
-
-def _join(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for path in paths for name in path))
-
-
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-
-
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -585,77 +473,3 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).strip("_")
-
-
-def _reduced(name: str, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """The dimensions that a reduction drops, None for all, and whether they stay, with one entry each."""
-    place = 2 if name == "norm" else 1
-    keeps = place + 2 if name in ("std", "var", "std_mean", "var_mean") else place + 1
-    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
-    return dims, bool(kwargs.get("keepdim", kwargs.get("keepdims", args[keeps] if len(args) > keeps else False)))
-
-
-def _in_turn(x: Tensor) -> bool:
-    """Whether rows are of one image after another, as many of each."""
-    turns = torch.arange(len(x), device="cpu") * IMAGES // max(len(x), 1)
-    return len(x) % IMAGES == 0 and bool((x % IMAGES == turns.view(-1, *[1] * (x.ndim - 1))).all())
-
-
-def _kept_images(name: str, args: Any) -> Tensor | None:
-    """What a move that failed was done to, with as many rows as it makes; None where it may have moved images."""
-    x = next(iter(_tensors(args, {})), None)
-    if x is None or x.ndim == 0 or not _in_turn(x):
-        return None
-    given = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
-    first = given[0] if given else None
-    if name in ("view", "reshape") and isinstance(first, int) and first > 0 and first % IMAGES == 0:
-        # Rows that are one image after another are so in any shape in which each image has as many.
-        return x[:: len(x) // IMAGES].repeat_interleave(first // IMAGES, 0)
-    if name == "getitem":
-        return x if first == slice(None) or not isinstance(args[0], Tensor) else None  # or one more of several chunks
-    if name == "permute":
-        return x if first == 0 else None
-    return x if name in ("transpose", "swapaxes", "swapdims") and 0 not in given else None
-
-
-def _equation(name: str, args: Any, tensors: list[Tensor]) -> str:
-    """A product as `torch.einsum` would have it, in which a digit is a dimension of "..."; empty if it cannot be so.
-
-    With parameters it cannot be: their sizes are not known here.
-    """
-    if name in ("matmul", "bmm"):
-        equation = "...ij,...jk->...ik" if min(x.ndim for x in tensors) > 1 else ""
-    else:
-        equation = args[0].replace(" ", "") if name == "einsum" and "->" in args[0] else ""
-    terms = equation.partition("->")[0].split(",")
-    if len(terms) != len(tensors) or len(terms) < 2:
-        return ""
-    more = max(x.ndim - len(term.replace("...", "")) for x, term in zip(tensors, terms, strict=True))
-    return equation.replace("...", "0123456789"[:more])
-
-
-def _summed(kept: Tensor, equation: str, tensors: list[Tensor]) -> Tensor:
-    """What one of several tensors becomes in their product: along what is summed over, it is what is there first."""
-    terms, result = equation.split("->")
-    sizes: dict[str, int] = {}
-    for term, x in zip(terms.split(","), tensors, strict=True):
-        for label, size in zip(term, x.shape, strict=True):
-            sizes[label] = max(size, sizes.get(label, 1))
-        if x is kept:
-            labels = term
-    gone, new = ([label for label in one if label not in other] for one, other in ((labels, result), (result, labels)))
-    if len(gone) == len(new) == 1 and sizes[gone[0]] == sizes[new[0]]:  # rows or channels that attend to one another
-        labels = labels.replace(gone[0], new[0])
-    else:
-        kept = kept[tuple(0 if label in gone else slice(None) for label in labels)]
-        labels = "".join(label for label in labels if label not in gone)
-    kept = kept.permute([labels.index(label) for label in result if label in labels])
-    kept = kept[tuple(slice(None) if label in labels else None for label in result)]
-    return kept.expand([sizes[label] for label in result])
-
-
-def _broadcast(x: Tensor, tensors: list[Tensor]) -> Tensor:
-    try:
-        return x.expand(torch.broadcast_shapes(*(t.shape for t in tensors)))
-    except RuntimeError:  # a matrix product, or a shape that was guessed
-        return x

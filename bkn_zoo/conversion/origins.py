@@ -1,0 +1,111 @@
+"""Where beliefs about channels are to be had, and the transition of a norm that gets such channels."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+MOST_PIECES = 8
+"""Of a transition; channels that are interleaved more finely than this get one full matrix."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """A channel about which the norm of a call holds a belief, or that is made of one such channel alone."""
+
+    call: int
+    channel: int
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """What a convolution or linear layer makes of channels: `outputs` of them, by `groups` blocks, from `sources`."""
+
+    sources: tuple[Single, ...]
+    outputs: int
+    groups: int
+    path: tuple[str, ...]
+    depth: float
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """One of the channels that a `Mix` makes."""
+
+    mix: Mix
+    index: int
+
+
+Origin = Single | Mixed | None
+"""Where a belief about a channel is to be had; None for channels of the input."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a norm's channels: what they are predicted from, and the shape of their block of A.
+
+    Attributes:
+        sources: the channels of other norms' beliefs, as (call, channel), in the order of the block's columns.
+        shape: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
+        path: convolutions and other layers in between.
+    """
+
+    sources: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+
+
+def through(origin: Origin, name: str) -> Origin:
+    return Single(origin.call, origin.channel, (*origin.path, name)) if isinstance(origin, Single) else origin
+
+
+def sources_of(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tuple[str, ...]]:
+    """The channels of beliefs behind channels, the blocks in which they are linked so far, and the path."""
+    path = _join(origin.path if isinstance(origin, Single) else origin.mix.path for origin in origins if origin)
+    if all(isinstance(origin, Single) for origin in origins):
+        return tuple(o for o in origins if isinstance(o, Single)), len(origins), path
+    mix = _whole_mix(origins)
+    if mix is not None:
+        return mix.sources, mix.groups, path
+    union: dict[tuple[int, int], Single] = {}
+    for origin in origins:
+        sources = () if origin is None else (origin,) if isinstance(origin, Single) else origin.mix.sources
+        for source in sources:
+            union.setdefault((source.call, source.channel), source)
+    return tuple(union.values()), 1, path
+
+
+def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
+    """The mix of which these are all channels, in their order."""
+    first = origins[0] if origins else None
+    if not isinstance(first, Mixed) or list(origins) != [Mixed(first.mix, i) for i in range(first.mix.outputs)]:
+        return None
+    return first.mix
+
+
+def pieces_of(origins: Sequence[Origin], features: int) -> list[Piece]:
+    """The transition of a norm over these channels."""
+
+    def kind(origin: Origin) -> Any:
+        return origin.mix if isinstance(origin, Mixed) else type(origin)
+
+    runs = [list(run) for _, run in groupby(origins, kind)]
+    if len(origins) != features or None in origins or len(runs) > MOST_PIECES:
+        runs = [list(origins)]
+    pieces = []
+    for run in runs:
+        sources, blocks, path = sources_of(run)
+        count = len(run) if len(origins) == features else features
+        shape: tuple[int, ...] = (count, len(sources))
+        if all(isinstance(origin, Single) for origin in run) and len(run) == count:
+            shape = (count,)
+        elif blocks > 1 and _whole_mix(run) is not None:
+            shape = (blocks, count // blocks, len(sources) // blocks)
+        if sources:
+            pieces.append(Piece(tuple((s.call, s.channel) for s in sources), shape, path))
+    return pieces
+
+
+def _join(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for path in paths for name in path))
