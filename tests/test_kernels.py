@@ -465,8 +465,10 @@ def operands(prior, layout):
     return forward, backward
 
 
-@pytest.mark.parametrize("layout", ["channels first", "channels last", "transposed"])
-@pytest.mark.parametrize("prior", ["first", "full", "predicted"])
+@pytest.mark.parametrize(
+    ("prior", "layout"),
+    [("first", "channels first"), ("full", "channels last"), ("full", "transposed"), ("predicted", "channels last")],
+)
 def test_the_operators_keep_their_contract_with_pytorch(prior, layout):
     """Schema and aliases, fakes with the dtypes and strides of what comes, and tracing, all as torch.library checks."""
     forward, backward = operands(prior, layout)

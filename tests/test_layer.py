@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from bkn_zoo import InputError, UnknownNameError, create_model, kernels, list_models
+from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import (
     MODES,
     BatchKalmanNorm1d,
@@ -400,6 +401,8 @@ def test_a_network_in_half_precision_runs_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = create_model(name, 5)
         images = torch.empty(4, 3, 64, 64)
+    if isinstance(model, ResNet):
+        del model.layer3[4:]  # 19 blocks that are like those before them, for the sake of time
     model.statistics_batch_size = 2
     model, images = model.bfloat16(), images.bfloat16()
     for logits in (model(images), model.eval()(images, statistics="expected")):
