@@ -3,8 +3,9 @@
     python tests/forked_commands.py      # reads requests from its standard input, a line of JSON each, and answers each
 
 `Commands` starts it and asks. A request has the arguments, the variables of the environment that are added, and the
-signals to send with the second at which to; the answer has the exit code, all that was printed, and the seconds that it
-took.
+signals to send, each with the second at which to or with a file: as soon as something is in it. They go to the command
+and all that it starts, as a terminal sends them. The answer has the exit code, all that was printed, and the seconds
+that it took.
 """
 
 import gc
@@ -44,7 +45,7 @@ class Commands:
             env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
-    def __call__(self, *arguments: Any, send: tuple[tuple[int, float], ...] = (), **environment: str) -> Answer:
+    def __call__(self, *arguments: Any, send: tuple[tuple[int, float | str], ...] = (), **environment: str) -> Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"arguments": [str(a) for a in arguments], "send": send, "environment": environment}
@@ -60,10 +61,16 @@ def answer(request: dict[str, Any], output: Path) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         _be_the_command(request, output)
+    os.setpgid(child, child)
     child_ended = os.pidfd_open(child)
     for number, moment in request["send"]:
-        select.select([child_ended], [], [], max(started + moment - time.monotonic(), 0))
-        os.kill(child, number)  # of which one that has ended, and is not yet waited for, takes no notice
+        if isinstance(moment, str):
+            while not (os.path.exists(moment) and os.path.getsize(moment)):
+                if select.select([child_ended], [], [], 0.02)[0]:
+                    break
+        else:
+            select.select([child_ended], [], [], max(started + moment - time.monotonic(), 0))
+        os.killpg(child, number)  # of which one that has ended, and is not yet waited for, takes no notice
     status = os.waitpid(child, 0)[1]
     os.close(child_ended)
     code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started

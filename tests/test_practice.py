@@ -144,29 +144,17 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_saves_and_says_how_to_go_on_with_those_that_decode(
-    place: Path, tmp_path: Path, number: signal.Signals
+    commands: Commands, place: Path, number: signal.Signals
 ) -> None:
-    """The real command, and a signal to its group, as a terminal sends it for Ctrl-C."""
-    command = [
-        sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())",
-        "train", "--data", str(place / "photos"), *TINY, "--epochs", "10000", "--workers", "1", "--name", "mine",
-    ]  # fmt: skip
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    log = tmp_path / "runs" / "mine" / "log.jsonl"
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    ) as process:  # fmt: skip
-        while process.poll() is None and not (log.exists() and log.stat().st_size):  # until an epoch has ended
-            time.sleep(0.02)
-        os.killpg(process.pid, number)
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number, said
-    assert ("stopping after this step" in said) == (number == signal.SIGINT)
-    *_, stopped, how = said.splitlines()
-    assert stopped == f"stopped at step {state(log.parent)['step']} of 30000; go on with:"
-    assert how == shlex.join(["bkn-zoo", *command[3:], "--resume"])
-    assert "Traceback" not in said
+    name = f"signal{number.value}"
+    train = ("train", "--data", "photos", *TINY, "--epochs", "10000", "--workers", "1", "--name", name)
+    stopped = commands(*train, send=((number, f"runs/{name}/log.jsonl"),))  # when an epoch has ended
+    assert stopped.code == 128 + number, stopped.output
+    assert ("stopping after this step" in stopped.output) == (number == signal.SIGINT)
+    *_, said, how = stopped.output.splitlines()
+    assert said == f"stopped at step {state(place / 'runs' / name)['step']} of 30000; go on with:"
+    assert how == shlex.join(["bkn-zoo", *train, "--resume"])
+    assert "Traceback" not in stopped.output
 
 
 # Names
