@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported: lets test_kernels.py run them here
 os.environ["BKN_ZOO_CACHE"] = "off"  # of all that the tests start, too
 
+from shallow import shallow
+
 from bkn_zoo import kernels
+from bkn_zoo.models import registry
+from bkn_zoo.models.inception_cifar import inception_cifar
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
 
@@ -105,6 +109,20 @@ def load_script() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="module")
+def shallow_network() -> Iterator[None]:
+    """The small network has a few layers for the tests of a file, which make, train or compile it often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._networks, "inception_cifar", shallow)
+        yield
+
+
+@pytest.fixture
+def whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test in such a file that needs it as it is."""
+    monkeypatch.setitem(registry._networks, "inception_cifar", inception_cifar)
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ from bkn_zoo.training.recipes import Recipe, read_recipe
 from bkn_zoo.training.state import Training, TrainingError, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import average, make_step, parallel
 
+pytestmark = pytest.mark.usefixtures("shallow_network")
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 CPU = torch.device("cpu")
@@ -185,6 +186,7 @@ def test_an_evaluation_without_images_is_an_error() -> None:
 # Parameters, schedules, averages
 
 
+@pytest.mark.usefixtures("whole_network")
 def test_only_convolutions_and_linear_layers_decay_and_kalman_parameters_have_their_own_rate() -> None:
     recipe = dataclasses.replace(RECIPE, kalman_lr=0.3, weight_decay=0.01)
     model = network()

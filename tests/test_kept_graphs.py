@@ -18,7 +18,10 @@ from bkn_zoo import Network, create_model
 from bkn_zoo.inference import engines, kept_graphs
 from bkn_zoo.inference.engines import OpenVINOEngine
 
-pytestmark = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
+pytestmark = [
+    pytest.mark.skipif(engines.ov is None, reason="openvino is not installed"),
+    pytest.mark.usefixtures("shallow_network"),
+]
 IMAGES = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -89,7 +92,7 @@ def test_sample_and_expected_are_one_file_and_the_rest_is_not(model: Network, fo
 
 
 def change_a_weight(model: Network) -> None:
-    list(model.parameters())[20].data.view(-1)[-1] += 1
+    list(model.parameters())[4].data.view(-1)[-1] += 1
 
 
 def change_a_buffer_of_no_checkpoint(model: Network) -> None:
@@ -364,6 +367,7 @@ def test_several_at_once_leave_one_whole_file(model: Network, folder: Path, made
     assert only(folder).suffix == kept_graphs.SUFFIX
 
 
+@pytest.mark.usefixtures("whole_network")
 def test_a_process_that_ends_at_once_keeps_its_graph_first_and_another_reads_it(folder: Path, made: list[Any]) -> None:
     script = (
         "import torch; from bkn_zoo import create_model; from bkn_zoo.inference import kept_graphs; "

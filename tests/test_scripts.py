@@ -31,6 +31,7 @@ from bkn_zoo.training.datasets import MEAN_STD
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.recipes import read_recipe
 
+pytestmark = pytest.mark.usefixtures("shallow_network")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 Script = Callable[..., None]
 
@@ -225,6 +226,7 @@ def test_averaged_weights_get_statistics_of_their_own_where_validation_images_sa
     assert torch.allclose(model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)
 
 
+@pytest.mark.usefixtures("whole_network")
 def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     script: Script, tree: Path, tmp_path: Path
 ) -> None:

@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from shallow import shallow
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bkn_zoo import KalmanSequential, Network, create_model
-from bkn_zoo.models.network import State
-from bkn_zoo.norms import BatchKalmanNorm2d, Statistics
+from bkn_zoo import KalmanSequential, create_model
+from bkn_zoo.models.registry import NORMS
+from bkn_zoo.norms import BatchKalmanNorm2d
 from bkn_zoo.norms.statistics import observe, pool
 
 CLASSES = 4
@@ -77,27 +78,11 @@ def test_without_sharing_every_layer_and_channel_has_its_own_process_noise() -> 
     assert all(norm.process_noise.shape == (norm.num_features,) for norm in norms)
 
 
-class Through(nn.Module):
-    def forward(self, state: State, statistics: Statistics) -> State:
-        return state
-
-
-def shallow() -> Network:
-    """The small network with one of its three blocks, and of that the first branch and the one with a pooling.
-
-    They have all that the others have, and compiling takes long.
-    """
-    model = create_model("inception_cifar_bkn", num_classes=CLASSES)
-    model.statistics_batch_size = 2
-    del model.inception_a.branches[1:3]
-    model.inception_b, model.inception_c, model.hidden = Through(), Through(), nn.Linear(96, 1000)
-    return model
-
-
 def test_a_compiled_training_step_is_the_eager_one() -> None:
     torch._dynamo.reset()
     images, labels = gratings(4)
-    eager = shallow()
+    eager = shallow(NORMS["bkn"](), CLASSES)  # compiling takes long
+    eager.statistics_batch_size = 2
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # inductor takes minutes over the backward
     losses = [F.cross_entropy(network(images), labels) for network in (eager, compiled)]

@@ -1,0 +1,20 @@
+"""A network of a few layers, for tests of what is done with networks: each layer costs them time."""
+
+from torch import nn
+
+from bkn_zoo.models.inception import Inception, MaxPool
+from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.network import Branch, Network
+from bkn_zoo.models.registry import NormFactory
+
+
+def shallow(make_norm: NormFactory, num_classes: int) -> Network:
+    """The small network with two branches of its first block, one of them with a pooling, and poolings for the others.
+
+    What is left has the names that it has there, and all that the rest has.
+    """
+    model = InceptionCifar(make_norm, num_classes)
+    del model.inception_a.branches[1:3]
+    model.inception_b, model.inception_c = (Inception([Branch(MaxPool())]) for _ in range(2))
+    model.hidden = nn.Linear(96, 1000)
+    return model
