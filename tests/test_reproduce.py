@@ -320,7 +320,12 @@ def test_a_settings_deviation_is_not_that_of_the_few_arms_that_hardly_learn(plan
         found = typical(arm[:seeds] for arm in arms)
         assert found is not None
         assert found.value == pytest.approx(0.3, rel=0.05)
-        assert found.freedom == 4000 * (seeds - 1)
+        # As many as a variance has whose logarithm scatters as little as the mean of theirs.
+        logs = torch.tensor(arms, dtype=torch.float64)[:, :seeds].var(1).log()
+        assert found.freedom == pytest.approx(2 / (logs.var().item() / 4000), rel=0.1)
+    one = typical(arms[:1])
+    assert one is not None
+    assert one.freedom == pytest.approx(2)
     wild = typical([[value * 20 for value in arm] for arm in arms[:200]] + arms[200:])
     assert wild is not None
     assert wild.value < 1.2 * 0.3  # of the variances' mean, four and a half times as much
@@ -477,7 +482,24 @@ def test_a_run_that_diverged_is_a_result(plan: Plan) -> None:
     for run in plan.arms["cifar100.bn.128-1"].runs:
         records[run.key] = {**records[run.key], "failed": "the loss was not finite at step 7"}
     text = page(plan, records, ROOT)
-    assert "| BN | 128, 1 |  | none: the loss was not finite at step 7 | 0 of 3 |" in text
+    assert "| BN | 128, 1 |  | none: the loss was not finite at step 7 | 0 of 3, 3 diverged |" in text
+    assert "| BKN with two, against BRN | +3.00 ± " in text
+
+
+def test_an_arm_of_which_a_seed_diverged_is_no_rival_and_scatters_nothing_else(plan: Plan) -> None:
+    records = invented(plan)
+    arm = plan.arms["cifar100.brn.128-2"]
+    without = {key: record for key, record in records.items() if key not in {run.key for run in arm.runs}}
+    usual = deviation("cifar100", plan, without)
+    for run, top1 in zip(arm.runs, (10.0, 40.0, 50.0), strict=True):
+        metrics = {mode: {"top1": top1, "ece": 5.0} for mode in MODES}
+        records[run.key] = {**records[run.key], "test": metrics, "validation": metrics}
+    assert deviation("cifar100", plan, records) != usual
+    records[arm.runs[2].key]["failed"] = "the loss was not finite at step 7"
+    assert deviation("cifar100", plan, records) == usual
+    text = page(plan, records, ROOT)
+    assert "| BRN | 128, 2 | **25.00 ± 21.21** | 2 of 3, 1 diverged |" in text
+    assert "| BKN with two, against BRN |  |  | BRN did not learn with every seed |" in text
 
 
 def test_plots_are_drawn_from_records_and_left_out_without(plan: Plan, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from bkn_zoo.publishing.replication import (
     LAUNCHING,
     NORMS,
     Deviation,
+    Difference,
     between,
     chosen_statistics,
     counted,
@@ -341,7 +342,12 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
         | {mode: _top1(to_the_end(members), mode) for mode in MODES}
         for (norm, *_), members in sorted(groups.items())
     ]
-    gain = _gain(recipe, {key: ended for key, members in groups.items() if (ended := to_the_end(members))})
+    trained = {
+        key: members
+        for key, members in groups.items()
+        if len(to_the_end(members)) == len(members) and learned(chosen_top1(members), config.num_classes)
+    }
+    gain = _gain(recipe, trained, _usual(_length(next(iter(groups.values()))[0]), config, runs))
     parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
     return "\n\n".join(filter(None, [TWINS, table(rows, list(rows[0])), gain, parts]))
 
@@ -356,22 +362,26 @@ def to_the_end(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if "failed" not in run]
 
 
-def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Run]]) -> str:
+def _gain(recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Run]], usual: Deviation | None) -> str:
     """What the norm of a recipe bought, in a sentence: over others with as large groups, and BN with the largest."""
     ours = next((key for key, runs in groups.items() if any(run["recipe"] == recipe for run in runs)), None)
     if ours is None:
         return ""
-    top1 = {key: mean(chosen_top1(runs)) for key, runs in groups.items()}
+    gaps = {key: between(chosen_top1(groups[ours]), chosen_top1(runs), usual) for key, runs in groups.items()}
     largest = max((statistics for norm, _, statistics in groups if norm == "bn"), default=0)
     gains = [
-        f"{abs(gain):.2f} points {'above' if gain > 0 else 'below'} {NORMS[norm]}"
+        f"{abs(gap.value):.2f} points {'above' if gap.value > 0 else 'below'} {NORMS[norm]}"
         + ("" if norm == "gn" else f" with groups of {statistics}")  # it has none
-        for norm, gradient, statistics in sorted(groups)
-        for gain in [top1[ours] - top1[norm, gradient, statistics]]
-        if norm != ours[0] and gain and (norm == "gn" or statistics == ours[2] or (norm, statistics) == ("bn", largest))
+        + _by_chance(gap)
+        for (norm, _, statistics), gap in sorted(gaps.items())
+        if norm != ours[0] and (norm == "gn" or statistics == ours[2] or (norm, statistics) == ("bn", largest))
     ]
     shown = f"In the modes in bold, {NORMS[ours[0]]} with groups of {ours[2]} ends"
     return f"{shown} {', '.join(gains)}." if gains else ""
+
+
+def _by_chance(gap: Difference) -> str:
+    return " (within chance)" if gap.verdict().startswith("within") else ""
 
 
 Length = tuple[int, int, float]
@@ -427,7 +437,7 @@ def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation |
 
     def less(this: str, that: str, points: str = " points") -> str:
         gap = between(top1[this], top1[that], usual)
-        return f"{gap}{points}" + (" (within chance)" if gap.verdict().startswith("within") else "")
+        return f"{gap}{points}{_by_chance(gap)}"
 
     smaller = "" if size == config.recipe.get("size", 0) else f" with images of {size} px"
     by = f"In runs of {epochs} epochs{smaller} ({counted(len(top1['unlinked']))})"
@@ -442,27 +452,32 @@ def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation |
     return (
         f"{by} the whole gain over BN with as many images per group is {less('whole', 'plain')}. By runs with A held "
         f"at zero, the link between layers is worth {less('whole', 'unlinked', ' of them')} and the shrinking of what "
-        f"a layer observes {less('unlinked', 'plain', '')}.{_by_other_rules(found)}"
+        f"a layer observes {less('unlinked', 'plain', '')}.{_by_other_rules(found, usual)}"
     )
 
 
-def _by_other_rules(found: Mapping[str, Sequence[Run]]) -> str:
+def _by_other_rules(found: Mapping[str, Sequence[Run]], usual: Deviation | None) -> str:
     """The same three in modes other than those chosen: what a part is worth depends on it. BN was not asked for all."""
+    rules = {"population": "moving averages", "sample": "an image's own statistics", "EvalNorm": "EvalNorm's rule"}
     parts = []
-    for rule, shown in (("population", "moving averages"), ("EvalNorm", "EvalNorm's rule")):
+    for rule, shown in rules.items():
         asked = {name: [measured(run, "test").get(rule) for run in runs] for name, runs in found.items()}
         top1 = {name: [each["top1"] for each in every if each] for name, every in asked.items()}
+
+        def less(this: str, that: str, top1: dict[str, list[float]] = top1) -> str:
+            gap = between(top1[this], top1[that], usual)
+            return f"{gap}{_by_chance(gap)}"
+
         if top1["whole"] and top1["unlinked"]:
-            whole, unlinked = mean(top1["whole"]), mean(top1["unlinked"])
-            plain = mean(top1["plain"]) if top1["plain"] else None
-            three = plain and f"{whole - plain:+.2f}, {whole - unlinked:+.2f} and {unlinked - plain:+.2f}"
-            parts.append(f"by {shown}, {three or f'{whole - unlinked:+.2f} for the link'}")
+            link = less("whole", "unlinked")
+            three = top1["plain"] and f"{less('whole', 'plain')}, {link} and {less('unlinked', 'plain')}"
+            parts.append(f"by {shown}, {three or f'{link} for the link'}")
     return f" With one rule at inference for all three networks these are, {'; '.join(parts)}." if parts else ""
 
 
 def learned(top1: Sequence[float], classes: int) -> bool:
-    """Whether networks are better than guessing, and not by a little."""
-    return mean(top1) >= 2 * 100 / classes
+    """Whether each of several networks is better than guessing, and not by a little."""
+    return min(top1) >= 2 * 100 / classes
 
 
 def chosen_top1(runs: Sequence[Run]) -> list[float]:

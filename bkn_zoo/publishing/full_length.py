@@ -1,14 +1,14 @@
 """The README's second table and its picture: runs at the full length of the published recipes, each with its twins.
 
-BKN with few images per statistics group, BN with as few, and BN with many. The first table, of shorter runs with more
-controls, is `headline` of results_page.
+BKN with few images per statistics group, BN with as few, and BN with many. The first table, of one network with more
+norms, is `headline` of results_page.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import torch
 
@@ -110,8 +110,11 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
     for y, row in enumerate(reversed(rows)):
         bn_few, bkn, bn_many = map(mean, (row.bn_few, row.bkn, row.bn_many))
         axes.plot([bn_few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
-        axes.scatter(bn_few, y, s=80, color=BN_FEW, label="" if y else "BN", zorder=2)
-        axes.scatter(bkn, y, s=80, color=BKN, label="" if y else "BKN", zorder=3)
+        for arm, colour in ((row.bn_few, BN_FEW), (row.bkn, BKN)):
+            if len(arm) > 1:
+                axes.errorbar(mean(arm), y, xerr=stdev(arm), color=colour, capsize=4, zorder=2)
+        axes.scatter(bn_few, y, s=110, color=BN_FEW, label="" if y else "BN", zorder=2)
+        axes.scatter(bkn, y, s=45, color=BKN, label="" if y else "BKN", zorder=3)
         axes.scatter(
             bn_many,
             y,
@@ -127,7 +130,7 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
     labels = [f"{row.data}, {row.network}\n{group}" for row, group in zip(reversed(rows), groups, strict=True)]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(-0.6, len(rows) - 0.3)
-    axes.set_xlabel("top-1 accuracy on the test images (%)")
+    axes.set_xlabel("top-1 accuracy on the test images (%), mean and standard deviation over seeds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)

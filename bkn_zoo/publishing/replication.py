@@ -281,7 +281,7 @@ class Deviation:
     """Between the seeds of a setting's arms, and from how many degrees of freedom it is known."""
 
     value: float
-    freedom: int
+    freedom: float
 
 
 def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
@@ -297,15 +297,30 @@ def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:
     """Of arms, each with its seeds. The square is the geometric mean of their variances: some scatter widely.
 
     The logarithm of a variance from few seeds is too small on average, by as much as is known of the chi-squared
-    distribution. Arms whose seeds are all alike, as of networks that learned nothing, are left out.
+    distribution, and scatters by the trigamma function of half its degrees of freedom: those of the mean are as many
+    as would let one variance scatter as little. Arms whose seeds are all alike, as of networks that learned nothing,
+    are left out.
     """
     known = [(stdev(top1), len(top1) - 1) for top1 in arms if len(top1) > 1]
-    logs = [2 * math.log(own) + math.log(n / 2) - digamma(n / 2) for own, n in known if own > 0]
-    return Deviation(math.exp(mean(logs) / 2), sum(n for own, n in known if own > 0)) if logs else None
+    known = [(own, n) for own, n in known if own > ALIKE]
+    if not known:
+        return None
+    logs = [2 * math.log(own) + math.log(n / 2) - polygamma(0, n / 2) for own, n in known]
+    scatter = sum(polygamma(1, n / 2) for _, n in known) / len(known) ** 2
+    return Deviation(math.exp(mean(logs) / 2), 2 * _inverse_trigamma(scatter))
 
 
-def digamma(value: float) -> float:
-    return float(torch.special.digamma(torch.tensor(value, dtype=torch.float64)))
+def polygamma(order: int, value: float) -> float:
+    return float(torch.special.polygamma(order, torch.tensor(value, dtype=torch.float64)))
+
+
+def _inverse_trigamma(value: float) -> float:
+    """Where the trigamma function, which falls from infinity to zero, has a value."""
+    low, high = 1e-3, 1e6
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if polygamma(1, middle) > value else (low, middle)
+    return low
 
 
 # Student's t, two-sided, by degrees of freedom; those between two of them have the larger.
@@ -314,6 +329,7 @@ T95 = {
 }  # fmt: skip
 UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
 SAME = 1.0  # points: things that differ by less are the same
+ALIKE = 1e-3  # points: less than one image of ten thousand
 
 
 @dataclass(frozen=True)
@@ -331,13 +347,15 @@ class Difference:
     @property
     def margin(self) -> float:
         """Half of its 95 % interval."""
-        return UNSURE if self.error is None else T95[max(few for few in T95 if few <= self.freedom)] * self.error
+        if self.error is None:
+            return UNSURE
+        return T95[max(few for few in T95 if few <= max(self.freedom, 1))] * self.error
 
     def verdict(self, same: bool = False) -> str:
         """Whether a claim held that it is positive or, if `same`, that there is none."""
         if same:
-            near = "held" if abs(self.value) + self.margin <= SAME else "cannot be told"
-            said = "did not hold" if abs(self.value) > self.margin else near
+            far = "did not hold" if abs(self.value) > self.margin else "cannot be told"
+            said = "held" if abs(self.value) + self.margin <= SAME else far
         else:
             within = abs(self.value) <= self.margin
             said = "within chance" if within else "held" if self.value > 0 else "did not hold"
@@ -359,7 +377,7 @@ def between(these: Sequence[float], those: Sequence[float], usual: Deviation | N
     seeds, means = (len(these), len(those)), mean(these) - mean(those)
     if usual is None and min(seeds) < 2:
         return Difference(means, None, seeds)
-    parts = []  # of the squared error, each with its degrees of freedom
+    parts: list[tuple[float, float]] = []  # of the squared error, each with its degrees of freedom
     shared = 0.0  # what both owe to the usual deviation, which is one and not two
     for values in (these, those):
         own = stdev(values) if len(values) > 1 else 0.0

@@ -53,14 +53,14 @@ typically do, or as it does itself where that is more, and a setting's arms with
 is taken from arms of which no seed diverged. A claim *held*, or there is *a gain*, where zero is outside the 95 %
 interval (Student's t, with Welch's and Satterthwaite's degrees of freedom). Two things are *the same* where that whole
 interval is within a point of zero. Where no arm of a setting was repeated, a point is asked of a difference, and "one
-seed" is said. Over a network that learned nothing, no gain is counted. There are {count} verdicts on this page: of
-those on differences that are none, about one in twenty is wrong.
+seed" is said. Over networks of which one learned nothing, or diverged, no gain is counted. There are {count} verdicts
+on this page: of those on differences that are none, about one in twenty is wrong, and more where an arm has one seed.
 
 **Effort.** All norms are trained by one recipe, and none has a setting of its own but BRN's schedule. That recipe was
 made with BKN and BN in view ([docs/runs.md](runs.md)); its learning rate is not the best for each of them, and what
 they are worth at the best of several is asked below, with one seed. GroupNorm has 32 groups of channels, or as many of
 them as divide a layer's: in the small network of CIFAR a group of some layers is one channel, and other sizes are tried
-below. At full length, seed 0 is the published network or its twin, by `scripts/train.py`; the others are by
+below. At full length, seed 0 of published networks and of some twins is by `scripts/train.py`; all others are by
 `scripts/reproduce.py`, which asks more. Short trainings on CIFAR hold out a tenth of the images, full ones a fiftieth.
 """
 
@@ -79,7 +79,8 @@ LENGTHS = """\
 ## The lead, and the length of training
 
 Most of what is compared here is trained briefly. BKN less another norm in points, at equal batches, after few epochs
-and at the recipe's full length. GroupNorm has no groups of images: it is the same for all of BKN's.
+and at the recipe's full length. GroupNorm has no groups of images: it is the same for all of BKN's. A lead over
+networks that learned nothing in few epochs, as BN with one image a group, would say nothing, and is left out.
 """
 
 RULES = """\
@@ -217,8 +218,11 @@ def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str
     for claim in claims:
         points = difference(claim, plan, records)
         that = None if points is None else best(listed(claim["that"]), plan, records)
-        if that and claim["this"] != claim["that"] and not has_learned(that, claim.get("modes", [None, None])[1]):
-            found.append(({**claim, "untested": f"{that.arm.label} did not learn"}, None))
+        mode = claim.get("modes", [None, None])[1]
+        if that and claim["this"] != claim["that"] and not has_learned(that, mode):
+            some = any(has_learned(Cell(that.arm, (each,)), mode) for each in that.good)
+            how = "did not learn with every seed" if some else "did not learn"
+            found.append(({**claim, "untested": f"{that.arm.label} {how}"}, None))
         else:
             found.append((claim, points))
     return found
@@ -258,7 +262,7 @@ def _failures(claims: Found) -> str:
 
 def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> str:
     place = f"For {experiment.place}. " if experiment.place else ""
-    about = f"{place}Setting `{experiment.setting}`, {counted(experiment.seeds)}.\n"
+    about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}.\n"
     parts = [f"### {experiment.title}\n", about]
     found_cells = list(cells(experiment, records))
     if not any(each.records for each in found_cells):
@@ -269,11 +273,12 @@ def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[
         names.remove("paper")
     parts += [table(rows, names) + "\n"]
     lines = [
-        {"what": claim["says"], "points": "", "seeds": "", "": claim.get("untested")}
+        {"what": what, "points": "", "seeds": "", "": claim.get("untested", NOT_RUN)}
         if each is None
-        else {"what": claim["says"], "points": str(each), "seeds": _seeds(each), "": WORTH[each.verdict()]}
+        else {"what": what, "points": str(each), "seeds": _seeds(each), "": WORTH[each.verdict()]}
         for claim, each in found
-        if each or "untested" in claim
+        if each or "untested" in claim or _waits(claim, plan, records)
+        for what in [claim["says"] + (", on validation images" if claim.get("images") == "validation" else "")]
     ]
     if lines:
         parts += [table(lines, list(lines[0])) + "\n"]
@@ -284,6 +289,12 @@ def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[
     if last:
         parts += [f"The largest that was tried, so that a larger one may be better still: {'; '.join(last)}.\n"]
     return "\n".join(parts)
+
+
+def _waits(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> bool:
+    """Whether some of its arms have no records yet; if not, networks were not asked for one of its rules."""
+    names = [name for side in ("this", "that") for name in listed(claim[side])]
+    return not all(cell(plan.arms[name], records).records for name in names)
 
 
 def leads(plan: Plan, records: Mapping[str, Record]) -> list[tuple[Lead, Lead]]:
@@ -321,7 +332,7 @@ def _row(each: Cell) -> dict[str, Any]:
     failed = [record for record in each.records if "failed" in record]
     shown = spread(each.top1()) or (f"none: {failed[0]['failed']}" if failed else NOT_RUN)
     wanted, have = len(each.arm.runs), len(each.good)
-    diverged = f", {len(failed)} diverged" if failed and have else ""
+    diverged = f", {len(failed)} diverged" if failed else ""
     return {
         "norm": each.arm.label,
         "batches": each.arm.batches,
@@ -366,8 +377,9 @@ def _kind(arm: Arm) -> str:
 
 
 def has_learned(each: Cell, mode: str | None = None) -> bool:
+    """Whether all its seeds did."""
     classes = DATASETS[each.arm.runs[0].recipe.dataset].classes
-    return classes is None or learned(each.top1(mode), classes)
+    return len(each.good) == len(each.records) and (classes is None or learned(each.top1(mode), classes))
 
 
 def _rules(plan: Plan, records: Mapping[str, Record]) -> str:

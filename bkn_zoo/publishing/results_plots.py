@@ -174,7 +174,7 @@ def _link(plan: Plan, records: Mapping[str, Record]) -> Any:
     recipe = _recipe(found[0])
     axes.set_title(_title(f"Learning A: {said}", f"{_setting(recipe)}, {recipe.epochs} epochs"), size=10.5)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right")
     return figure
 
 
@@ -251,7 +251,7 @@ def _curves(plan: Plan, records: Mapping[str, Record]) -> Any:
     recipe = _recipe(chosen["BKN", 2])
     axes.set_title(_title(f"At the end, {this} is {said}", f"{_setting(recipe)}, averaged weights"), size=10.5)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -288,14 +288,17 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
         panel.grid(alpha=0.3)
         panel.locator_params(axis="x", nbins=4)
         panel.legend(loc="upper left", fontsize=9)
-        ahead += _worth(_less(members["BKN"], members["BN"], plan, records, "validation")) == "a gain"
+        ahead += _worth(_less(members["BKN"], members["BN"], plan, records)) == "a gain"
     for panel in first.values():
         panel.set_ylim(0, 1.15 * panel.get_ylim()[1])  # room for the legend
     for panel in list(axes.flat)[len(panels) :]:
         panel.remove()
     figure.supylabel(f"validation top-1 (%){SPREAD}")
     recipe = _recipe(next(iter(panels.values()))["BKN"])
-    message = f"BKN ends above BN by more than chance at {ahead} of {len(panels)} pairs (gradient, statistics batch)"
+    message = (
+        f"On test images BKN ends above BN by more than chance with {ahead} of {len(panels)} pairs\n"
+        "of gradient and statistics batch"
+    )
     about = f"{_setting(recipe)}, {recipe.epochs} epochs, averaged weights; a line of one seed has no band"
     figure.suptitle(_title(message, about, 90))
     return figure
@@ -334,10 +337,11 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
             epochs = f"{recipes[0].epochs} and {recipes[1].epochs} epochs{once}"
             shown = f"{DATASETS[recipes[0].dataset].shown} ({arm.gradient},{arm.group}), {epochs}{more}"
             look = looks[arm.setting, arm.group]
-            axes.plot([0, 1], [lead.points.value for lead in ends], label=shown, **look)
+            beside = 0.03 * (arms.index((arm.setting, arm.group)) - len(arms) / 2)  # of one another, to be seen
+            axes.plot([beside, 1 + beside], [lead.points.value for lead in ends], label=shown, **look)
             for x, lead in enumerate(ends):
                 sure = lead.points.error is not None
-                axes.errorbar(x, lead.points.value, lead.points.margin if sure else None, capsize=3, **look)
+                axes.errorbar(x + beside, lead.points.value, lead.points.margin if sure else None, capsize=3, **look)
         axes.set_xticks([0, 1], ["shorter\ntraining", "full\nlength"])
         axes.set_xlim(-0.35, 1.35)
         axes.axhline(0, color="black", linewidth=1)
@@ -349,7 +353,7 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
     gained = [(short, full) for short, full in found if _worth(short.points) == "a gain"]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     message = f"Of {len(gained)} gains by BKN after a short training, {smaller} are smaller at full length"
-    figure.suptitle(_title(message, "the same recipe for both; (gradient batch, statistics batch)", 90), size=10.5)
+    figure.suptitle(_title(message, "one recipe, shortened or not; (gradient batch, statistics batch)", 90), size=10.5)
     return figure
 
 

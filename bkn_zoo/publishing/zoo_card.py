@@ -63,7 +63,8 @@ UNTESTED = """\
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
 - At a recipe's full length: on CIFAR-10, GroupNorm, BN with one image a group and with eight, and BRN but for two; on
   Tiny ImageNet, groups of one image, BRN and GroupNorm. [docs/results.md](docs/results.md) has these in shorter
-  trainings. With ResNet101, none of these, nor what the link between layers is worth."""
+  trainings, as it has learning rates, gradient batches of 64 and fewer, and a wider BN. With ResNet101, none of these,
+  nor what the link between layers is worth."""
 
 TRAINING = """\
 ## Time and energy of training
