@@ -1,5 +1,7 @@
 """The command `bkn-zoo`, again and again, each time in a process of its own; PyTorch is imported once for all of them.
 
+There it knows one more network, `shallow`, which is trained soon.
+
     python tests/forked_commands.py      # reads requests from its standard input, a line of JSON each, and answers each
 
 `Commands` starts it and asks. A request has the arguments, the variables of the environment that are added, and the
@@ -111,13 +113,17 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
+    from shallow import shallow
+
     from bkn_zoo.cli import ended, main
+    from bkn_zoo.models.registry import register
 
     for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torchvision"):  # sooner or later
         import_module(needed)
     for command in ("train", "evaluate", "publish"):
         import_module(f"bkn_zoo.cli.{command}")
 
+    register(num_classes=10)(shallow)
     gc.freeze()  # no command has to look through all this again
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:

@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 from PIL import Image
+from shallow import shallow
 
 import bkn_zoo
 from bkn_zoo.checkpoints import hub
 from bkn_zoo.checkpoints.files import sha256
 from bkn_zoo.checkpoints.folder import from_pretrained, load_folder
+from bkn_zoo.models.registry import register
 from bkn_zoo.modes import MODES
 
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
@@ -352,7 +354,8 @@ def training() -> Result:
         (tree / label).mkdir(parents=True)
         for k in range(12):
             Image.new("RGB", (8, 8), (value + k,) * 3).save(tree / label / f"{k}.png")
-    options = ("--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
+    register(num_classes=10)(shallow)
+    options = ("--model", "shallow_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
     options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner", "--private")
     refused = script("train.py", "--data", str(tree), *options, "--name", "not=a-repository")
     done = script("train.py", "--data", str(tree), *options, "--name", "photos")

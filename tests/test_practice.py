@@ -22,11 +22,13 @@ import torch
 from fastapi.testclient import TestClient
 from forked_commands import ROOT, Answer, Commands
 from PIL import Image
+from shallow import shallow
 
+from bkn_zoo.models import registry
 from service.app import create_app
 from service.settings import read_settings
 
-TINY = ("--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
+TINY = ("--model", "shallow_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
 
 
 def write_photos(folder: Path, **classes: int) -> None:
@@ -161,7 +163,7 @@ def test_a_signal_to_all_processes_saves_and_says_how_to_go_on_with_those_that_d
 
 
 def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_publication(
-    commands: Commands, place: Path
+    commands: Commands, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("first", "second"):
         done = commands("train", "--data", "photos", *TINY, "--epochs", "1", "--name", name)
@@ -179,6 +181,7 @@ def test_a_run_carries_its_name_into_folder_config_card_record_evaluation_and_pu
     assert json.loads((place / "measured.json").read_text())["checkpoint"] == "second"
     assert sorted(path.name for path in (place / "pictures").iterdir()) == ["confusion.png", "mistakes.png"]
     served = [str(place / "runs" / name / name) for name in ("first", "second")]
+    monkeypatch.setitem(registry._networks, "shallow", shallow)
     with TestClient(create_app(read_settings(["--models", *served]))) as client:
         assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["first", "second"]
     for name in ("first", "second"):
