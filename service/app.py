@@ -1,4 +1,4 @@
-"""The routes, and the command that serves them."""
+"""The routes, and what serves them."""
 
 import asyncio
 import hashlib
@@ -40,7 +40,7 @@ from .errors import (
     of_the_image,
     respond,
 )
-from .logs import set_up_logs
+from .logs import failed
 from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
@@ -56,9 +56,9 @@ from .schemas import (
     upload,
     uploads,
 )
-from .settings import Settings, read_settings
+from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
-from .workers import listen, supervise
+from .workers import listen
 
 Answers = dict[int | str, dict[str, Any]]
 ERRORS: Answers = {  # of those who send an image
@@ -392,22 +392,12 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
-    try:
-        settings = read_settings(sys.argv[1:] if arguments is None else arguments)
-        set_up_logs()
-        return serve(settings) if settings.workers == 1 else supervise(settings, serve)
-    except BknZooError as error:
-        return _failed(error)
-
-
 def serve(settings: Settings) -> int:
-    """The same in this process alone."""
+    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
     try:
         app = create_app(settings, one_of_many=settings.workers > 1)
     except BknZooError as error:
-        return _failed(error)
+        return failed(error)
     server = Server(app, settings)
     # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
@@ -420,14 +410,9 @@ def serve(settings: Settings) -> int:
         for caught, handler in before.items():
             signal.signal(caught, handler)
     failure = app.state.service.pool.failure or failure
-    code = 0 if failure is None else _failed(failure)
+    code = 0 if failure is None else failed(failure)
     if app.state.service.pool.loading or app.state.service.decoders.busy:  # for the end of which Python would wait
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
-
-
-def _failed(error: Exception) -> int:
-    print(f"bkn-zoo serve: {error}", file=sys.stderr)
-    return 1

@@ -38,3 +38,9 @@ def set_up_logs() -> None:
     logging.getLogger("service").setLevel(logging.INFO)
     warnings.simplefilter("ignore")  # those of libraries say what is odd about a stranger's image, once per oddity
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the Hub is first asked
+
+
+def failed(error: Exception) -> int:
+    """Say why the command ends, and return the code with which it does."""
+    print(f"bkn-zoo serve: {error}", file=sys.stderr)
+    return 1

@@ -159,8 +159,11 @@ def test_listing_checkpoints_imports_no_library() -> None:
 
 
 def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on() -> None:
-    code = "import gc, service.__main__\nassert gc.isenabled()"
-    modules = loaded(f"import os\nos.environ.pop('TRITON_INTERPRET', None)\n{code}")
+    code = "import gc, os, service.__main__ as command\nos.environ.pop('TRITON_INTERPRET', None)"
+    only_others_serve = "\nassert 'torch' not in sys.modules and 'fastapi' not in sys.modules"
+    none = "\ncommand.main(['--models', './nowhere', '--port', '0'])\nassert gc.isenabled()"
+    modules = loaded(code + only_others_serve + none)
+    assert "service.app" in modules
     assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
     if not torch.cuda.device_count():
         assert "triton" not in modules, "a quarter of a second and 100 MB for kernels that cannot run"

@@ -31,7 +31,8 @@ import bkn_zoo
 from bkn_zoo import Classifier, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES
-from service.app import Service, create_app, main
+from service.app import Service, create_app
+from service.command import main
 from service.errors import MalformedRequestError, ServiceError
 from service.settings import Settings, read_settings
 from service.uploads import read_uploads
@@ -591,7 +592,7 @@ def test_a_bad_setting_is_named_in_one_sentence(flags: list[str], named: str) ->
 
 @pytest.mark.usefixtures("bundled")
 def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    monkeypatch.setattr("service.command.set_up_logs", lambda: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -653,7 +654,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_claims_to_serve(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.app.set_up_logs", lambda: None)  # it would go on writing where this test captures
+    monkeypatch.setattr("service.command.set_up_logs", lambda: None)  # it would go on writing where this test captures
     (tmp_path / "empty").mkdir()
     shutil.copytree(checkpoints / "first", tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"")

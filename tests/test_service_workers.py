@@ -18,7 +18,7 @@ from service_process import ServiceProcess, save_small_checkpoint
 from test_service_load import picture
 
 from bkn_zoo.norms import MODES
-from service.app import main
+from service.command import main
 
 LONG = 60.0
 
@@ -215,7 +215,7 @@ def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: P
 
 
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    monkeypatch.setattr("service.command.set_up_logs", lambda: None)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
     assert main(["--workers", "2", "--port", "0", "--models", str(tmp_path / "broken")]) == 1
@@ -224,7 +224,7 @@ def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: 
 def test_workers_share_their_port_with_no_stranger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.app.set_up_logs", lambda: None)
+    monkeypatch.setattr("service.command.set_up_logs", lambda: None)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
