@@ -34,8 +34,9 @@ from bkn_zoo.inference import engines, openvino_graph
 from bkn_zoo.inference.engines import Engine, OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, JoinedInception, fold, prepare
 from bkn_zoo.inference.openvino_graph import Symbol
-from bkn_zoo.models.inception import Inception
-from bkn_zoo.models.network import ConvNorm
+from bkn_zoo.models.inception import Inception, MaxPool
+from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.network import Branch, ConvNorm
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, GroupNorm2d, Statistics
 from bkn_zoo.norms.running import RunningNorm
@@ -61,6 +62,8 @@ def shorten(model: Network) -> None:
     for name in ("inception_4b", "inception_4d", "inception_5b"):
         if hasattr(model, name):
             delattr(model, name)
+    if isinstance(model, InceptionCifar):
+        model.inception_c, model.hidden = Branch(MaxPool()), nn.Linear(480, 1000)
     if isinstance(model, ResNet):
         for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
             del stage[1 + (stage is model.layer1) :]
