@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,20 @@ NETWORK = "timm:test_resnet"
 ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
     model = bkn_zoo.create_model(NETWORK, 4)
     model.statistics_batch_size = 2
     model.train()(torch.randn(4, 3, 64, 64))
-    bkn_zoo.save_pretrained(model.eval(), tmp_path / "mine", default_statistics="expected", **ABOUT)
-    return tmp_path / "mine"
+    folder = tmp_path_factory.mktemp("saved") / "mine"
+    bkn_zoo.save_pretrained(model.eval(), folder, default_statistics="expected", **ABOUT)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "mine"))
 
 
 @pytest.mark.parametrize(
