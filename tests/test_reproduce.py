@@ -540,7 +540,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(plan: Plan) -> None:
     assert "63.1 63.1 63.1 63.1 63.1" in before["link"]
     assert "Of 15 starts of the gain q other than 0.5, none is beyond chance" in before["gain"]
     assert "BKN (128,2) is 3.0 points above BN (128,128), 3.0 points above BN (128,2) and" in before["curves"]
-    assert "BKN ends above BN by more than chance at 6 of 6 pairs" in before["micro_batches"]
+    assert "On test images BKN ends above BN by more than chance with 6 of 6 pairs" in before["micro_batches"]
     leads = leads_by_length(plan, records)
     assert f"Of {len(leads)} gains by BKN after a short training, 0 are smaller at full length" in before["lengths"]
     assert (
@@ -559,7 +559,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(plan: Plan) -> None:
     assert "63.1 61.1 63.1 59.1 63.1" in after["link"]
     assert "6 are beyond chance: 0.15 with groups of 2 (+2.0), 0.3 with groups of 2 (+2.0)," in after["gain"]
     assert "BKN (128,2) is 1.0 points above BN (128,128)" in after["curves"]
-    assert "BKN ends above BN by more than chance at 5 of 6 pairs" in after["micro_batches"]
+    assert "On test images BKN ends above BN by more than chance with 5 of 6 pairs" in after["micro_batches"]
     fewer = [short for short, _ in leads_by_length(plan, records) if short.points.verdict() == "held"]
     assert len(fewer) < len(leads)
     assert f"Of {len(fewer)} gains by BKN after a short training, 5 are smaller at full length" in after["lengths"]
