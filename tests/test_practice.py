@@ -24,6 +24,7 @@ from forked_commands import ROOT, Answer, Commands
 from PIL import Image
 from shallow import shallow
 
+from bkn_zoo.cli.train import main as train_command
 from bkn_zoo.models import registry
 from service.app import create_app
 from service.settings import read_settings
@@ -143,6 +144,24 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
     last = go_on()
     assert last.code == 0, last.output
     assert between() >= 2, stops
+
+
+def test_ctrl_c_once_more_while_a_training_ends_leaves_out_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def told(*_: object) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "how to go on"
+
+    monkeypatch.setattr("bkn_zoo.cli.train.train", stopped)
+    monkeypatch.setattr("bkn_zoo.cli.train._how_to_go_on", told)
+    with pytest.raises(SystemExit) as end:
+        train_command(["--data", "photos"])
+    assert end.value.code == 130
+    assert "how to go on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

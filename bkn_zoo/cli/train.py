@@ -401,25 +401,27 @@ def _validation_split(data: Data) -> str:
 
 def main(arguments: list[str], prog: str | None = None) -> None:
     args, overrides = parse(arguments, prog)
-    interrupted = False
+    interrupted = ending = False
 
     def interrupt(*_: Any) -> None:
         nonlocal interrupted
         interrupted = True
-        raise KeyboardInterrupt
+        if not ending:
+            raise KeyboardInterrupt
 
-    try:
-        with handled(interrupt, signal.SIGINT):
+    with handled(interrupt, signal.SIGINT):
+        try:
             train(args, overrides)
-    except BaseException as error:
-        # Libraries make errors of their own of a KeyboardInterrupt that comes while they work.
-        if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
-            raise
-        if speaks():
-            command = shlex.join(launched([*(prog or "scripts/train.py").split(), *arguments]))
-            print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
-        # As a shell reports a process that a signal ended.
-        raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
+        except BaseException as error:
+            ending = True  # how to go on is said, if Ctrl-C comes once more or not
+            # Libraries make errors of their own of a KeyboardInterrupt that comes while they work.
+            if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
+                raise
+            if speaks():
+                command = shlex.join(launched([*(prog or "scripts/train.py").split(), *arguments]))
+                print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
+            # As a shell reports a process that a signal ended.
+            raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
 
 
 def _how_to_go_on(error: BaseException, command: str, args: argparse.Namespace) -> str:
