@@ -415,6 +415,28 @@ def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
 
 
 @pytest.mark.parametrize(
+    "flatten",
+    [
+        lambda m, x: x.reshape(-1, 3),
+        lambda m, x: x.view((-1, x.shape[-1])),
+        lambda m, x: torch.flatten(x, end_dim=-2),
+        lambda m, x: m.flatten(x),
+    ],
+)
+def test_tokens_that_a_network_begins_with_are_positions_of_their_image(flatten: Callable[[Any, Tensor], Any]) -> None:
+    """A network that begins with a linear layer is planned for inputs without positions: none are flattened there."""
+    network = Block(
+        lambda m, x: m.n1(m.fc(flatten(m, x))).view(x.shape[0], -1, 4),
+        fc=nn.Linear(3, 4), n1=nn.BatchNorm1d(4), flatten=nn.Flatten(0, -2),
+    )  # fmt: skip
+    converted = convert(network)
+    points = torch.randn(3, 7, 3)
+    with torch.no_grad():
+        normalized = converted.eval()(points, statistics="sample")
+    torch.testing.assert_close(normalized.var(1, correction=0), torch.ones(3, 4), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
     "reduce",
     [
         lambda x: x.flatten(2).max(2).values,

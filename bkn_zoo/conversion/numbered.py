@@ -56,6 +56,17 @@ def kept_images(name: str, args: Any) -> Tensor | None:
     return x if name in ("transpose", "swapaxes", "swapdims") and 0 not in given else None
 
 
+def merges_rows(name: str, x: Tensor, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether rows are flattened into the batch, although none are here: `x.view(-1, 3)` of x with 3 channels only.
+
+    Who writes so has inputs of more dimensions than the ones that we run the network on.
+    """
+    if name not in ("view", "reshape", "flatten") or not isinstance(result, Tensor) or result.shape != x.shape:
+        return False
+    first = args[1] if len(args) > 1 else kwargs.get("start_dim", kwargs.get("shape", 0))
+    return (first[0] if isinstance(first, tuple | list) else first) == (0 if name == "flatten" else -1)
+
+
 def equation_of(name: str, args: Any, tensors: list[Tensor]) -> str:
     """A product as `torch.einsum` would have it, in which a digit is a dimension of "..."; empty if it cannot be so.
 

@@ -25,6 +25,7 @@ from bkn_zoo.conversion.numbered import (
     equation_of,
     in_turn,
     kept_images,
+    merges_rows,
     reduced_dims,
     summed,
     tensors_in,
@@ -168,6 +169,7 @@ class _Planner:
         self.failed = False  # something could not be done to the numbers, or a layer got another rank than it takes
         self.lost = False  # and it may have moved images
         self.unsure = False  # something was called that is not known; most likely it left images where they were
+        self.merged = False  # rows were flattened into the batch, of which these inputs have one each
         self.origins: list[Origin] = []
         self.gates: set[int] = set()
         self.relevant = 0  # guesses that some norm comes after
@@ -274,6 +276,7 @@ class _Planner:
             result = _call(node, args, kwargs)
             if tensors and callable(result):  # `.values`, say, of what was taken for a tensor
                 return self.guess(node, tensors)
+            self.merged |= bool(tensors) and merges_rows(name, tensors[0], args, kwargs, result)
             return OTHER if not tensors and isinstance(result, Tensor) else result
         x = tensors[0]
         if name in SUMS or (name in ("max", "min") and len(tensors) > 1):
@@ -346,6 +349,8 @@ class _Planner:
             return x
         if isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.Softmax | nn.Softmax2d | nn.Tanh):
             return self.renumber(x, gate=True)
+        if isinstance(module, nn.Flatten):
+            self.merged |= merges_rows("flatten", x, (x, module.start_dim), {}, module(x))
         if isinstance(module, nn.Flatten | nn.Unflatten | nn.ChannelShuffle | nn.PixelShuffle | nn.PixelUnshuffle):
             return module(x)
         if type(module).__module__ in PASSING_LAYERS:
@@ -441,7 +446,7 @@ class _Planner:
         images = (x % IMAGES).reshape(len(x), -1)
         if bool((images.diff(dim=0) < 0).any()) or not (guessed or in_turn(x)):
             self.unfit[name] = INTERLEAVED
-        rows = len(x) != IMAGES or guessed
+        rows = len(x) != IMAGES or guessed or self.merged
         ordered = not self.lost and (len(x) != IMAGES or not self.unsure)
         call = len(self.plan.calls)
         self.relevant = len(self.plan.guesses)
