@@ -19,6 +19,8 @@ from test_service_load import picture
 
 from bkn_zoo.norms import MODES
 from service.command import main
+from service.settings import read_settings
+from service.workers import supervise
 
 LONG = 60.0
 
@@ -177,31 +179,28 @@ def spawned(process: ServiceProcess) -> set[int]:
     return found
 
 
-def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
-    """Neither one that serves nor one that only starts, in the place of another."""
-    with ServiceProcess(checkpoints, "--workers", "2") as process:
-        until(lambda: len(workers(process)) == 2, "two workers")
-        before = spawned(process)
-        assert workers(process) == before
-        os.kill(min(before), signal.SIGKILL)
-        until(lambda: bool(spawned(process) - before), "another comes in its place")
-        pids = spawned(process)
-        process.process.kill()
-        process.process.wait()
-        assert len(pids) == 2
-        try:
-            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
-        finally:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
 class JustStarted(ServiceProcess):
     """Entered as soon as it has two workers."""
 
     def _wait_until_ready(self) -> None:
         until(lambda: len(spawned(self)) == 2, "two workers")
+
+
+def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
+    """Neither one that serves nor one that only starts."""
+    with JustStarted(checkpoints, "--workers", "2") as process:
+        serving, starting = pids = sorted(spawned(process))
+        try:
+            os.kill(starting, signal.SIGSTOP)
+            until(lambda: serving in workers(process), "one of them serves")
+            os.kill(starting, signal.SIGCONT)
+            process.process.kill()
+            process.process.wait()
+            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: Path) -> None:
@@ -214,11 +213,9 @@ def test_ctrl_c_while_workers_start_ends_them_without_a_traceback(checkpoints: P
         assert "bkn_zoo serves" not in process.log(), "nothing was loaded first"
 
 
-def test_workers_that_cannot_start_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.command.set_up_logs", lambda: None)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    assert main(["--workers", "2", "--port", "0", "--models", str(tmp_path / "broken")]) == 1
+def test_workers_that_cannot_start_end_the_command() -> None:
+    serves_nothing = bool  # True of any settings, as of an exit code that is not 0
+    assert supervise(read_settings(["--workers", "2", "--port", "0"]), serves_nothing) == 1
 
 
 def test_workers_share_their_port_with_no_stranger(
