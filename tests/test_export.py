@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,24 @@ from bkn_zoo.norms import BatchKalmanNorm2d
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 openvino = pytest.importorskip("openvino")
-for package in ("timm", "onnxscript"):
-    pytest.importorskip(package)
+pytest.importorskip("onnxscript")
+efficientnet = pytest.importorskip("timm.models.efficientnet")
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
 
 OWN, CONVERTED = "inception_cifar_bkn", "timm:test_efficientnet"  # which has depthwise convolutions and gates
 SIZE = 32
 ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(SIZE, (0.4,) * 3, (0.2,) * 3)}
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_block() -> Iterator[None]:
+    """Of the converted network's, the last, which has all that it is here for: each takes seconds."""
+    decode = efficientnet.decode_arch_def
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(efficientnet, "decode_arch_def", lambda blocks, *rest: decode(blocks[-1:], *rest))
+        yield
 
 
 @pytest.fixture(scope="module")
