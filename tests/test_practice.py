@@ -134,7 +134,7 @@ def test_stopped_at_random_moments_a_training_ends_with_the_very_same_weights(co
         return answer
 
     trial = 0
-    while trial < 6 or (between() < 2 and trial < 40):  # how much of a run its steps are depends on the machine
+    while trial < 3 or (between() < 2 and trial < 40):  # how much of a run its steps are depends on the machine
         moment = moments.uniform(0, 0.8 * whole.seconds)
         twice = [(signal.SIGINT, moment + 0.005)] if trial % 3 == 2 else []
         answer = go_on((signal.SIGINT, moment), *twice)
