@@ -502,11 +502,16 @@ def test_an_arm_of_which_a_seed_diverged_is_no_rival_and_scatters_nothing_else(p
     assert "| BKN with two, against BRN |  |  | BRN did not learn with every seed |" in text
 
 
-def test_plots_are_drawn_from_records_and_left_out_without(plan: Plan, tmp_path: Path) -> None:
+def test_plots_are_drawn_from_records_and_left_out_without(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them, since to write a picture takes a second; what all show is below."""
     pytest.importorskip("matplotlib")
+    for name in list(PLOTS)[2:]:
+        monkeypatch.delitem(PLOTS, name)
     records = invented(plan)
     paths = draw(plan, records, tmp_path)
-    assert {path.stem for path in paths} == set(PLOTS)
+    assert [path.stem for path in paths] == list(PLOTS)
     assert all(path.stat().st_size > 10_000 for path in paths)
     again = figures(plan, records)
     assert all(drawn(path) == plotted(again[path.stem]) for path in paths)
