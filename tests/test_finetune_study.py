@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 def study(load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script, with a network that a processor trains in seconds, and fewer images."""
     module = load_script("finetune_study")
-    for name, value in {"CHECKPOINT": "inception_cifar_bkn.cifar10", "PER_CLASS": 10, "TESTED": 4, "SIDE": 32}.items():
+    for name, value in {"CHECKPOINT": "inception_cifar_bkn.cifar10", "PER_CLASS": 10, "TESTED": 4, "SIDE": 16}.items():
         monkeypatch.setattr(module, name, value)
     return module
 
@@ -39,7 +39,7 @@ def test_every_seed_trains_on_images_of_its_own_and_all_are_tested_on_the_same(s
     write_official(tmp_path / "official", ("cat", "dog"))
     assert study.main(["--pack", str(tmp_path / "small"), "--imagewoof", str(tmp_path / "official")]) == 0
     packed = tmp_path / "small" / "imagewoof"
-    assert Image.open(packed / "train" / "cat" / "000.jpg").size == (32, 32)
+    assert Image.open(packed / "train" / "cat" / "000.jpg").size == (16, 16)
     trees = [study.tree_of(packed, seed, tmp_path / str(seed)) for seed in SEEDS]
     trained = [{path.resolve() for path in tree.glob("train/*/*")} for tree in trees]
     assert [len(paths) for paths in trained] == [20, 20, 20]
