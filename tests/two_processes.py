@@ -1,13 +1,16 @@
 """One of two processes that train together over gloo; test_fit.py starts both and judges what they leave.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/two_processes.py FOLDER ARGUMENTS
+    python tests/two_processes.py FOLDER ARGUMENTS
 
-First scripts/train.py with the arguments, then cases of their own: importing PyTorch twice takes longer than either.
+They are told what torchrun tells those that it starts, but one is forked from the other, since importing PyTorch takes
+seconds. First scripts/train.py with the arguments, then cases of their own.
 """
 
+import atexit
 import os
 import runpy
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -169,6 +172,20 @@ def main(folder: Path, *arguments: str) -> None:
     dist.destroy_process_group()
 
 
+def be_two() -> None:
+    """One process of two from here on; the first ends after the second, and only well if that did."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    other = os.fork()
+    place = {"RANK": "0" if other else "1", "LOCAL_RANK": "0" if other else "1"}
+    os.environ |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    if other:
+        atexit.register(lambda: os.waitpid(other, 0)[1] and os._exit(1))
+
+
 if __name__ == "__main__":
     registry._networks["inception_cifar"] = shallow
+    be_two()
     main(Path(sys.argv[1]), *sys.argv[2:])
