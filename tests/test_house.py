@@ -128,41 +128,55 @@ def test_contributing_shows_every_room_and_every_test_file() -> None:
     assert missing + [file for file in sorted(files) if f"`{file}`" not in text] == []
 
 
-# What is loaded, in a process of its own.
+# What is loaded, in a process of its own: importing PyTorch takes seconds.
 
 HEAVY = ["torch", "numpy", "PIL", "safetensors", "huggingface_hub", "tqdm", "openvino", "torchvision"]
+STAGES = {
+    "package": "import bkn_zoo",
+    "list": "import bkn_zoo.cli; bkn_zoo.cli.main(['list'])",
+    "command": "import gc, os, service.__main__ as command; os.environ.pop('TRITON_INTERPRET', None)",
+    "layer": "from bkn_zoo import BatchKalmanNorm2d",
+    "service": "command.main(['--models', './nowhere', '--port', '0']); assert gc.isenabled()",
+}
 
 
-def loaded(code: str) -> set[str]:
-    run = [sys.executable, "-c", f"import sys, json\n{code}\nprint(json.dumps(list(sys.modules)))"]
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Which modules are there after each stage, one after the other."""
+    told = "print('modules', json.dumps(list(sys.modules)))"
+    code = "\n".join(["import sys, json", *(line for stage in STAGES.values() for line in (stage, told))])
+    run = [sys.executable, "-c", code]
     result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    return set(json.loads(result.stdout.splitlines()[-1]))
+    found = [line.removeprefix("modules ") for line in result.stdout.splitlines() if line.startswith("modules ")]
+    return {stage: set(json.loads(line)) for stage, line in zip(STAGES, found, strict=True)}
 
 
-def test_importing_the_package_imports_next_to_nothing() -> None:
-    modules = loaded("import bkn_zoo")
+def test_importing_the_package_imports_next_to_nothing(loaded: dict[str, set[str]]) -> None:
+    modules = loaded["package"]
     assert modules.isdisjoint(HEAVY)
     assert {name for name in modules if name.startswith("bkn_zoo")} == {"bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"}
 
 
-def test_the_layer_comes_without_the_hub_cards_or_images() -> None:
-    modules = loaded("from bkn_zoo import BatchKalmanNorm2d")
+def test_listing_checkpoints_imports_no_library(loaded: dict[str, set[str]]) -> None:
+    """PyTorch alone would take seconds."""
+    assert loaded["list"].isdisjoint(HEAVY)
+
+
+def test_who_only_has_workers_serve_imports_neither_pytorch_nor_fastapi(loaded: dict[str, set[str]]) -> None:
+    assert loaded["command"].isdisjoint(["torch", "fastapi"])
+
+
+def test_the_layer_comes_without_the_hub_cards_or_images(loaded: dict[str, set[str]]) -> None:
+    modules = loaded["layer"]
     assert "torch" in modules
     assert modules.isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
     above = tuple(f"bkn_zoo.{wing}" for wing in ("checkpoints", "publishing", "inference", "training", "images"))
-    assert [name for name in modules if name.startswith(above)] == []
+    before = loaded["command"]  # what lists checkpoints, and reads settings
+    assert [name for name in modules - before if name.startswith(above)] == []
 
 
-def test_listing_checkpoints_imports_no_library() -> None:
-    """PyTorch alone would take seconds."""
-    assert loaded("import bkn_zoo.cli\nbkn_zoo.cli.main(['list'])").isdisjoint(HEAVY)
-
-
-def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on() -> None:
-    code = "import gc, os, service.__main__ as command\nos.environ.pop('TRITON_INTERPRET', None)"
-    only_others_serve = "\nassert 'torch' not in sys.modules and 'fastapi' not in sys.modules"
-    none = "\ncommand.main(['--models', './nowhere', '--port', '0'])\nassert gc.isenabled()"
-    modules = loaded(code + only_others_serve + none)
+def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on(loaded: dict[str, set[str]]) -> None:
+    modules = loaded["service"]
     assert "service.app" in modules
     assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
     if not torch.cuda.device_count():
