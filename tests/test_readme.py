@@ -158,6 +158,10 @@ def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -
     assert lead(short, "bkn.128-1", "bn.128-1").value > 50
     assert "With eight, BN needs no help: they end alike." in text
     assert lead(full, "bkn.128-8", "bn.128-8").verdict(same=True) == "held"
+    assert "On CIFAR-10 there is less to gain: a point with two images a group, and a point with one." in text
+    for few in ("128-2", "128-1"):
+        found = lead("cifar10_full", f"bkn.{few}", f"bn.{few}")
+        assert (found.verdict(), round(found.value)) == ("held", 1)
     assert "held at zero, the network is as good with two images a group, trained fully, each by its best rule." in text
     assert lead(full, "bkn.128-2", "bkn.128-2.link=False").verdict(same=True) == "held"
     assert "the link is worth two points in the short training, and no more than chance in the full one." in text

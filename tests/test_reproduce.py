@@ -486,20 +486,28 @@ def test_a_run_that_diverged_is_a_result(plan: Plan) -> None:
     assert "| BKN with two, against BRN | +3.00 ± " in text
 
 
-def test_an_arm_of_which_a_seed_diverged_is_no_rival_and_scatters_nothing_else(plan: Plan) -> None:
+def test_an_arm_of_which_a_seed_did_not_learn_is_no_rival_and_scatters_nothing_else(plan: Plan) -> None:
     records = invented(plan)
     arm = plan.arms["cifar100.brn.128-2"]
     without = {key: record for key, record in records.items() if key not in {run.key for run in arm.runs}}
     usual = deviation("cifar100", plan, without)
-    for run, top1 in zip(arm.runs, (10.0, 40.0, 50.0), strict=True):
-        metrics = {mode: {"top1": top1, "ece": 5.0} for mode in MODES}
-        records[run.key] = {**records[run.key], "test": metrics, "validation": metrics}
+
+    def ends(*top1: float) -> None:
+        for run, each in zip(arm.runs, top1, strict=True):
+            metrics = {mode: {"top1": each, "ece": 5.0} for mode in MODES}
+            records[run.key] = {**records[run.key], "test": metrics, "validation": metrics}
+
+    no_rival = "| BKN with two, against BRN |  |  | BRN did not learn with every seed |"
+    ends(1.1, 40.0, 50.0)
+    assert deviation("cifar100", plan, records) == usual
+    assert no_rival in page(plan, records, ROOT)
+    ends(10.0, 40.0, 50.0)
     assert deviation("cifar100", plan, records) != usual
     records[arm.runs[2].key]["failed"] = "the loss was not finite at step 7"
     assert deviation("cifar100", plan, records) == usual
     text = page(plan, records, ROOT)
     assert "| BRN | 128, 2 | **25.00 ± 21.21** | 2 of 3, 1 diverged |" in text
-    assert "| BKN with two, against BRN |  |  | BRN did not learn with every seed |" in text
+    assert no_rival in text
 
 
 def test_plots_are_drawn_from_records_and_left_out_without(

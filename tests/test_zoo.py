@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, read_runs, read_twins
+from bkn_zoo.publishing.cards import Run, but_for_twins, read_runs, read_twins
+from bkn_zoo.publishing.replication import CLASSES
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
 @each
 def test_its_classes_are_those_that_the_readme_counts_parameters_with(folder: Path) -> None:
     config = Config.read(folder / "config.json")
-    assert DATASETS[config.recipe["dataset"]].classes == config.num_classes
+    assert CLASSES[config.recipe["dataset"]] == config.num_classes
 
 
 @each

@@ -24,6 +24,7 @@ from bkn_zoo.publishing.replication import (
     between,
     chosen_statistics,
     counted,
+    learned,
     measured,
     read_run,
     recipe_key,
@@ -44,14 +45,12 @@ class Dataset(NamedTuple):
         hub: its id on the Hub.
         split: what the Hub calls the images that are the test images here.
         note: on those images, where the name misleads.
-        classes: how many it has.
     """
 
     shown: str | None
     hub: str | None = None
     split: str | None = None
     note: str = ""
-    classes: int | None = None
 
 
 OFFICIAL_VALIDATION = """\
@@ -59,10 +58,10 @@ The labels of Tiny ImageNet's own test images are not public. The test images he
 images, and the validation images here a part of its training images."""
 
 DATASETS = {  # by the name in a recipe
-    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test", classes=10),
-    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100", "test", classes=100),
-    "tiny_imagenet": Dataset("Tiny ImageNet", "zh-plus/tiny-imagenet", "valid", OFFICIAL_VALIDATION, classes=200),
-    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k", "validation", classes=1000),
+    "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test"),
+    "cifar100": Dataset("CIFAR-100", "uoft-cs/cifar100", "test"),
+    "tiny_imagenet": Dataset("Tiny ImageNet", "zh-plus/tiny-imagenet", "valid", OFFICIAL_VALIDATION),
+    "imagenet": Dataset("ImageNet-1k", "ILSVRC/imagenet-1k", "validation"),
     "folder": Dataset("images of its owner"),
 }
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
@@ -342,11 +341,7 @@ def _twins(config: Config, runs: Sequence[Run]) -> str:
         | {mode: _top1(to_the_end(members), mode) for mode in MODES}
         for (norm, *_), members in sorted(groups.items())
     ]
-    trained = {
-        key: members
-        for key, members in groups.items()
-        if len(to_the_end(members)) == len(members) and learned(chosen_top1(members), config.num_classes)
-    }
+    trained = {key: members for key, members in groups.items() if _learned(members, config)}
     gain = _gain(recipe, trained, _usual(_length(next(iter(groups.values()))[0]), config, runs))
     parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
     return "\n\n".join(filter(None, [TWINS, table(rows, list(rows[0])), gain, parts]))
@@ -427,7 +422,12 @@ def _usual(length: Length, config: Config, runs: Sequence[Run]) -> Deviation | N
         of_it = run["model"].rpartition("_")[0] == config.architecture.rpartition("_")[0]
         if of_it and run["recipe"]["dataset"] == config.recipe["dataset"] and _length(run) == length:
             arms.setdefault(recipe_key(read_recipe(None, {**run["recipe"], "seed": 0})), []).append(run)
-    return typical(chosen_top1(arm) for arm in arms.values() if len(to_the_end(arm)) == len(arm))
+    return typical(chosen_top1(arm) for arm in arms.values() if _learned(arm, config))
+
+
+def _learned(arm: Sequence[Run], config: Config) -> bool:
+    """Whether all of an arm's seeds did."""
+    return len(to_the_end(arm)) == len(arm) and learned(chosen_top1(arm), config.num_classes)
 
 
 def _part(length: Length, found: Mapping[str, Sequence[Run]], usual: Deviation | None, config: Config) -> str:
@@ -473,11 +473,6 @@ def _by_other_rules(found: Mapping[str, Sequence[Run]], usual: Deviation | None)
             three = top1["plain"] and f"{less('whole', 'plain')}, {link} and {less('unlinked', 'plain')}"
             parts.append(f"by {shown}, {three or f'{link} for the link'}")
     return f" With one rule at inference for all three networks these are, {'; '.join(parts)}." if parts else ""
-
-
-def learned(top1: Sequence[float], classes: int) -> bool:
-    """Whether each of several networks is better than guessing, and not by a little."""
-    return min(top1) >= 2 * 100 / classes
 
 
 def chosen_top1(runs: Sequence[Run]) -> list[float]:

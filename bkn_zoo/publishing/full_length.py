@@ -14,7 +14,7 @@ import torch
 
 from bkn_zoo.models import create_model
 from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes, to_the_end
-from bkn_zoo.publishing.replication import counted, least_to_most, spread
+from bkn_zoo.publishing.replication import CLASSES, counted, least_to_most, spread
 from bkn_zoo.publishing.results import table
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
@@ -73,7 +73,7 @@ def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
 
 def full_length_table(rows: Iterable[FullLength]) -> str:
     """The rows, with what A costs in parameters."""
-    classes = {dataset.shown: dataset.classes for dataset in DATASETS.values()}
+    classes = {DATASETS[name].shown: count for name, count in CLASSES.items()}
 
     def line(row: FullLength) -> dict[str, str]:
         bn, bkn = (parameters(f"{row.network}_{norm}", classes[row.data]) / 1e6 for norm in ("bn", "bkn"))
@@ -91,7 +91,7 @@ def full_length_table(rows: Iterable[FullLength]) -> str:
     return table(lines, list(lines[0]))
 
 
-def parameters(name: str, classes: int | None) -> int:
+def parameters(name: str, classes: int) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in create_model(name, classes).parameters())
 

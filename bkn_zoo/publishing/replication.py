@@ -23,6 +23,8 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
 Record = Mapping[str, Any]
+CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
+"""How many a data set has, by its name in a recipe."""
 NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm"}
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
@@ -238,6 +240,11 @@ class Cell:
         """
         return [top1 for top1 in self._asked(mode, images) if top1 is not None]
 
+    def learned(self, mode: str | None = None) -> bool:
+        """Whether all its seeds did."""
+        dataset = self.arm.runs[0].recipe.dataset
+        return len(self.good) == len(self.records) and learned(self.top1(mode), CLASSES[dataset])
+
     def gaps(self, this: str | None, that: str | None) -> list[float]:
         """Between two modes on the test images, network by network."""
         pairs = zip(self._asked(this), self._asked(that), strict=True)
@@ -249,6 +256,11 @@ class Cell:
             asked = [each["recalibrated_validation"] for each in self.good if "recalibrated_validation" in each]
             mode = f"recalibrated {_best(asked)}" if asked else mode
         return [measured(each, images).get(mode or self.chosen, {}).get("top1") for each in self.good]
+
+
+def learned(top1: Sequence[float], classes: int) -> bool:
+    """Whether each of several networks is better than guessing, and not by a little."""
+    return min(top1) >= 2 * 100 / classes
 
 
 def chosen_statistics(records: Sequence[Record]) -> str:
@@ -287,10 +299,11 @@ class Deviation:
 def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
     """The one that is typical of a setting; None where no arm has several seeds.
 
-    Arms of which a seed diverged are left out: how far the others are apart is no chance of networks that train.
+    Arms of which a seed diverged or did not learn are left out: how far the others are apart is no chance of networks
+    that train.
     """
     found = (cell(arm, records) for arm in plan.arms.values() if arm.setting == setting)
-    return typical(each.top1(images=images) for each in found if len(each.good) == len(each.records))
+    return typical(each.top1(images=images) for each in found if each.records and each.learned())
 
 
 def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:

@@ -24,12 +24,13 @@ from bkn_zoo.publishing.replication import (
     spread,
 )
 from bkn_zoo.publishing.results import save_figures
-from bkn_zoo.publishing.results_page import WORTH, has_learned, leads
+from bkn_zoo.publishing.results_page import WORTH, leads
 from bkn_zoo.training.recipes import Recipe
 
 COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
 DEFAULT_GAIN = 0.5
 TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
+BEYOND = "(points, with 95 % interval; beyond ±2 logarithmic)"
 SPREAD = ",\nmean and standard deviation over seeds"
 
 
@@ -141,8 +142,8 @@ def _norm_and_link(found: list[Cell], plan: Plan, records: Mapping[str, Record])
     for group in sorted({group for _, group in of}):
         if all((label, group) in of for label in ("BKN", "BN", HELD)):
             bn, held = (_is(_less(of["BKN", group], of[label, group], plan, records)) for label in ("BN", HELD))
-            over = f"{bn} BN, {held} A held at zero" if has_learned(of["BN", group]) else f"{held} A held at zero"
-            none = "" if has_learned(of["BN", group]) else "; BN did not learn"
+            over = f"{bn} BN, {held} A held at zero" if of["BN", group].learned() else f"{held} A held at zero"
+            none = "" if of["BN", group].learned() else "; BN did not learn"
             parts.append(f"Groups of {group}: BKN is {over}{none}")
     return "\n".join(parts) or "Each norm by the size of groups"
 
@@ -198,17 +199,10 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
             [each.margin for _, each in members], label=f"q = {start:g}", linestyle="", capsize=3, **look,
         )  # fmt: skip
     axes.axhline(0, color="black", linewidth=1, label=f"q = {DEFAULT_GAIN:g}, the default")
-    # One start may be far below all others, and must not flatten them.
-    axes.set_yscale("symlog", linthresh=2, linscale=2)
-    ends = [each.value + side * each.margin for each in against.values() for side in (-1, 1)]
-    low, high = max(t for t in TICKS if t <= min(0.0, *ends)), min(t for t in TICKS if t >= max(1.0, *ends))
-    ticks = [tick for tick in TICKS if low <= tick <= high]
-    axes.set_ylim(low, high)
-    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
-    axes.minorticks_off()
+    _both_small_and_large(axes, against.values())
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.set(xlabel="images per statistics group", xlim=(-0.5, len(groups) - 0.5))
-    axes.set_ylabel("validation top-1, less that of the default\n(points, with 95 % interval; beyond ±2 logarithmic)")
+    axes.set_ylabel(f"validation top-1, less that of the default\n{BEYOND}")
     beyond = [
         f"{start:g} with groups of {group} ({each.value:+.1f})"
         for (group, start), each in against.items()
@@ -317,6 +311,17 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
         axes.plot(xs, ys, "x", color=COLOURS[norm], label=shown, clip_on=False)
 
 
+def _both_small_and_large(axes: Any, found: Iterable[Difference]) -> None:
+    """A scale of differences on which one that is many times the others does not flatten them."""
+    ends = [each.value + side * (each.margin if each.error is not None else 0) for each in found for side in (-1, 1)]
+    low, high = max(t for t in TICKS if t <= min(0.0, *ends)), min(t for t in TICKS if t >= max(1.0, *ends))
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_yscale("symlog", linthresh=2, linscale=2)
+    axes.set_ylim(low, high)
+    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
+    axes.minorticks_off()
+
+
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
     """BKN's lead over each rival after a short training, and after one of the recipe's full length."""
     found = sorted(leads(plan, records), key=lambda pair: -pair[0].points.value)
@@ -349,7 +354,8 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
         axes.grid(axis="y", alpha=0.3)
         lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9)
-    panels[0].set_ylabel("BKN's top-1 on the test images, less another's\n(points, with 95 % interval)")
+    _both_small_and_large(panels[0], [lead.points for ends in found for lead in ends])
+    panels[0].set_ylabel(f"BKN's top-1 on the test images, less another's\n{BEYOND}")
     gained = [(short, full) for short, full in found if _worth(short.points) == "a gain"]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     message = f"Of {len(gained)} gains by BKN after a short training, {smaller} are smaller at full length"
