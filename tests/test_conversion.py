@@ -920,6 +920,30 @@ def test_a_buffer_is_read_when_the_network_runs() -> None:
     assert converted.to("meta")(images.half().to("meta")).is_meta
 
 
+def test_what_a_forward_changes_in_place_changes_under_all_names() -> None:
+    """By `+=` too, which torch.fx takes for a sum: an input, a view, a buffer; not a number."""
+
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        x -= 1
+        block.seen += 1
+        y = block.norm(block.conv(x))
+        half, count = y[:, :2], y.size(0)
+        half *= block.seen
+        more = count
+        more += 1
+        return y * more / count
+
+    model = Block(forward, conv=conv(3, 4), norm=norm(4))
+    model.register_buffer("seen", torch.ones(()))
+    converted, images = convert(stir(model)), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    before = images.clone()
+    prove(model, converted, images)
+    assert torch.equal(images, before)
+    converted.double()(images)
+    assert converted.seen.item() == 2
+    torch.testing.assert_close(images, before - 1)
+
+
 @pytest.mark.parametrize("where", ["the network", "a module that holds no norm"])
 def test_what_a_forward_keeps_for_the_next_is_not_kept_by_the_conversion(where: str) -> None:
     """A cache would hold stand-ins for tensors: they cannot be copied, and are of one graph only."""
@@ -1044,6 +1068,16 @@ def after_a_pass(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return model
 
 
+def counting() -> nn.Module:
+    def forward(block: Any, x: Tensor) -> Tensor:
+        block.seen = block.seen + 1
+        return block.norm(block.conv(x))
+
+    model = Block(forward, conv=conv(3, 4), norm=norm(4))
+    model.register_buffer("seen", torch.zeros(()))
+    return model
+
+
 def on_two_devices() -> nn.Module:
     return nn.Sequential(conv(3, 4), norm(4), nn.Linear(4, 4, device="meta"))
 
@@ -1070,11 +1104,12 @@ def on_two_devices() -> nn.Module:
         (lambda: with_attribute(2 * torch.ones(2, requires_grad=True)), "because of its 3.kept"),
         (lambda: with_attribute(threading.Lock()), "because of its 3.kept"),
         (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
+        (counting, "in the place of its buffer seen"),
     ],
     ids=[
         "no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module",
         "parallel", "compiled", "iteration", "default", "unnamed", "weight norm", "spectral norm", "no leaf", "lock",
-        "zoo",
+        "zoo", "buffer",
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:

@@ -56,7 +56,7 @@ def prove(
     for model in (bn, bkn):
         model.eval()  # which may return nothing, if the network has a train() of its own
     with torch.no_grad():
-        output = _difference(_tensors(bn(*inputs)), _tensors(bkn(*inputs)))
+        output = _difference(_outputs(bn, inputs), _outputs(bkn, inputs))
     for module in bkn.modules():
         if isinstance(module, Converted):
             module.statistics_batch_size = None
@@ -90,7 +90,7 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
     model.train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        outputs = _tensors(model(*inputs)).values()
+        outputs = _outputs(model, inputs).values()
         torch.manual_seed(seed)  # random weights, since a mean of squares after a norm would have no gradient
         # Not `randn_like`, which goes by how a tensor lies in memory: that may differ.
         weights = [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in outputs]
@@ -102,7 +102,9 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
     return {"loss": loss.detach()}, gradients, buffers
 
 
-def _tensors(output: Any) -> dict[str, Tensor]:
+def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """Of copies of the inputs, which a network may change in place."""
+    output = model(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs))
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return {str(number): leaf for number, leaf in enumerate(leaves)}
 

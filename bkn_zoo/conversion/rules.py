@@ -45,7 +45,7 @@ PASSES = {
     "alpha_dropout", "stochastic_depth", "drop_path", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d",
     "max_pool2d", "max_pool3d", "lp_pool2d", "interpolate", "upsample", "pad", "clamp", "clip", "to", "float",
     "half", "bfloat16", "type", "type_as", "clone", "detach", "neg", "exp", "log", "sqrt", "rsqrt", "square", "abs",
-    "pow", "where", "masked_fill", "normalize", "layer_norm", "group_norm", "instance_norm", "batch_norm",
+    "pow", "ipow", "where", "masked_fill", "normalize", "layer_norm", "group_norm", "instance_norm", "batch_norm",
 }  # fmt: skip
 """Keep channels where they are: elementwise operations, pooling, dropout, other norms."""
 

@@ -2,11 +2,12 @@
 
 import inspect
 import math
+import operator
 import random
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +29,33 @@ def holds_batchnorm(module: nn.Module) -> bool:
     return any(map(is_batchnorm, module.modules()))
 
 
-class Buffer(fx.Proxy):
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    """`operator.iadd` and the like; of those themselves fx makes statements, which would change plain numbers too."""
+    operation = getattr(operator, name)
+
+    def change(x: Any, other: Any) -> Any:
+        return operation(x, other)
+
+    change.__name__ = change.__qualname__ = name
+    return change
+
+
+IN_PLACE = [_in_place(name) for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")]
+
+
+class Value(fx.Proxy):
+    """What `+=` and the like change in place, under all of its names: for fx they make another."""
+
+
+for function in IN_PLACE:
+
+    def method(self: Value, other: Any, function: Callable[[Any, Any], Any] = function) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    setattr(Value, f"__{function.__name__}__", method)
+
+
+class Buffer(Value):
     """A buffer, which is read when the network runs; only its shape may be looked at before."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: Tensor) -> None:
@@ -52,6 +79,9 @@ class Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
         self.autocasts = _autocasts()
+
+    def proxy(self, node: fx.Node) -> Value:
+        return Value(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Buffers are nodes, as parameters are: what a forward makes of one would be a constant otherwise."""
@@ -154,7 +184,25 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
             "now for good: draw them in a module of its own that holds no batch norm, such as torchvision's "
             "StochasticDepth or timm's DropPath."
         )
+    for name in _assigned_buffers(model):
+        raise ConversionError(
+            f"{type(model).__name__} puts another tensor in the place of its buffer {name} in its forward, which would "
+            "be forgotten: change the one that is there, by copy_ or +=."
+        )
     return graph
+
+
+def _assigned_buffers(model: nn.Module) -> list[str]:
+    """Those of a traced model that are not what they were, nor what was made of that in place."""
+    found = []
+    for path, module in model.named_modules():
+        for name, value in module._buffers.items():
+            node = value.node if isinstance(value, fx.Proxy) else None
+            while node and (node.target in IN_PLACE or (node.op == "call_method" and str(node.target)[-1] == "_")):
+                node = cast(fx.Node, node.args[0])
+            if node and node.op != "get_attr":
+                found.append(f"{path}.{name}".lstrip("."))
+    return found
 
 
 def part_hint(model: nn.Module, part: str) -> str:
