@@ -34,6 +34,7 @@ from bkn_zoo.publishing.cards import checkpoint_card
 
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL = "inception_cifar_bkn"
+pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -230,7 +231,7 @@ def test_a_gain_of_one_can_be_saved(tmp_path: Path) -> None:
 
 def test_a_gain_of_one_that_was_saved_as_infinity_is_loaded_as_one(tmp_path: Path) -> None:
     """As version 1 of the layer had it: a number, and infinite."""
-    name = "inception_a.branches.3.1.norm.raw_gain"
+    name = "inception_a.branches.1.1.norm.raw_gain"
     save_pretrained(make(), tmp_path / "old")
     edit_weights(tmp_path / "old", **{name.replace(".", "__"): torch.tensor(torch.inf)})
     loaded = from_pretrained(tmp_path / "old")
@@ -270,6 +271,7 @@ def test_the_callers_default_precision_and_autocast_change_nothing(folder: Path,
     assert max(verify_golden(tmp_path / "again").values()) < 1e-5
 
 
+@pytest.mark.usefixtures("whole_network")
 def test_weights_beyond_the_limit_are_sharded_as_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 1_200_000
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
@@ -345,7 +347,10 @@ KILLED = """
     torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
     import bkn_zoo
     from bkn_zoo.checkpoints import folder as checkpoints
+    from bkn_zoo.models import registry
+    from shallow import shallow
 
+    registry._networks["inception_cifar"] = shallow
     checkpoints._outputs = lambda model, images: {"population": torch.zeros(1, 2)}
     real = {name: getattr(os, name) for name in ("fsync", "rename")}
     model = bkn_zoo.create_model("inception_cifar_gn", num_classes=2)
@@ -385,7 +390,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Per situation, the folders that a process was writing when it was killed at one step after another."""
     root = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    variables = os.environ | {"PYTHONPATH": path}
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     steps = dict(zip(("replace", "fresh"), map(int, result.stdout.split()), strict=True))
     return {name: [root / name / f"step_{i}" for i in range(count + 1)] for name, count in steps.items()}
@@ -503,8 +510,8 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
         ("fc.bias", float("inf"), "fc.bias is not finite"),
         ("conv.norm.running_var", float("inf"), "conv.norm.running_var is not finite"),
         ("fc.weight", 7e4, "fc.weight reaches 7e.04, too large for torch.float16"),
-        ("inception_a.branches.3.1.norm.raw_gain", float("nan"), "raw_gain is not finite"),
-        ("inception_a.branches.3.1.norm.raw_gain", float("-inf"), "raw_gain is not finite"),
+        ("inception_a.branches.1.1.norm.raw_gain", float("nan"), "raw_gain is not finite"),
+        ("inception_a.branches.1.1.norm.raw_gain", float("-inf"), "raw_gain is not finite"),
     ],
 )
 def test_weights_that_cannot_be_stored_are_refused(tensor: str, value: float, words: str, tmp_path: Path) -> None:
@@ -517,7 +524,7 @@ def test_weights_that_cannot_be_stored_are_refused(tensor: str, value: float, wo
 
 def test_a_network_whose_outputs_overflow_is_refused(tmp_path: Path) -> None:
     model = make("inception_cifar_gn")
-    model.inception_a.branches[3][1].norm.weight.data.fill_(3e38)
+    model.inception_a.branches[1][1].norm.weight.data.fill_(3e38)
     with pytest.raises(CheckpointError, match="population output is not finite"):
         save_pretrained(model, tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []
@@ -995,8 +1002,8 @@ def test_resnet101_bkn_gives_torchvisions_outputs_by_the_population_and_trains_f
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
     twin, model = make("inception_cifar_bn").eval(), make(shared_process_noise=shared).eval()
-    twin.conv.norm.running_var[0] = twin.inception_a.branches[3][1].norm.running_var[0] = 0  # dead channels
-    before = model.inception_a.branches[3][1].norm.process_noise.detach().clone()
+    twin.conv.norm.running_var[0] = twin.inception_a.branches[1][1].norm.running_var[0] = 0  # dead channels
+    before = model.inception_a.branches[1][1].norm.process_noise.detach().clone()
     load_batchnorm_weights(model, twin.state_dict())
     with torch.inference_mode():
         assert_same_outputs(model(IMAGES), twin(IMAGES))
@@ -1019,7 +1026,7 @@ def test_image_statistics_that_batch_normalization_never_kept_are_derived(named:
     fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
     model = make()
     load_batchnorm_weights(model, plain | {name: x for name, x in fresh.items() if named and ".image_" in name})
-    norm = model.inception_b.branches[3][1].norm
+    norm = model.inception_a.branches[1][1].norm
     assert torch.equal(norm.image_mean, norm.running_mean)
     assert torch.equal(norm.image_var, norm.running_var)
     assert torch.equal(norm.image_spread, torch.zeros_like(norm.image_spread))
@@ -1039,7 +1046,7 @@ def test_a_bn_network_takes_bn_weights_too() -> None:
         (lambda state: state.pop("conv.norm.running_var"), "lacks conv.norm.running_var"),
         (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
         (lambda state: state.update(epoch=3), "holds epoch in excess"),
-        (lambda state: state.update({"inception_a.branches.3.1.norm.raw_gain": torch.ones(())}), "raw_gain in excess"),
+        (lambda state: state.update({"inception_a.branches.1.1.norm.raw_gain": torch.ones(())}), "raw_gain in excess"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
