@@ -36,6 +36,7 @@ from bkn_zoo.norms.running import RunningNorm
 PREPROCESSING = Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 LABELS = ["ape", "bee", "cat", "dog", "elk", "fox"]
 ENGINES = ["torch", pytest.param("openvino", marks=pytest.mark.skipif(ov is None, reason="openvino is not installed"))]
+pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
 @pytest.fixture(scope="module")
