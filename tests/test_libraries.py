@@ -52,7 +52,7 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [(NETWORK, {"drop_rate": 0.1}), ("torchvision:mobilenet_v2", {"width_mult": 0.25})]
+    ("name", "options"), [(NETWORK, {"drop_rate": 0.1}), ("torchvision:resnet18", {"zero_init_residual": True})]
 )
 def test_a_checkpoint_names_library_builder_and_options_and_gives_the_network_back(
     name: str, options: dict[str, Any], tmp_path: Path
