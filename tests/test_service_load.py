@@ -136,16 +136,16 @@ def roomy(checkpoints: Path) -> Iterator[ServiceProcess]:
         yield process
 
 
-def check_that_statistics_never_leak(url: str) -> None:
-    """200 requests at once of ten images in all modes, in random order, are answered as one at a time."""
-    images = [picture(number) for number in range(10)]
-    asked = [(number, mode) for number in range(10) for mode in MODES]
+def check_that_statistics_never_leak(url: str, requests: int = 60, count: int = 4) -> None:
+    """So many requests at once of some images in all modes, in random order, are answered as one at a time."""
+    images = [picture(number) for number in range(count)]
+    asked = [(number, mode) for number in range(count) for mode in MODES]
     alone = {(k, mode): ask_now(url, f"{CLASSIFY}&statistics={mode}", images[k]).scores() for k, mode in asked}
-    for number in range(10):  # else a leak would not show
+    for number in range(count):  # else a leak would not show
         modes = [list(alone[number, mode].values()) for mode in MODES]
         assert min(max(np.abs(np.subtract(modes[a], modes[b]))) for a, b in ((0, 1), (0, 2), (1, 2))) > 1e-4
 
-    order = [asked[k % len(asked)] for k in range(200)]
+    order = [asked[k % len(asked)] for k in range(requests)]
     random.Random(3).shuffle(order)
     calls = (ask(url, request(f"{CLASSIFY}&statistics={mode}", images[number])) for number, mode in order)
     for (number, mode), reply in zip(order, all_at_once(*calls), strict=True):
@@ -155,7 +155,7 @@ def check_that_statistics_never_leak(url: str) -> None:
 
 
 def test_statistics_never_leak_between_200_concurrent_requests(roomy: ServiceProcess) -> None:
-    check_that_statistics_never_leak(roomy.url)
+    check_that_statistics_never_leak(roomy.url, 200, 10)
 
 
 def test_an_overloaded_service_refuses_some_serves_the_rest_and_stays_alive(checkpoints: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_overloaded_service_refuses_some_serves_the_rest_and_stays_alive(chec
         all_at_once(*(ask(process.url, request(CLASSIFY, body)) for _ in range(64)))  # warm
         before, replies = process.memory(), []
         with Watch(process.url) as watch:
-            end = time.perf_counter() + 4
+            end = time.perf_counter() + 2
             all_at_once(*(client(process.url, end, replies) for _ in range(64)))
         grown = process.memory() - before
 
