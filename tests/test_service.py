@@ -622,7 +622,7 @@ def test_a_model_that_cannot_be_loaded_drives_no_other_out(checkpoints: Path, ph
 def test_named_models_are_loaded_at_the_start_and_of_those_bundled_the_default(
     arguments: list[str], loaded: int
 ) -> None:
-    with TestClient(create_app(read_settings(arguments))) as client:
+    with TestClient(create_app(read_settings([*arguments, "--engine", "torch"]))) as client:
         until_ready(client)
         models = client.get("/v1/models").json()["models"]
         assert len(models) >= 3
