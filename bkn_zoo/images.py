@@ -365,7 +365,8 @@ def _slim_png(data: bytes) -> tuple[bytes, None]:
         if end > len(data):
             raise EOFError("cut short")
         if kind[0] & 0x20 == 0 or kind in (b"tRNS", b"eXIf"):  # a capital letter marks what no reader may skip
-            kept.append(data[place:end])
+            # How the camera was held may stand behind the pixels, where Pillow says it too late.
+            kept.insert(2 if kind == b"eXIf" else len(kept), data[place:end])
         if kind == b"IEND":
             return b"".join(kept), None
         place = end

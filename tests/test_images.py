@@ -276,6 +276,12 @@ def test_the_camera_s_orientation_is_applied_once(format: str, orientation: int)
         assert np.abs(pixels(found) - pixels(upright)).max() < 40
 
 
+def test_a_png_may_say_behind_its_pixels_how_the_camera_was_held() -> None:
+    data, end = encoded(picture(), "PNG"), chunk(b"IEND", b"")
+    turned = data.removesuffix(end) + chunk(b"eXIf", exif_of((0x0112, 3, 1, 6))) + end
+    assert open_image(turned).size == picture().size[::-1]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_metadata_does_not_spoil_good_pixels() -> None:
     for junk in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\x01" * 50):
