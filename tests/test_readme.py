@@ -22,8 +22,9 @@ import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.chance import Difference
 from bkn_zoo.publishing.full_length import FullLength, drawn
-from bkn_zoo.publishing.replication import Difference, difference, read_plan, read_records
+from bkn_zoo.publishing.replication import difference, read_plan, read_records
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [

@@ -26,12 +26,10 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
+from bkn_zoo.publishing.chance import Deviation, Difference, between, typical
 from bkn_zoo.publishing.full_length import drawn
 from bkn_zoo.publishing.replication import (
-    Deviation,
-    Difference,
     Plan,
-    between,
     cell,
     deviation,
     difference,
@@ -39,7 +37,6 @@ from bkn_zoo.publishing.replication import (
     missing,
     read_plan,
     read_records,
-    typical,
     verdict,
 )
 from bkn_zoo.publishing.results import plotted

@@ -16,20 +16,16 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.publishing.chance import Deviation, Difference, between, spread, typical
 from bkn_zoo.publishing.replication import (
     LAUNCHING,
     NORMS,
-    Deviation,
-    Difference,
-    between,
     chosen_statistics,
     counted,
     learned,
     measured,
     read_run,
     recipe_key,
-    spread,
-    typical,
 )
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe, read_recipe

@@ -7,8 +7,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.chance import between
 from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, diverged, measured
-from bkn_zoo.publishing.replication import between
 from bkn_zoo.publishing.results import save_figures, table
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}

@@ -9,12 +9,11 @@ from statistics import mean
 from typing import Any
 
 from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.chance import SAME, Difference, spread
 from bkn_zoo.publishing.replication import (
     HELD,
-    SAME,
     Arm,
     Cell,
-    Difference,
     Experiment,
     Lead,
     Plan,
@@ -27,7 +26,6 @@ from bkn_zoo.publishing.replication import (
     leads_by_length,
     listed,
     missing,
-    spread,
     verdict,
 )
 from bkn_zoo.publishing.results import table

@@ -10,19 +10,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
-from bkn_zoo.publishing.replication import (
-    HELD,
-    Cell,
-    Difference,
-    Plan,
-    Record,
-    between,
-    cell,
-    cells,
-    counted,
-    deviation,
-    spread,
-)
+from bkn_zoo.publishing.chance import Difference, between, spread
+from bkn_zoo.publishing.replication import HELD, Cell, Plan, Record, cell, cells, counted, deviation
 from bkn_zoo.publishing.results import save_figures
 from bkn_zoo.publishing.results_page import WORTH, leads
 from bkn_zoo.training.recipes import Recipe
