@@ -1,9 +1,9 @@
 """All that test_hub.py does with the Hub's client, in one process, since importing PyTorch takes seconds.
 
-    python hub_cases.py online FOLDER OUTPUT.json     # cases against the server of HF_ENDPOINT
-    python hub_cases.py offline FOLDER OUTPUT.json    # with the cache that the first has filled
+    python hub_cases.py FOLDER OUTPUT.json     # cases against the server of HF_ENDPOINT, then one without
 
-Each case is a function; what it returns goes to the output under its name.
+Each case is a function; what it returns goes to the output under its name. The one without a server is in a process
+that is forked before the client is imported, which reads then whether it is to be offline.
 """
 
 import base64
@@ -38,7 +38,7 @@ from bkn_zoo.modes import MODES
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
 ENDPOINT = os.environ["HF_ENDPOINT"]
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(sys.argv[1])
 REPOSITORY = f"owner/{FOLDER.name}"
 SECOND_SHARD = sorted(FOLDER.glob("model-*.safetensors"))[1].name
 ZOO_NAME = "inception_cifar_bkn.cifar10"
@@ -47,6 +47,7 @@ IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))  # 
 REAL_SLEEP = time.sleep
 Result = dict[str, Any]
 waits: list[float] = []
+register(num_classes=10)(shallow)
 bundled = load_folder(FOLDER)
 with torch.inference_mode():
     EXPECTED = {mode: bundled(IMAGES, mode) for mode in MODES}
@@ -71,9 +72,10 @@ def copy(name: str, files: dict[str, bytes] | None = None, remove: tuple[str, ..
 def load(name: str) -> Result:
     """Whether loading gives the bundled checkpoint's outputs bit for bit, or the error."""
     waits.clear()
-    seen = len(tell("log")) if sys.argv[1] == "online" else 0
+    online = "HF_HUB_OFFLINE" not in os.environ
+    seen = len(tell("log")) if online else 0
     result = guarded(lambda: compared(from_pretrained(name)))
-    requests = tell("log")[seen:] if sys.argv[1] == "online" else []
+    requests = tell("log")[seen:] if online else []
     return result | {"waits": list(waits), "requests": requests}
 
 
@@ -150,8 +152,10 @@ def loading() -> Result:
 def of_the_zoo() -> Result:
     """A trained checkpoint of this tree: published, loaded from an empty cache, and asked about a photograph."""
     published = script("publish.py", ZOO_NAME, "--namespace", "zoo")
-    ours = bkn_zoo.Classifier.from_pretrained(ZOO_NAME)(PHOTO, top_k=10)
-    theirs = bkn_zoo.Classifier.from_pretrained(f"zoo/{ZOO_NAME}")(PHOTO, top_k=10)
+    ours, theirs = (
+        bkn_zoo.Classifier.from_pretrained(name, engine="torch")(PHOTO, top_k=10)
+        for name in (ZOO_NAME, f"zoo/{ZOO_NAME}")
+    )
     return published | {"same": ours.predictions == theirs.predictions, "revisions": [ours.revision, theirs.revision]}
 
 
@@ -269,7 +273,7 @@ def moving_revision() -> Result:
 def full_disk() -> Result:
     copy("large")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))  # a write beyond it fails as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond it fails as on a full disk
     try:
         full = load("owner/large")
     finally:
@@ -354,7 +358,6 @@ def training() -> Result:
         (tree / label).mkdir(parents=True)
         for k in range(12):
             Image.new("RGB", (8, 8), (value + k,) * 3).save(tree / label / f"{k}.png")
-    register(num_classes=10)(shallow)
     options = ("--model", "shallow_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
     options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner", "--private")
     refused = script("train.py", "--data", str(tree), *options, "--name", "not=a-repository")
@@ -420,14 +423,31 @@ def offline() -> Result:
     return {key: load(name) for key, name in names.items()}
 
 
-def main() -> None:
-    time.sleep = waits.append  # type: ignore[assignment]  # waiting is recorded, not done
-    cases = ONLINE if sys.argv[1] == "online" else [offline]
-    output = Path(sys.argv[3])
-    results: Result = {"client_was_imported": CLIENT_WAS_IMPORTED}
+def run(cases: list[Callable[[], Result]]) -> Result:
+    results: Result = {}
     for case in cases:
         started = time.monotonic()
         results[case.__name__] = guarded(case) | {"seconds": time.monotonic() - started}
+    return results
+
+
+def main() -> None:
+    time.sleep = waits.append  # type: ignore[assignment]  # waiting is recorded, not done
+    output = Path(sys.argv[2])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the other has filled the cache
+        os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+        output.with_suffix(".offline").write_text(json.dumps(run([offline])))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    results = {"client_was_imported": CLIENT_WAS_IMPORTED} | run(ONLINE)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+    results |= json.loads(output.with_suffix(".offline").read_text())
     output.write_text(json.dumps(results, indent=1))
 
 

@@ -1,6 +1,6 @@
 """The Hub, through its unmodified client, over HTTP to a server on this machine: publish, load, and all that can fail.
 
-One subprocess (hub_cases.py) does everything that needs the client online, one more what must work offline; the tests
+One subprocess (hub_cases.py) does everything that needs the client online, and then what must work offline; the tests
 read what came out.
 """
 
@@ -23,6 +23,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from service_process import DIRECT, ServiceProcess
+from shallow import shallow
 
 import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
@@ -30,12 +31,20 @@ from bkn_zoo.checkpoints import hub, locate
 from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.models import registry
 from bkn_zoo.publishing.publish import card_from_results
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
-NAME = "inception_cifar_bkn.test"
+NAME = "shallow_bkn.test"
 ZOO_NAME = "inception_cifar_bkn.cifar10"
 Result = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._networks, "shallow", shallow)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +54,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(root: Path) -> Path:
-    """A bundled checkpoint of several shards, with its card."""
+    """A bundled checkpoint of three shards, with its card; of few layers, since it is loaded very often."""
     torch.manual_seed(0)
-    model = bkn_zoo.create_model("inception_cifar_bkn", num_classes=10).train()
+    model = bkn_zoo.create_model("shallow_bkn", num_classes=10).train()
     model.statistics_batch_size = 2
     model(torch.randn(4, 3, 32, 32))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "MAX_FILE_SIZE", 1_200_000)
+        patch.setattr(checkpoints, "MAX_FILE_SIZE", 200_000)
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
         bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about)
     (root / "bundled" / "results" / "runs").mkdir(parents=True)
@@ -63,37 +72,33 @@ def folder(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[HubServer]:
     (root / "server").mkdir()
-    server = HubServer(root / "server", TOKEN, part_size=1_000_000)  # so that some shards are sent in parts, some whole
+    server = HubServer(root / "server", TOKEN, part_size=100_000)  # so that some shards are sent in parts, some whole
     yield server
     server.shutdown()
 
 
-def run(kind: str, folder: Path, endpoint: str, **variables: str) -> Result:
+@pytest.fixture(scope="module")
+def online(folder: Path, server: HubServer) -> Result:
     home = folder.parent.parent
-    output = home / f"{kind}.json"
+    output = home / "found.json"
     environment = {
         k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("HF_", "HUGGING", "BKN_"))
     }
     environment |= {
-        "HF_ENDPOINT": endpoint, "HF_HOME": str(home / "home"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+        "HF_ENDPOINT": server.endpoint, "HF_HOME": str(home / "home"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
         "HF_DEBUG": "1", "BKN_ZOO_NAMESPACE": "somebody", "NO_PROXY": "*", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, str(Path(__file__).parent / "hub_cases.py"), kind, str(folder), str(output)]
+    command = [sys.executable, str(Path(__file__).parent / "hub_cases.py"), str(folder), str(output)]
     result = subprocess.run(
-        command, env=environment | variables, cwd=home, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, cwd=home, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr[-5000:]
     return json.loads(output.read_text()) | {"printed": result.stdout + result.stderr}
 
 
 @pytest.fixture(scope="module")
-def online(folder: Path, server: HubServer) -> Result:
-    return run("online", folder, server.endpoint)
-
-
-@pytest.fixture(scope="module")
-def offline(folder: Path, online: Result) -> Result:
-    return run("offline", folder, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")["offline"]
+def offline(online: Result) -> Result:
+    return online["offline"]
 
 
 def assert_loaded(result: Result) -> None:
@@ -358,7 +363,7 @@ def test_a_half_downloaded_checkpoint_is_never_loaded(online: Result, offline: R
 @pytest.mark.parametrize("part", ["header", "tensor"])
 def test_a_flipped_byte_is_refused_with_the_files_name_and_not_kept(online: Result, part: str) -> None:
     flipped = online["flipped_byte"][part]
-    assert_refused(flipped["refused"], "DamagedFileError", f"model-00002-of-00004.safetensors of owner/flip-{part}")
+    assert_refused(flipped["refused"], "DamagedFileError", f"model-00002-of-00003.safetensors of owner/flip-{part}")
     assert_loaded(flipped["again"])
 
 
@@ -510,10 +515,11 @@ def test_the_service_answers_from_a_repository_as_from_the_folder_and_then_offli
     commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
     server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
     name = f"owner/{ZOO_NAME}@v1"
-    wanted = bkn_zoo.Classifier.from_pretrained(folder, precision="f32")(photo.getvalue(), top_k=10)
+    wanted = bkn_zoo.Classifier.from_pretrained(folder, engine="torch")(photo.getvalue(), top_k=10)
+    flags = ("--models", name, "--engine", "torch")
     variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*"}
     for more in ({"HF_ENDPOINT": server.endpoint}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}):
-        with ServiceProcess(tmp_path, "--models", name, environment=variables | more, ready_within=180) as process:
+        with ServiceProcess(tmp_path, *flags, environment=variables | more, ready_within=180) as process:
             request = urllib.request.Request(f"{process.url}/v1/classify?top_k=10", photo.getvalue())
             with DIRECT.open(request, timeout=60) as response:
                 answer = json.load(response)
