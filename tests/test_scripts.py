@@ -237,7 +237,8 @@ def test_a_published_checkpoint_becomes_one_of_ones_own_that_the_service_takes(
     assert (model.name, model.num_classes, model.statistics_batch_size) == ("inception_cifar_bkn", 2, 2)
     shutil.copytree(folder, tmp_path / "runs" / "other" / "other")  # as of a run of that name
     image = (tree / "light" / "0.jpg").read_bytes()
-    with ServiceProcess(tmp_path, "--models", f"{folder},{tmp_path / 'runs' / 'other' / 'other'}") as service:
+    models = f"{folder},{tmp_path / 'runs' / 'other' / 'other'}"
+    with ServiceProcess(tmp_path, "--models", models, "--engine", "torch") as service:
         for name in (own, "other"):
             answer = json.load(DIRECT.open(f"{service.url}/v1/classify?model={name}", image))
             assert answer["model"] == name

@@ -188,7 +188,7 @@ class JustStarted(ServiceProcess):
 
 def test_workers_do_not_outlive_who_started_them(checkpoints: Path) -> None:
     """Neither one that serves nor one that only starts."""
-    with JustStarted(checkpoints, "--workers", "2") as process:
+    with JustStarted(checkpoints, "--workers", "2", "--engine", "torch") as process:
         serving, starting = pids = sorted(spawned(process))
         try:
             os.kill(starting, signal.SIGSTOP)
