@@ -528,7 +528,7 @@ def test_what_schemathesis_makes_of_the_schema_meets_no_5xx(service: ServiceProc
 
         @seed(7)
         @settings(
-            max_examples=20 if operation.method == "post" else 5, deadline=None, database=None,
+            max_examples=10 if operation.method == "post" else 3, deadline=None, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
@@ -543,4 +543,4 @@ def test_what_schemathesis_makes_of_the_schema_meets_no_5xx(service: ServiceProc
         with contextlib.suppress(Unsatisfiable):  # a request that nothing can be wrong with has no bad examples
             ask()
     print(f"{mode}: {dict(statuses)}")
-    assert statuses.total() >= 40
+    assert statuses.total() >= 25
