@@ -5,6 +5,7 @@ the same code on the CPU, slowly: only the small cases are run there.
 """
 
 import copy
+import itertools
 import runpy
 import sys
 from types import SimpleNamespace
@@ -127,17 +128,16 @@ def largest_difference(results, reference):
     return max((difference, name) for name, difference in differences.items())
 
 
-FEW = [*SMALL, *SMALL_BLOCKS]
-# On the interpreter, residual and ReLU vary with one shape, and the other shapes have both.
+FEW, USUAL = [*SMALL, *SMALL_BLOCKS], (torch.channels_last, True, True)
+# On the interpreter, layout, residual and ReLU vary with one shape, and the other shapes have the usual.
 STEPS = [
-    pytest.param(shape, *ends, marks=() if shape == SMALL[0] or (shape in FEW and all(ends)) else gpu_only)
+    pytest.param(shape, *kind, marks=() if shape == SMALL[0] or (shape in FEW and kind == USUAL) else gpu_only)
     for shape in [*FEW, *LARGE, *LARGE_BLOCKS]
-    for ends in [(False, False), (False, True), (True, True), (True, False)]
+    for kind in itertools.product(LAYOUTS, (False, True), (False, True))
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "channels_last"])
-@pytest.mark.parametrize(("shape", "residual", "relu"), STEPS, ids=str)
+@pytest.mark.parametrize(("shape", "layout", "residual", "relu"), STEPS, ids=str)
 def test_a_training_step_equals_the_pytorch_version_in_float32(shape, layout, residual, relu):
     case = (shape, torch.float32, layout, residual, relu)
     difference, name = largest_difference(run("triton", *case), run("pytorch", *case))
@@ -466,7 +466,7 @@ def operands(prior, layout):
 
 @pytest.mark.parametrize(
     ("prior", "layout"),
-    [("first", "channels first"), ("full", "channels last"), ("full", "transposed"), ("predicted", "channels last")],
+    [("first", "channels first"), ("full", "channels last"), ("predicted", "transposed")],
 )
 def test_the_operators_keep_their_contract_with_pytorch(prior, layout):
     """Schema and aliases, fakes with the dtypes and strides of what comes, and tracing, all as torch.library checks."""
@@ -740,8 +740,10 @@ def test_a_slice_of_channels_is_copied_where_its_offsets_do_not_fit_32_bits(size
         assert norm_launch.position_stride(dy) == step
 
 
-@pytest.mark.parametrize("size", [(2, 3, 4), (1, 3, 4), (2, 3, 1), (2, 1, 1), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+VOLUMES = [(torch.channels_last_3d, size) for size in ((2, 3, 4), (1, 3, 4), (2, 3, 1), (2, 1, 1), (1, 1, 1))]
+
+
+@pytest.mark.parametrize(("layout", "size"), [*VOLUMES, (torch.contiguous_format, (2, 3, 4))], ids=str)
 def test_volumes_keep_their_layout(layout, size):
     """In output and gradients, of the residual too; and where gradients arrive as a slice of channels."""
     results = []
