@@ -8,9 +8,9 @@ from statistics import mean, stdev
 
 import torch
 
-# Student's t, two-sided, by degrees of freedom; those between two of them have the larger.
+# Student's t, two-sided, by degrees of freedom.
 T95 = {
-    1: 12.71, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, 60: 2.00
+    1: 12.71, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, math.inf: 1.96
 }  # fmt: skip
 UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
 SAME = 1.0  # points: things that differ by less are the same
@@ -57,6 +57,14 @@ def _inverse_trigamma(value: float) -> float:
     return low
 
 
+def student(freedom: float) -> float:
+    """Between two of the table, linear in the inverse of the degrees of freedom: too large, by two percent at most."""
+    freedom = max(freedom, 1)
+    few, many = max(each for each in T95 if each <= freedom), min(each for each in T95 if each >= freedom)
+    share = 0.0 if few == many else (1 / few - 1 / freedom) / (1 / few - 1 / many)
+    return T95[few] + share * (T95[many] - T95[few])
+
+
 @dataclass(frozen=True)
 class Difference:
     """Between two means, with its standard error where one is known, from some degrees of freedom."""
@@ -74,7 +82,7 @@ class Difference:
         """Half of its 95 % interval."""
         if self.error is None:
             return UNSURE
-        return T95[max(few for few in T95 if few <= max(self.freedom, 1))] * self.error
+        return student(self.freedom) * self.error
 
     def verdict(self, same: bool = False) -> str:
         """Whether a claim held that it is positive or, if `same`, that there is none."""

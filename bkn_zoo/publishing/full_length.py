@@ -111,7 +111,7 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
     for y, row in enumerate(reversed(rows)):
         bn_few, bkn, bn_many = map(mean, (row.bn_few, row.bkn, row.bn_many))
         axes.plot([bn_few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
-        for arm, colour in ((row.bn_few, BN_FEW), (row.bkn, BKN)):
+        for arm, colour in ((row.bn_few, BN_FEW), (row.bkn, BKN), (row.bn_many, BN_MANY)):
             if len(arm) > 1:
                 axes.errorbar(mean(arm), y, xerr=stdev(arm), color=colour, capsize=4, zorder=2)
         axes.scatter(bn_few, y, s=110, color=BN_FEW, label="" if y else "BN", zorder=2)

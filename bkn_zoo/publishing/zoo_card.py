@@ -61,9 +61,10 @@ UNTESTED = """\
   ([docs/pretrained.md](docs/pretrained.md)).
 - ImageNet: [docs/imagenet.md](docs/imagenet.md) says what that would take.
 - Seeds: where a checkpoint's card gives one run, the spread between seeds is not known.
-- At a recipe's full length: on Tiny ImageNet, groups of one image, BRN and GroupNorm.
-  [docs/results.md](docs/results.md) has these in shorter trainings, as it has learning rates, gradient batches of 64
-  and fewer, and a wider BN. With ResNet101, none of these, nor what the link between layers is worth.
+- At a recipe's full length: on Tiny ImageNet, BKN with groups of one image and of 32, BRN and GroupNorm; what the link
+  between layers is worth on CIFAR-10 with one image a group and on CIFAR with eight.
+  [docs/results.md](docs/results.md) has these but for the link on CIFAR-10 in shorter trainings, as it has learning
+  rates, gradient batches of 64 and fewer, and a wider BN. With ResNet101, none of these, nor what the link is worth.
 - BRN with another momentum than its paper's, or another schedule than that one scaled to the length of a training:
   where its trainings break down, as on CIFAR-10, such a one might hold."""
 
