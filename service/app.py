@@ -256,6 +256,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @app.exception_handler(ServiceError)
     async def refuse(request: Request, error: ServiceError) -> Response:
         service.count(error)
+        request.scope["facts"] = {**request.scope.get("facts", {}), "error": error.message}
         return respond(error)
 
     @app.exception_handler(HTTPException)
@@ -370,7 +371,10 @@ class Server(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         by = "" if self._parent is None else f", by process {os.getpid()}"
-        print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
+        try:
+            print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
+        except OSError:  # who started it reads no more, which is no reason not to serve
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left would fail at the end
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.pool.started and not self._announced:

@@ -277,7 +277,9 @@ class Connection(asyncio.Protocol):
             self.exchange.fail(MalformedRequestError(BROKEN_BODY))
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answer what is no request."""
+        """Answer what is no request, and note it as one of which no more is known."""
+        self.edge.metrics.requests.labels("any", "none", error.status).inc()
+        log.info("no request", extra={"status": error.status, "error": error.message})
         body = bytes(respond(error).body)
         phrase = http.HTTPStatus(error.status).phrase
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"

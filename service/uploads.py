@@ -88,6 +88,8 @@ def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in OPTIONS and len(name) < 20 and get_close_matches(name.lower(), OPTIONS, cutoff=NEAR):
             raise BadParameterError(f"{name!a} is no option: choose from {', '.join(OPTIONS)}.")
+    if isinstance(given.get("top_k"), bool):  # which pydantic would take for 0 or 1
+        raise BadParameterError('top_k: send a whole number, as in {"top_k": 3}.')
     return {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 

@@ -351,6 +351,15 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
+def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, pipe = os.pipe()
+    os.close(gone)
+    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda _: types.SimpleNamespace(main=lambda _: 0))
+    with os.fdopen(pipe, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["serve"]) == 0
+
+
 def test_a_broken_pipe_of_something_else_is_told() -> None:
     def run() -> int:
         raise BrokenPipeError("of a worker")

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ import bkn_zoo
 from bkn_zoo import Classifier, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES
-from service.app import Service, create_app
+from service.app import Server, Service, create_app
 from service.command import main
 from service.errors import MalformedRequestError, ServiceError
 from service.settings import Settings, read_settings
@@ -241,6 +243,19 @@ def test_a_request_carries_its_id_into_the_answer_and_the_log(running: ServicePr
     lines = [json.loads(line) for line in running.log().splitlines() if line.startswith("{")]
     mine = [line for line in lines if line.get("request_id") == "my-own.id_7"]
     assert [(line["path"], line["status"], line["model"]) for line in mine] == [("/v1/classify", 200, "first")]
+
+
+def test_the_log_says_why_something_was_refused_whether_or_not_it_was_a_request(running: ServiceProcess) -> None:
+    url = f"{running.url}/v1/classify"
+    for data in ({"top_k": True}, {"parameters": {"top_k": True}}):
+        status, answer, _ = ask(url, json.dumps(data).encode(), Content_Type="application/json", X_Request_Id="refused")
+        assert (status, answer["error"]["message"]) == (422, 'top_k: send a whole number, as in {"top_k": 3}.')
+    status, long, _ = ask(url, b"x", Cookie="x" * 20_000)
+    assert status == 400
+    assert 'bkn_requests_total{method="any",route="none",status="400"}' in ask(f"{running.url}/metrics")[1]
+    lines = [json.loads(line) for line in running.log().splitlines() if line.startswith("{")]
+    assert [line["error"] for line in lines if line.get("request_id") == "refused"] == [answer["error"]["message"]] * 2
+    assert 400 in [line["status"] for line in lines if line.get("error") == long["error"]["message"]]
 
 
 def test_the_metrics_count_what_happened(running: ServiceProcess, photo: Path) -> None:
@@ -543,6 +558,19 @@ def test_a_service_that_is_starting_or_stopping_says_so() -> None:
     assert (early.status_code, early.headers["retry-after"]) == (503, "2")
     app.state.service.edge.draining = True
     assert client.get("/health/ready").json() == {"status": "draining"}
+
+
+@pytest.mark.usefixtures("bundled")
+def test_an_address_that_nobody_reads_keeps_no_service_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_settings(["--models", "first"])
+    server = Server(create_app(settings), settings)
+    gone, pipe = os.pipe()
+    os.close(gone)
+    with socket.create_server(("127.0.0.1", 0)) as listening, os.fdopen(pipe, "w") as stdout:
+        server.servers = [Mock(sockets=[listening])]
+        monkeypatch.setattr("sys.stdout", stdout)
+        server._announce()
+        stdout.flush()  # nor is anything left that fails at the end
 
 
 def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

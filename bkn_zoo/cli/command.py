@@ -267,7 +267,9 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _serve(arguments: list[str]) -> int:
     for name in ("bkn_zoo_service", "service"):  # as it is installed, and as it stands in a checkout
         try:
-            return import_module(f"{name}.__main__").main(arguments)
+            code: int = import_module(f"{name}.__main__").main(arguments)
+            _is_read()  # who read its address may be gone since, which says nothing of how it ended
+            return code
         except ModuleNotFoundError as error:
             missing = error
             if error.name != name:
