@@ -903,6 +903,7 @@ def test_a_buffer_is_read_when_the_network_runs() -> None:
         block.seen.add_(1)
         if block.mean.ndim != 1 or block.mean.size(0) != len(block.mean):  # its shape may be looked at
             return x
+        block.mean = block.mean.to(x.device)
         return block.norm(block.conv((x - block.mean.view(1, 3, 1, 1)) * (1 / block.mean).view(3, 1, 1)))
 
     model = Block(forward, conv=conv(3, 4), norm=norm(4))
@@ -923,19 +924,24 @@ def test_a_buffer_is_read_when_the_network_runs() -> None:
 
 
 def test_what_a_forward_changes_in_place_changes_under_all_names() -> None:
-    """By `+=` too, which torch.fx takes for a sum: an input, a view, a buffer; not a number."""
+    """By `+=` too, which torch.fx takes for a sum: an input, a view, a mask, a buffer; not a number."""
 
     def forward(block: nn.Module, x: Tensor) -> Tensor:
         x -= 1
         block.seen += 1
+        block.scale.data += 1
         y = block.norm(block.conv(x))
         half, count = y[:, :2], y.size(0)
         half *= block.seen
         more = count
         more += 1
-        return y * more / count
+        mask = small = y < 1
+        small &= y > -1
+        y.data /= 2
+        return y * block.scale * mask * more / count
 
     model = Block(forward, conv=conv(3, 4), norm=norm(4))
+    model.scale = nn.Parameter(torch.ones(()))
     model.register_buffer("seen", torch.ones(()))
     converted, images = convert(stir(model)), torch.randn(4, 3, 6, 6, dtype=torch.float64)
     before = images.clone()
@@ -944,6 +950,21 @@ def test_what_a_forward_changes_in_place_changes_under_all_names() -> None:
     converted.double()(images)
     assert converted.seen.item() == 2
     torch.testing.assert_close(images, before - 1)
+
+
+def test_a_module_without_norms_may_put_other_data_in_its_weights() -> None:
+    """It is called as it is: the planner, which looks into it, has nothing to guess."""
+
+    def bounded(block: nn.Module, x: Tensor) -> Tensor:
+        block.scale.data = block.scale.data.clamp(max=2)
+        return x * block.scale
+
+    inner = Block(bounded)
+    inner.scale = nn.Parameter(3 * torch.ones(()))
+    model = stir(nn.Sequential(inner, conv(3, 4), norm(4)))
+    converted = convert(model)
+    prove(model, converted, torch.randn(4, 3, 6, 6))
+    assert not converted.report.guesses
 
 
 @pytest.mark.parametrize("where", ["the network", "a module that holds no norm"])
@@ -1070,13 +1091,26 @@ def after_a_pass(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return model
 
 
-def counting() -> nn.Module:
+def another(block: Any) -> None:
+    block.seen = block.seen + 1
+
+
+def other_data(block: Any) -> None:
+    block.seen.data = block.seen + 1
+
+
+def plain(block: Any) -> None:
+    block.plain += 1
+
+
+def counting(count: Callable[[Any], None]) -> nn.Module:
     def forward(block: Any, x: Tensor) -> Tensor:
-        block.seen = block.seen + 1
+        count(block)
         return block.norm(block.conv(x))
 
     model = Block(forward, conv=conv(3, 4), norm=norm(4))
     model.register_buffer("seen", torch.zeros(()))
+    model.plain = torch.zeros(())
     return model
 
 
@@ -1106,12 +1140,14 @@ def on_two_devices() -> nn.Module:
         (lambda: with_attribute(2 * torch.ones(2, requires_grad=True)), "because of its 3.kept"),
         (lambda: with_attribute(threading.Lock()), "because of its 3.kept"),
         (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
-        (counting, "in the place of its buffer seen"),
+        (lambda: counting(another), "in the place of its buffer seen"),
+        (lambda: counting(other_data), "in the place of a tensor's data"),
+        (lambda: counting(plain), "changes its tensor plain in its forward"),
     ],
     ids=[
         "no norm", "scripted", "control flow", "devices", "converted", "lazy", "a norm", "all frozen", "no module",
         "parallel", "compiled", "iteration", "default", "unnamed", "weight norm", "spectral norm", "no leaf", "lock",
-        "zoo", "buffer",
+        "zoo", "buffer", "data", "plain tensor",
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence_and_left_alone(model: Callable[[], Any], words: str) -> None:

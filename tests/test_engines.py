@@ -245,6 +245,34 @@ def test_a_norm_may_have_a_scale_alone() -> None:
         assert_agrees(create_engine(model, "torch"), model, images, mode)
 
 
+class Changing(nn.Module):
+    """What changes its input, and a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        self.seen += 1
+        return self.norm(self.conv(x)).flatten(1) * self.seen
+
+
+def test_an_engine_leaves_images_alone_that_a_network_changes() -> None:
+    images = photographs(2, 8).contiguous(memory_format=torch.channels_last)
+    before = images.clone()
+    create_engine(convert(Changing()), "torch")(images)
+    assert torch.equal(images, before)
+
+
+@needs_openvino
+def test_a_network_that_changes_its_buffers_is_no_other_runtime_s() -> None:
+    """There they are constants: each call would be the first."""
+    with pytest.raises(InputError, match=r"changes its buffer seen at each call.*engine='torch'"):
+        create_engine(convert(Changing()), "openvino")(photographs(2, 8))
+
+
 @modes
 def test_hooks_of_norms_are_refused(small: Network, mode: str) -> None:
     model = copy.deepcopy(small)

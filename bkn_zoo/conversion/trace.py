@@ -40,11 +40,26 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
     return change
 
 
-IN_PLACE = [_in_place(name) for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")]
+IN_PLACE = [
+    _in_place(name)
+    for name in (
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
+    )
+]  # fmt: skip
 
 
 class Value(fx.Proxy):
     """What `+=` and the like change in place, under all of its names: for fx they make another."""
+
+    @property
+    def data(self) -> Any:
+        return self.tracer.create_proxy("call_function", getattr, (self, "data"), {})
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        same = isinstance(value, fx.Proxy) and value.node.target in IN_PLACE
+        if not same and not isinstance(self.tracer, LayerTracer):
+            raise TypeError("another tensor is put in the place of a tensor's data, which a traced network forgets")
 
 
 for function in IN_PLACE:
@@ -55,19 +70,19 @@ for function in IN_PLACE:
     setattr(Value, f"__{function.__name__}__", method)
 
 
-class Buffer(Value):
-    """A buffer, which is read when the network runs; only its shape may be looked at before."""
+class Kept(Value):
+    """A parameter or buffer, which is read when the network runs; only its shape may be looked at before."""
 
-    def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: Tensor) -> None:
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: Tensor) -> None:
         super().__init__(node, tracer)
-        self.buffer = buffer
+        self.tensor = tensor
 
     def __getattr__(self, k: str) -> Any:
         shape = k in ("shape", "size", "dim", "ndim", "numel", "nelement")
-        return getattr(self.buffer, k) if shape else super().__getattr__(k)
+        return getattr(self.tensor, k) if shape else super().__getattr__(k)
 
     def __len__(self) -> int:
-        return len(self.buffer)
+        return len(self.tensor)
 
 
 class Tracer(fx.Tracer):
@@ -77,7 +92,7 @@ class Tracer(fx.Tracer):
     """
 
     def __init__(self) -> None:
-        super().__init__(autowrap_modules=(math,), param_shapes_constant=True)
+        super().__init__(autowrap_modules=(math,))
         self.autocasts = _autocasts()
 
     def proxy(self, node: fx.Node) -> Value:
@@ -85,15 +100,15 @@ class Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Buffers are nodes, as parameters are: what a forward makes of one would be a constant otherwise."""
-        if isinstance(attr_val, Tensor) and not isinstance(attr_val, nn.Parameter):
-            for name, buffer in self.root.named_buffers():
-                if buffer is attr_val:
+        if isinstance(attr_val, Tensor):
+            for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
+                if tensor is attr_val:
                     if name not in parameter_proxy_cache:
                         parameter_proxy_cache[name] = self.create_proxy(
-                            "get_attr", name, (), {}, proxy_factory_fn=lambda node: Buffer(node, self, attr_val)
+                            "get_attr", name, (), {}, proxy_factory_fn=lambda node: Kept(node, self, attr_val)
                         )
                     return parameter_proxy_cache[name]
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled():
@@ -161,6 +176,7 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
         raise ConversionError(f"the forward of this {type(model).__name__} was replaced by another: put it in a class.")
     generators = _generators(model)
     states, own = _random_states(), list(map(_state, generators))
+    plain = _plain_tensors(model)
     try:
         with torch.enable_grad():
             graph = Tracer().trace(model)
@@ -189,20 +205,41 @@ def trace(model: nn.Module, part: str = "") -> fx.Graph:
             f"{type(model).__name__} puts another tensor in the place of its buffer {name} in its forward, which would "
             "be forgotten: change the one that is there, by copy_ or +=."
         )
+    for name, (version, tensor) in plain.items():
+        if tensor._version != version:
+            raise ConversionError(
+                f"{type(model).__name__} changes its tensor {name} in its forward, and would keep that of now for "
+                "good: make it a buffer, by register_buffer."
+            )
     return graph
 
 
 def _assigned_buffers(model: nn.Module) -> list[str]:
-    """Those of a traced model that are not what they were, nor what was made of that in place."""
+    """Those of a traced model that are not what they were, nor what was made of that in place, or moved."""
     found = []
     for path, module in model.named_modules():
         for name, value in module._buffers.items():
             node = value.node if isinstance(value, fx.Proxy) else None
-            while node and (node.target in IN_PLACE or (node.op == "call_method" and str(node.target)[-1] == "_")):
+            while node and (node.target in IN_PLACE or (node.op == "call_method" and _keeps(str(node.target)))):
                 node = cast(fx.Node, node.args[0])
             if node and node.op != "get_attr":
                 found.append(f"{path}.{name}".lstrip("."))
     return found
+
+
+def _keeps(method: str) -> bool:
+    """Whether a method gives the tensor that it is called on, or that elsewhere."""
+    return method[-1] == "_" or method in ("to", "type_as")
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    """Attributes of modules that are neither parameters nor buffers, with how often each has changed."""
+    return {
+        f"{path}.{name}".lstrip("."): (value._version, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.is_inference()
+    }
 
 
 def part_hint(model: nn.Module, part: str) -> str:

@@ -179,7 +179,8 @@ class TorchEngine(Engine):
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once(_kind(statistics), lambda: self._prepare(statistics))
-        images = images.to(self.device, self.dtype, memory_format=torch.channels_last)
+        theirs = isinstance(self.model, Converted)  # which may change images in place: those are the caller's
+        images = images.to(self.device, self.dtype, copy=theirs, memory_format=torch.channels_last)
         if not images.is_cuda:
             return in_float32(network(images, statistics=statistics.mode))
         replayed = self._once(

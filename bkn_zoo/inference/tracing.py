@@ -23,11 +23,29 @@ def trace(network: nn.Module, mode: str, images: Tensor, any_number: bool = Fals
         shapes = ({0: torch.export.Dim("batch")},)
     try:
         with torch.no_grad():
-            return torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
+            program = torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
     except InputError:  # one that no other engine would take
         raise
     except Exception as error:  # it runs the network's own code on stand-ins, which can fail in any way
         raise _refused("torch.export", network, error) from error
+    for name in _changed_buffers(program):
+        raise InputError(
+            f"{name_of(network)} changes its buffer {name.removeprefix('network.')} at each call, which no other "
+            "runtime keeps: choose engine='torch'."
+        )
+    return program
+
+
+def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
+    """Those that an operation changes in place. (PyTorch would tell, but takes longer for it than for the graph.)"""
+    names = program.graph_signature.inputs_to_buffers
+    return [
+        names[node.name]
+        for node in program.graph.find_nodes(op="placeholder")
+        for user in node.users
+        if node.name in names and node in user.args[:1]
+        if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
+    ]
 
 
 def translate(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> Any:
