@@ -477,13 +477,28 @@ def test_a_twin_with_batch_normalization_over_whole_batches_needs_no_recipe_of_i
     assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
 
 
-def test_results_that_cannot_be_written_lose_no_training(script: Script, tree: Path, tmp_path: Path) -> None:
+def test_results_that_cannot_be_written_lose_no_training_nor_does_a_signal_leave_half_of_them(
+    script: Script, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     in_the_way = tmp_path / "out" / "curves.png"
     in_the_way.mkdir(parents=True)
     command = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
     command += ("--device", "cpu", "--output", "out", "--name", "mine")
     assert "make room, and repeat the command with --resume" in sentence(script, *command)
     in_the_way.rmdir()
+
+    def measure(*_: Any, **__: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end these tests"
+        signal.raise_signal(signal.SIGTERM)
+
+    before = sorted((tmp_path / "out").iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr("bkn_zoo.cli.train.evaluate", measure)
+        with pytest.raises(SystemExit) as end:
+            script(*command, "--resume")
+    assert end.value.code == 128 + signal.SIGTERM
+    assert "stopped before all results were written; go on with:\n" in capsys.readouterr().err
+    assert sorted((tmp_path / "out").iterdir()) == before
     script(*command, "--resume")
     assert in_the_way.is_file()
 

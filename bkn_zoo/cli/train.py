@@ -503,6 +503,11 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def _stop(number: int, frame: Any) -> None:
+    """Of a signal that would else end the process at once, and leave what is half-written."""
+    raise Stopped(number, "stopped before all results were written; go on with --resume")
+
+
 def carry_out(
     args: argparse.Namespace, given: Mapping[str, Any], recipe: Recipe, name: str, source: Origin | None
 ) -> None:
@@ -542,7 +547,8 @@ def carry_out(
     fit(training, recipe, data, args.output, device, args.save_minutes, args.workers)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            finish(training, recipe, data, args, name, source and source.name)
+            with handled(_stop, signal.SIGTERM):
+                finish(training, recipe, data, args, name, source and source.name)
         except OSError as error:
             raise TrainingError(
                 f"the results could not be written ({error}): make room, and repeat the command with --resume."
