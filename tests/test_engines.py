@@ -266,6 +266,27 @@ def test_an_engine_leaves_images_alone_that_a_network_changes() -> None:
     assert torch.equal(images, before)
 
 
+class Viewing(nn.Module):
+    """What flattens features in a way that PyTorch refuses in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).view(x.size(0), -1)
+
+
+def test_a_network_that_views_its_features_in_one_layout_runs() -> None:
+    model, images = convert(Viewing()).eval(), photographs(2, 8)
+    engine = create_engine(model, "torch")
+    for mode in MODES:
+        assert_agrees(engine, model, images, mode)
+    assert engine.layout == torch.contiguous_format  # found out once
+    with pytest.raises(RuntimeError, match="channels"):
+        engine(images[:, :2])
+
+
 @needs_openvino
 def test_a_network_that_changes_its_buffers_is_no_other_runtime_s() -> None:
     """There they are constants: each call would be the first."""
@@ -438,8 +459,8 @@ def test_what_was_prepared_of_a_model_that_has_changed_meanwhile_is_not_kept(sma
     engine = create_engine(model, "torch")
     prepare = engine._prepare
 
-    def slowly(statistics: Statistics) -> Network:
-        found = prepare(statistics)
+    def slowly(statistics: Statistics, *rest: Any) -> Network:
+        found = prepare(statistics, *rest)
         if statistics.mode == "population":
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -25,12 +25,13 @@ class Captured:
         network: on the GPU, in evaluation mode.
         mode: the statistics that it was prepared for.
         images: such as it will get, of which only the kind matters.
+        layout: in which it gets them.
     """
 
-    def __init__(self, network: nn.Module, mode: str, images: Tensor) -> None:
+    def __init__(self, network: nn.Module, mode: str, images: Tensor, layout: torch.memory_format) -> None:
         self.network, self.mode = network, mode
-        like = images[:1].contiguous(memory_format=torch.channels_last)
-        self.images = torch.empty_like(like.expand(SIZES[-1], *like.shape[1:]), memory_format=torch.channels_last)
+        like = images[:1].contiguous(memory_format=layout)
+        self.images = torch.empty_like(like.expand(SIZES[-1], *like.shape[1:]), memory_format=layout)
         self.images.copy_(like)
         self.stream, self.pool = torch.cuda.Stream(images.device), torch.cuda.graph_pool_handle()
         self.graphs: dict[int, tuple[Any, Tensor]] = {}

@@ -170,7 +170,9 @@ class Engine:
 
 
 class TorchEngine(Engine):
-    """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last."""
+    """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last, if the network takes that."""
+
+    layout = torch.channels_last
 
     def _fastest_precision(self) -> str:
         if self.device.type == "cuda":
@@ -178,21 +180,32 @@ class TorchEngine(Engine):
         return "f32"  # on a CPU, converting to float32 for every norm takes what faster convolutions give
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        network = self._once(_kind(statistics), lambda: self._prepare(statistics))
+        try:
+            return self._run_in(self.layout, images, statistics)
+        except RuntimeError:
+            if isinstance(self.model, Network) or self.layout == torch.contiguous_format:
+                raise
+            # Networks of others may flatten features by `.view`, which is refused in channels_last.
+            result = self._run_in(torch.contiguous_format, images, statistics)
+            self.layout = torch.contiguous_format
+            return result
+
+    def _run_in(self, layout: torch.memory_format, images: Tensor, statistics: Statistics) -> Tensor:
+        network = self._once((_kind(statistics), layout), lambda: self._prepare(statistics, layout))
         theirs = isinstance(self.model, Converted)  # which may change images in place: those are the caller's
-        images = images.to(self.device, self.dtype, copy=theirs, memory_format=torch.channels_last)
+        images = images.to(self.device, self.dtype, copy=theirs, memory_format=layout)
         if not images.is_cuda:
             return in_float32(network(images, statistics=statistics.mode))
         replayed = self._once(
-            (statistics, images.shape[2:]), lambda: Captured(network, statistics.mode, images)
+            (statistics, layout, images.shape[2:]), lambda: Captured(network, statistics.mode, images, layout)
         )  # fmt: skip
         return replayed(images)
 
-    def _prepare(self, statistics: Statistics) -> Any:
+    def _prepare(self, statistics: Statistics, layout: torch.memory_format) -> Any:
         # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
         fused = statistics.mode != "population" and self.device.type == "cuda"
         network = frozen(self.model) if fused else prepare(self.model, statistics)
-        return in_precision(network, self.dtype).to(self.device).to(memory_format=torch.channels_last)
+        return in_precision(network, self.dtype).to(self.device).to(memory_format=layout)
 
 
 class OpenVINOEngine(Engine):
