@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
@@ -52,7 +52,7 @@ def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
             if worker.is_alive():
                 os.kill(worker.pid, number)
 
-    with tempfile.TemporaryDirectory(prefix="bkn-zoo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bkn-zoo-") as folder, _kept(folder):
         os.environ[FOLDER] = folder
         before = {caught: signal.signal(caught, stop) for caught in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -80,6 +80,20 @@ def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
             for caught, handler in before.items():
                 signal.signal(caught, handler)
     return int(failed)
+
+
+@contextmanager
+def _kept(folder: str) -> Iterator[None]:
+    """Not removed by systemd-tmpfiles, to which what is mapped looks old: it leaves alone what somebody has locked."""
+    import fcntl  # Windows has none, nor ports that processes share
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system that has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def listen(settings: Settings) -> socket.socket:

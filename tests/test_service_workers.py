@@ -1,5 +1,6 @@
 """Several processes behind one port: equal answers, sums of what they count, one that is killed, a stop."""
 
+import fcntl
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from test_service_load import picture
 
 from bkn_zoo.norms import MODES
 from service.command import main
+from service.metrics import FOLDER
 from service.settings import read_settings
 from service.workers import supervise
 
@@ -109,6 +111,19 @@ def test_whoever_answers_and_whatever_else_is_asked_an_answer_is_the_same_to_the
     assert min(shares) > sum(shares) / 10, f"one of them had all to do: {shares}"
     resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers(running))
     assert total(running, "process_resident_memory_bytes") == pytest.approx(resident * 4096, rel=0.5)
+
+
+def test_the_folder_of_what_they_count_is_locked_so_that_no_cleaner_of_old_files_takes_it(
+    running: ServiceProcess,
+) -> None:
+    """By the rule of systemd's tmpfiles.d(5); without the folder no worker could be replaced."""
+    environment = Path(f"/proc/{min(workers(running))}/environ").read_text().split("\0")
+    folder = os.open(dict(line.split("=", 1) for line in environment if line)[FOLDER], os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(folder)
 
 
 def test_a_worker_that_is_killed_is_replaced_and_one_more_try_is_enough(running: ServiceProcess) -> None:
