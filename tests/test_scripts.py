@@ -486,6 +486,11 @@ def test_results_that_cannot_be_written_lose_no_training_nor_does_a_signal_leave
     command += ("--device", "cpu", "--output", "out", "--name", "mine")
     assert "make room, and repeat the command with --resume" in sentence(script, *command)
     in_the_way.rmdir()
+    (tmp_path / "out" / "mine" / "notes.txt").touch()
+    told = sentence(script, *command, "--resume")
+    assert "holds notes.txt" in told
+    assert told.endswith("The training is saved: then repeat the command with --resume.")
+    (tmp_path / "out" / "mine" / "notes.txt").unlink()
 
     def measure(*_: Any, **__: Any) -> None:
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end these tests"

@@ -553,3 +553,5 @@ def carry_out(
             raise TrainingError(
                 f"the results could not be written ({error}): make room, and repeat the command with --resume."
             ) from error
+        except CheckpointError as error:  # which says what to do first
+            raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
