@@ -182,10 +182,10 @@ class TorchEngine(Engine):
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         try:
             return self._run_in(self.layout, images, statistics)
-        except RuntimeError:
-            if isinstance(self.model, Network) or self.layout == torch.contiguous_format:
-                raise
+        except RuntimeError as error:
             # Networks of others may flatten features by `.view`, which is refused in channels_last.
+            if self.layout == torch.contiguous_format or "view size is not compatible" not in str(error):
+                raise
             result = self._run_in(torch.contiguous_format, images, statistics)
             self.layout = torch.contiguous_format
             return result
