@@ -869,6 +869,8 @@ def test_a_full_disk_keeps_the_last_good_state(
     assert state.step == 0  # before hours are spent on what cannot be kept
     assert (tmp_path / "state.pt").read_bytes() == good
     assert not (tmp_path / ".state.pt.tmp").exists()
+    with pytest.raises(TrainingError, match=r"make room\.$"):  # of the first there is no last one
+        save_state(state, RECIPE, tmp_path / "elsewhere")
 
 
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,8 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, folder / STATE)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        raise TrainingError(
-            f"{folder / STATE} could not be written ({error}): make room; the last one stays."
-        ) from error
+        stays = "; the last one stays" if (folder / STATE).exists() else ""
+        raise TrainingError(f"{folder / STATE} could not be written ({error}): make room{stays}.") from error
     finally:
         scratch.unlink(missing_ok=True)
 
