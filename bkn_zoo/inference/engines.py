@@ -192,8 +192,9 @@ class TorchEngine(Engine):
 
     def _run_in(self, layout: torch.memory_format, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once((_kind(statistics), layout), lambda: self._prepare(statistics, layout))
-        theirs = isinstance(self.model, Converted)  # which may change images in place: those are the caller's
-        images = images.to(self.device, self.dtype, copy=theirs, memory_format=layout)
+        # Networks of others may change in place what they get, which is the caller's; a graph has images of its own.
+        copied = isinstance(self.model, Converted) and self.device.type == "cpu"
+        images = images.to(self.device, self.dtype, copy=copied, memory_format=layout)
         if not images.is_cuda:
             return in_float32(network(images, statistics=statistics.mode))
         replayed = self._once(

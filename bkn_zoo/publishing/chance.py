@@ -10,7 +10,8 @@ import torch
 
 # Student's t, two-sided, by degrees of freedom.
 T95 = {
-    1: 12.71, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09, math.inf: 1.96
+    1: 12.71, 1.12: 9.90, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09,
+    math.inf: 1.96,
 }  # fmt: skip
 UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
 SAME = 1.0  # points: things that differ by less are the same
