@@ -22,11 +22,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from shift_constants import CONSTANTS
 from torch import Generator, Tensor
 
 from bkn_zoo.errors import UnknownNameError
 from bkn_zoo.training.augmentation import generator
+from studies.shift_constants import CONSTANTS
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
