@@ -102,7 +102,8 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
         name: one of `list_models()`.
         num_classes: outputs of the classifier; by default those of the data set the network was designed for.
         norm_options: for `_bkn`, `shared_process_noise`, `initial_gain`, `initial_belief` and, for ablations, `link`,
-            `prediction_bias` and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
+            `prediction_bias` and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`,
+            `channels_per_group`.
     """
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:

@@ -90,7 +90,9 @@ class BatchKalmanNorm2d(RunningNorm):
             num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype, bias
         )
         if initial_belief and prior_features is not None:
-            raise InputError("a layer above another one has that one's belief: only a first layer takes initial_belief.")
+            raise InputError(
+                "initial_belief is for a first layer: one with prior_features has the belief of the layer below."
+            )
         self.prior_features = prior_features
         like = torch.empty(0, device=device, dtype=dtype)
         if prior_features is None:
@@ -161,7 +163,7 @@ class BatchKalmanNorm2d(RunningNorm):
         if not self.has_prior:
             raise InputError("a first layer without an initial belief has no gain: it believes what it observes.")
         check_gain(gain)
-        ends = {0: RAW_ZERO, 1: RAW_GAIN_OF_ONE}
+        ends = {0.0: RAW_ZERO, 1.0: RAW_GAIN_OF_ONE}
         self.raw_gain.fill_(ends[gain] if gain in ends else math.log(gain / (1 - gain)))
 
     @property
