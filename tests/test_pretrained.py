@@ -17,11 +17,11 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo import kernels
-from bkn_zoo.conversion import convert, prove, start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, Shift, advise, convert, measure, prove, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
-from bkn_zoo.modes import MODES
+from bkn_zoo.modes import MODES, Statistics
 from bkn_zoo.norms import BatchKalmanNorm2d
 from bkn_zoo.norms.centered import Centered2d
 
@@ -260,3 +260,172 @@ def test_an_initial_belief_runs_on_the_kernels(gain: float) -> None:
     if gain == 0:
         own = {name: p.grad for name, p in network.named_parameters() if name in network.no_weight_decay()}
         assert not any(gradient.any() for gradient in own.values())
+
+
+# Gains that are measured
+
+
+CHANNELS = 64
+
+
+def domain(images: int, shift: float, spread: float, seed: int = 0) -> list[Tensor]:
+    """Batches of images of variance 1, whose means vary by V around one that is the square root of T from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    offset = shift**0.5 * (1 - 2 * torch.randint(2, (CHANNELS,), generator=generator)).float()
+    means = spread**0.5 * torch.randn(images, CHANNELS, generator=generator) + offset
+    positions = torch.randn(images, CHANNELS, 4, 4, generator=generator).repeat_interleave(2, 2)  # not independent
+    positions -= positions.mean((2, 3), keepdim=True)
+    return list((means[..., None, None] + (1 - spread) ** 0.5 * positions).split(50))
+
+
+def one_norm(**options: int) -> nn.Module:
+    """A converted network of one norm, whose population has mean 0 and variance 1."""
+    network = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)).eval()
+    nn.init.dirac_(network[0].weight)
+    network[1].running_var += 1e-6  # or it would count as never trained
+    return convert(network, **options)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("shift", "spread"), [(0.02, 0.3), (0.2, 0.3), (1.0, 0.1)])
+def test_the_measured_gain_is_that_of_known_t_and_v(shift: float, spread: float, group: int) -> None:
+    network = one_norm(statistics_batch_size=group)
+    start_near_population(network, images=domain(400, shift, spread))
+    wanted = group * shift / (group * shift + spread)
+    assert network.get_submodule("1").gain.item() == pytest.approx(wanted, rel=0.1)
+    found = measure(network, domain(400, shift, spread))["1"]
+    assert (found.shift, found.spread) == (pytest.approx(shift, rel=0.1), pytest.approx(spread, rel=0.1))
+    assert found.between == 0
+
+
+def test_t_is_measured_without_the_noise_of_a_domain_s_mean() -> None:
+    found = [measure(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
+    assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N
+    assert min(found) == 0
+
+
+def test_several_domains_have_a_t_between_them() -> None:
+    domains = {str(seed): domain(200, 0.4, 0.3, seed) for seed in range(6)}  # around one population, of mean zero
+    found = measure(one_norm(), domains)["1"]
+    assert found.shift == pytest.approx(0.4, rel=0.1)
+    assert found.between == pytest.approx(0.4, rel=0.2)
+    assert found.images == 1200
+    moved = {name: [batch + 3 for batch in batches] for name, batches in domains.items()}
+    network = one_norm(statistics_batch_size=2)
+    start_near_population(network, images=moved, adapted=True)
+    assert network.get_submodule("1").gain.item() == pytest.approx(found.gain(2, adapted=True), rel=1e-3)
+    start_near_population(network, images=moved)
+    assert network.get_submodule("1").gain.item() > 0.98
+
+
+def test_after_adabn_on_one_domain_the_measured_gain_is_zero() -> None:
+    images = domain(200, 0.5, 0.3)
+    original = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
+    nn.init.dirac_(original[0].weight)
+    bkn_zoo.recalibrate(original, images)
+    network = convert(original.eval())
+    start_near_population(network, images=images, adapted=True)
+    assert network.get_submodule("1").gain == 0
+    start_near_population(network, images=images, adapted=True, least_gain=LEARNING_GAIN)
+    assert network.get_submodule("1").gain.item() == pytest.approx(LEARNING_GAIN)
+    start_near_population(network, 0.3, images=images)
+    assert network.get_submodule("1").gain.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_at_the_measured_gain_the_update_restores_v_over_n(group: int) -> None:
+    """Prediction and domain have variance W + V, a group's variance is W + V - V/n in expectation."""
+    shift, spread, within, groups = 0.3, 0.5, 1.0, 200_000
+    means = shift**0.5 + spread**0.5 * torch.randn(groups, group, dtype=torch.float64)
+    between, mean = torch.var_mean(means, 1, correction=0)
+    observed = bkn_zoo.norms.Belief(mean[:, None], within + between[:, None])
+    predicted = bkn_zoo.norms.Belief(torch.zeros(1, 1).double(), torch.full((1, 1), within + spread).double())
+    lacking = within + spread - float(observed.var.mean())
+    assert lacking == pytest.approx(spread / group, rel=0.02)
+    gain = Shift(shift, 0.0, spread, groups).gain(group)
+    for q, restored in ((gain, True), (gain / 2, False), ((1 + gain) / 2, False)):
+        belief = bkn_zoo.norms.update(predicted, observed, torch.tensor([q], dtype=torch.float64))
+        error = abs(float(belief.var.mean()) - (within + spread))
+        assert (error < 0.02 * spread / group) == restored
+
+
+def test_measuring_leaves_the_network_as_it_was() -> None:
+    network = convert(pretrained(small, torch.float32), statistics_batch_size=2).train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    measure(network, [(torch.randn(4, 3, 16, 16), "label")])
+    assert network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+def test_images_that_cannot_be_measured_are_refused() -> None:
+    network = one_norm()
+    for images, message in (([torch.randn(1, CHANNELS, 4, 4)], "fewer than two images"), (["a"], "a str is not")):
+        with pytest.raises(InputError, match=message):
+            start_near_population(network, images=images)
+    with pytest.raises(InputError, match="whole number"):
+        start_near_population(network, images=domain(50, 0, 0.1), group=0)
+    with pytest.raises(InputError, match="no BKN norm"):
+        measure(small(), domain(50, 0, 0.1))
+
+
+ADVICE = [
+    ({"a": (0.0, 0.3)}, 2, "freeze"),
+    ({"a": (0.5, 0.3)}, 2, "AdaBN"),
+    ({"a": (0.5, 0.02), "b": (0.5, 0.02), "c": (0.5, 0.02)}, 2, "BN"),
+    ({"a": (0.2, 0.4), "b": (0.2, 0.4), "c": (0.2, 0.4)}, 2, "BKN"),
+    ({"a": (0.0, 0.4), "b": (0.0, 0.4)}, 1, "freeze"),
+]
+
+
+@pytest.mark.parametrize(("domains", "group", "choice"), ADVICE)
+def test_advice_is_what_the_expected_errors_say(
+    domains: dict[str, tuple[float, float]], group: int, choice: str
+) -> None:
+    images = {name: domain(200, *about, seed) for seed, (name, about) in enumerate(domains.items())}
+    advice = advise(one_norm(), images, batch_size=group)
+    assert advice.choice == choice
+    assert f"recommended: {choice}" in str(advice)
+    assert advice.errors["BKN"] <= min(advice.errors.values()) + 0.01
+
+
+# Gains that learn
+
+
+def learned_gain(norm: BatchKalmanNorm2d, optimizer: torch.optim.Optimizer, shift: float) -> float:
+    """q after 300 steps in which the belief's mean should become the domain's: best at q = nT / (nT + V)."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        mean = shift**0.5 * torch.randn(1, CHANNELS, 1, 1, generator=generator)
+        images = mean + 0.5 * torch.randn(2, CHANNELS, 1, 1, generator=generator)
+        images = images + torch.randn(2, CHANNELS, 4, 4, generator=generator)
+        optimizer.zero_grad()
+        _, belief = norm(images, None, Statistics("batch", 2))
+        (belief.mean - mean.flatten(1)).square().mean().backward()
+        optimizer.step()
+    return norm.gain.item()
+
+
+def at_a_low_gain(norm: BatchKalmanNorm2d) -> BatchKalmanNorm2d:
+    norm.set_center(torch.zeros(CHANNELS))
+    norm.center.requires_grad_(False)
+    norm.set_gain(LEARNING_GAIN)
+    return norm
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.125, 0.5])
+@pytest.mark.parametrize("optimizer", [lambda gain: torch.optim.SGD(gain, 0.1, 0.9), lambda gain: Adam(gain, 0.03)])
+def test_a_low_gain_learns_its_best_value(optimizer: Callable[..., torch.optim.Optimizer], shift: float) -> None:
+    norm = at_a_low_gain(Centered2d(CHANNELS))
+    best = 2 * shift / (2 * shift + 0.25 + 1 / 16)
+    assert learned_gain(norm, optimizer([norm.raw_gain]), shift) == pytest.approx(best, rel=0.15)
+
+
+def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning() -> None:
+    scaled, usual = Centered2d(CHANNELS), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
+    gains = [
+        learned_gain(norm, torch.optim.SGD([norm.raw_gain], 0.01, 0.9), 0.125)
+        for norm in map(at_a_low_gain, (scaled, usual))
+    ]
+    assert gains[0] == pytest.approx(0.444, rel=0.15)
+    assert gains[1] < 0.015  # with the logit's own gradient
