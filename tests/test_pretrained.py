@@ -18,6 +18,7 @@ from torchvision.models.regnet import BlockParams
 import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.conversion import LEARNING_GAIN, Shift, advise, convert, measure, prove, start_near_population
+from bkn_zoo.conversion.learning import relative_error
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
@@ -429,3 +430,85 @@ def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning() -> None:
     ]
     assert gains[0] == pytest.approx(0.444, rel=0.15)
     assert gains[1] < 0.015  # with the logit's own gradient
+
+
+# Learning without labels
+
+
+def photographs(batches: int = 6) -> list[Tensor]:
+    """Batches of images that differ in brightness and contrast, which `sample` statistics would take away."""
+    generator = torch.Generator().manual_seed(2)
+    shape = batches, 8, 3, 1, 1
+    brightness, contrast = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) + 0.5
+    return list(brightness + contrast * torch.randn(batches, 8, 3, 16, 16, generator=generator))
+
+
+def known(images: list[Tensor]) -> nn.Module:
+    """A network whose population is that of these images."""
+    network = small()
+    bkn_zoo.recalibrate(network, images)
+    return network.eval()
+
+
+def error(network: nn.Module, images: list[Tensor], mode: str) -> float:
+    with torch.no_grad():
+        return float(sum(relative_error(network(x, statistics=mode), network(x)) for x in images)) / len(images)
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_statistics_are_learned_without_labels(link: bool) -> None:
+    images = photographs()
+    original = known(images)
+    network = convert(original, statistics_batch_size=4)
+    start_near_population(network, gain=0.3)
+    before, outputs = error(network, images, "sample"), [network(x) for x in images]
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    requires = [parameter.requires_grad for parameter in network.parameters()]
+    learned = bkn_zoo.learn_statistics(
+        network.train(), [(x, 0) for x in images], epochs=15, lr=0.01, gain=0.3, link=link
+    )
+    assert network.training
+    assert [parameter.requires_grad for parameter in network.parameters()] == requires
+    network.eval()
+    assert error(network, images, "sample") < 0.3 * before
+    assert error(network, images, "expected") < 0.3 * before
+    assert learned.losses[-1] < 0.3 * learned.losses[0]
+    kinds = {"raw_process_noise", "raw_gain", "center"} | ({"transition"} if link else set())
+    assert learned.moved.keys() == kinds
+    own = network.no_weight_decay()
+    for name, tensor in network.state_dict().items():
+        stays = name not in own or (not link and name.endswith("transition"))
+        assert torch.equal(tensor, state[name]) == stays, name
+    for x, output in zip(images, outputs, strict=True):
+        assert torch.equal(network(x), output)
+
+
+def test_jitter_changes_the_student_s_images_alone() -> None:
+    images = photographs(2)
+    network = convert(known(images))
+    seen: list[Tensor] = []
+    hook = network.get_submodule("0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    bkn_zoo.learn_statistics(network, images, epochs=1, jitter=lambda x: 0.5 * x)
+    hook.remove()
+    for number, x in enumerate(seen):  # a teacher's, then a student's
+        assert torch.equal(x, images[number // 2] * (0.5 if number % 2 else 1.0))
+
+
+def test_learning_that_cannot_be_is_refused_and_undone() -> None:
+    images = photographs(2)
+    network = convert(known(images))
+    with pytest.raises(InputError, match="a gain between 0 and 1"):
+        bkn_zoo.learn_statistics(network, images, gain=0.0)
+    with pytest.raises(InputError, match="pass a list or a DataLoader"):
+        bkn_zoo.learn_statistics(network, iter(images), epochs=2)
+    with pytest.raises(InputError, match="sample or expected"):
+        bkn_zoo.learn_statistics(network, images, statistics="population")
+    with pytest.raises(InputError, match="learn nothing"):
+        bkn_zoo.learn_statistics(network, images, epochs=0)
+    start_near_population(network, gain=0.1)
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(InputError, match="the loss is nan"):
+        bkn_zoo.learn_statistics(network, [x * float("nan") for x in images], gain=None)
+    with pytest.raises(InputError, match="did not learn"):
+        bkn_zoo.learn_statistics(network, images, epochs=1, gain=None, loss=lambda y, t: (0 * y).sum())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())

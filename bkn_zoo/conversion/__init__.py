@@ -7,6 +7,7 @@ from bkn_zoo.conversion.batchnorm import (
     start_near_population,
 )
 from bkn_zoo.conversion.converted import Converted, convert
+from bkn_zoo.conversion.learning import Learned, learn_statistics
 from bkn_zoo.conversion.libraries import LibraryNetwork, create_model, from_library, is_model
 from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
@@ -27,5 +28,7 @@ __all__ = [
     "measure",
     "Shift",
     "advise",
+    "learn_statistics",
+    "Learned",
     "Advice",
 ]
