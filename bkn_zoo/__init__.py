@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, create_model
+    from bkn_zoo.conversion import convert, create_model, learn_statistics
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
@@ -29,6 +29,7 @@ __all__ = [
     "list_models",
     "create_model",
     "convert",
+    "learn_statistics",
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
@@ -54,6 +55,7 @@ ROOMS = {
     "create_model": "bkn_zoo.conversion",
     "export": "bkn_zoo.inference.export",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
+    "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",

@@ -24,10 +24,12 @@ def batch_kalman(
     link: bool = True,
     prediction_bias: bool = False,
     gain_per_channel: bool = False,
+    initial_belief: bool = False,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
 
-    The other options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
+    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. The other
+    options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
     below: what is left is the shrinking of its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
@@ -36,10 +38,14 @@ def batch_kalman(
         kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
 
     def make(channels: int, channels_below: int | None) -> nn.Module:
-        norm = kind(channels, channels_below, raw_process_noise=raw_process_noise)
-        if channels_below is not None:
+        first = channels_below is None
+        norm = kind(
+            channels, channels_below, raw_process_noise=raw_process_noise, initial_belief=initial_belief and first
+        )
+        if norm.has_prior:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
+        if not first:
             norm.transition.requires_grad_(link)
         return norm
 
@@ -95,8 +101,9 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     Args:
         name: one of `list_models()`.
         num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`, `prediction_bias`
-            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
+        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain`, `initial_belief` and, for ablations, `link`,
+            `prediction_bias` and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`,
+            `channels_per_group`.
     """
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
