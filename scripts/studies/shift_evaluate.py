@@ -238,10 +238,8 @@ class Bench:
                 chosen[f"{rule}, careful"] = max(careful, key=lambda value: results[value][1])
             self.tuning[rule] = {"found": {str(v): rounded(r) for v, r in results.items()}, "chosen": chosen}
             self.methods += [Method(name, methods[v].predict, methods[v].costly) for name, v in chosen.items()]
-        if "mix" in self.candidates:
-            self.methods += [
-                Method(f"mix, N = {n}", method.predict) for n, method in self.candidates["mix"].items() if n == 16
-            ]
+        if "mix" in self.candidates:  # and the values that their authors recommend
+            self.methods.append(Method("mix, N = 16", self.candidates["mix"][16].predict))
             self.methods.append(Method("IABN, alpha = 4", self.candidates["IABN"][4].predict))
 
     def _all_candidates(self) -> Iterable[tuple[str, float | None, Method]]:
