@@ -3,7 +3,7 @@
     export PYTHONPATH=scripts
     python -m studies.shift_unlabelled --data DATA_FOLDER --seeds 0 1 2 --jobs 6 --minutes 8
 
-For each seed, a ResNet18 with batch normalization is trained on CIFAR-10, plainly and with jittered images. It is
+For each seed, a ResNet18 with batch normalization is trained on CIFAR, plainly and with jittered images. It is
 converted, and its Kalman parameters learn from unlabelled images, jittered, what the network says of the same images
 without jitter: with the transition A and with A held at zero. The control learns batch normalization's scales and
 shifts in the same way. One JSON record per network goes to --results.
@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace) -> None:
     begun = time.monotonic()
     device = device_of(args)
     torch.backends.cudnn.benchmark = True
-    data = load_data("cifar10", args.data, None, 0.1).to(device)
+    data = load_data(args.dataset, args.data, None, 0.1).to(device)
     model = train(data, args.augmented, args.seed, args.epochs, args.width, device)
     trained = time.monotonic() - begun
     print(f"trained, {trained:.0f} s", flush=True)
@@ -193,11 +193,11 @@ def measure(args: argparse.Namespace) -> None:
     bench.tune(part(data.validation, args.tuning, 0))
     here = environment(args.seed)
     here["command"] = here["command"].replace("python shift_unlabelled.py", "python -m studies.shift_unlabelled")
-    name = f"unlabelled.{'jitter' if args.augmented else 'plain'}.seed={args.seed}"
+    name = f"{args.dataset}.unlabelled.{'jitter' if args.augmented else 'plain'}.seed={args.seed}"
 
     def save(images: int) -> None:
         record = {
-            "name": name, "dataset": "cifar10", "network": "ResNet18", "augmented": args.augmented,
+            "name": name, "dataset": args.dataset, "network": "ResNet18", "augmented": args.augmented,
             "network_seed": args.seed, "epochs": args.epochs, "steps": args.steps, "norms": len(norms(network)),
             "images": images, "training_seconds": round(trained, 1), "seconds": round(time.monotonic() - begun, 1),
             **bench.result(), **here,
@@ -211,7 +211,8 @@ def measure(args: argparse.Namespace) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of cifar-10-batches-py")
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the data sets")
+    parser.add_argument("--dataset", choices=["cifar10", "cifar100"], default="cifar10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
