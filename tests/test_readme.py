@@ -3,12 +3,8 @@
 import json
 import re
 import shlex
-import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -171,21 +167,6 @@ def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -
         assert 0.5 <= longer.value < 0.75
     assert "ResNet101's lead over one seed of BN is not more than that by the rules of docs/results.md." in text
     assert lead("tiny_resnet_full", "bkn.256-4", "bn.256-4").verdict() == "within chance"
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
-def test_the_processor_time_of_a_server_is_that_of_all_its_processes(
-    load_script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    work = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True)\ntime.sleep(60)"
-    first = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
-    script, log = load_script("benchmark_serve"), tmp_path / "log"
-    with script.serving([sys.executable, "-c", first], log, tmp_path) as process:
-        until = time.monotonic() + 60
-        while "done" not in log.read_text() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert 0.9 <= script.cpu_seconds(process.pid) < 2
-        assert script.resident_mb(process.pid) > 0
 
 
 def test_the_citation_is_of_this_version() -> None:

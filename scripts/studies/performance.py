@@ -55,7 +55,7 @@ TRAINING = [
     _step("resnet101, from Python", "train", 256, 4),
     _step("inception_v2, captured step", "train_inception", 256, 4, launch="graph"),
     _step("inception_v2, from Python", "train_inception", 256, 4),
-    _step("inception_cifar, float32", "train_cpu", 64, 2)._replace(ratio="ratio_to_bn_eager"),
+    _step("inception_cifar, float32", "train_cpu", 64, 2)._replace(ratio="ratio_to_bn_eager"),  # an older record
 ]
 INFERENCE = [
     *(

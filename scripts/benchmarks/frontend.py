@@ -8,12 +8,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import Contestant, calibrated
 from torch import Tensor
 
+from benchmarks.race import Contestant, calibrated, photographs
 from bkn_zoo.inference.engines import TorchEngine
 from bkn_zoo.inference.folding import prepare
 from bkn_zoo.inference.openvino_graph import Graph, compile_graph, core
@@ -31,7 +32,7 @@ def frontend(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for case in args.cases:
         name, _, side = case.rpartition(":")
-        samples = torch.randn(4, 3, 1, 1) + (0.5 + torch.rand(4, 3, 1, 1)) * torch.randn(4, 3, int(side), int(side))
+        samples = photographs(int(side))
         model = calibrated(name, samples)
         for mode in MODES:
             contestants = enter(model, samples[0], mode)
@@ -56,16 +57,15 @@ def enter(model: Network, image: Tensor, mode: str) -> list[Contestant]:
         wanted = model(image[None], mode)[0]
     contestants = []
     for way, build in ways.items():
-        given = image[None] if way == "torch" else image
         start = time.process_time()
         run = build()
-        logits = run(given)
+        logits = run(image[None])
         row = {
             "model": model.name, "size": image.shape[-1], "statistics": mode, "way": way,
             "build_s": time.process_time() - start,
             "max_difference": float((logits.reshape(-1) - wanted).abs().max() / wanted.abs().max()),
         }  # fmt: skip
-        contestants.append(Contestant(row, partial(run, given)))
+        contestants.append(Contestant(row, partial(run, image[None])))
     return contestants
 
 
@@ -90,3 +90,17 @@ def race(contestants: list[Contestant], rounds: int) -> None:
         for rival in ("torch", "stand-in"):
             pairs = zip(taken, times.get(rival, []), strict=rival in times)
             contestant.row[f"ratio_to_{rival}"] = statistics.median(a / b for a, b in pairs) if rival in times else None
+
+
+def add(commands: Any) -> None:
+    """The subcommand."""
+    command = commands.add_parser("frontend", help="OpenVINO by its own frontend, beside the stand-in and PyTorch")
+    command.add_argument(
+        "--cases", nargs="+",
+        default=["inception_cifar_bkn:32", "inception_v2_bkn:128", "resnet101_bkn:128", "torchvision:mobilenet_v2:224"],
+        help="network and size of its input",
+    )  # fmt: skip
+    command.add_argument("--rounds", type=int, default=25)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_frontend.json"))
+    command.set_defaults(run=frontend)

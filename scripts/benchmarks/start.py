@@ -1,7 +1,8 @@
-"""How long the service takes to its first answer, and what it then holds in memory: `benchmark.py start` calls it."""
+"""How long the service takes to its first answer, and what it then holds in memory: `benchmark.py start`."""
 
 import argparse
 import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -9,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark_serve import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
-
+from benchmarks.server import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.results import table, write_results
 
@@ -55,3 +55,15 @@ def measure(checkpoint: str, precision: str, cache: str) -> dict[str, Any]:
 
 def _request(image: bytes, query: str = "") -> bytes:
     return f"POST /v1/classify{query} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image
+
+
+def add(commands: Any) -> None:
+    """The subcommand."""
+    command = commands.add_parser("start", help="the service's first answer and its memory")
+    command.add_argument(
+        "--checkpoints", nargs="+", default=["inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet"]
+    )
+    command.add_argument("--precisions", nargs="+", default=["auto", "f32"])
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_start.{platform.machine()}.json"))
+    command.set_defaults(run=start)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bkn_zoo.publishing.results import table, write_results
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 USES = {
     "import bkn_zoo": "import bkn_zoo",
     "from bkn_zoo import BatchKalmanNorm2d": "from bkn_zoo.norms import BatchKalmanNorm2d",  # where it always was
@@ -44,3 +44,12 @@ def imports(args: argparse.Namespace) -> None:
         rows.append({"use": use, "tree": name, "seconds": seconds, "cpu_seconds": cpu_seconds, "modules": modules})
     write_results(args.output, rows, rounds=args.rounds)
     print(table(rows, list(rows[0])))
+
+
+def add(commands: Any) -> None:
+    """The subcommand."""
+    command = commands.add_parser("imports", help="the package and its command: seconds and modules")
+    command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with")
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_imports.json"))
+    command.set_defaults(run=imports)
