@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from bkn_zoo.publishing.replication import CLASSES, counted, least_to_most
 
 from bkn_zoo.models import create_model
 from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes, to_the_end
 from bkn_zoo.publishing.chance import spread
-from bkn_zoo.publishing.replication import CLASSES, counted, least_to_most
 from bkn_zoo.publishing.results import table
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
