@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from studies.zoo_card import zoo_card
 
 import bkn_zoo
 from bkn_zoo import CheckpointError
@@ -20,7 +21,6 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.cards import checkpoint_card, read_twins
 from bkn_zoo.publishing.full_length import full_length_table, full_lengths
 from bkn_zoo.publishing.publish import card_from_results, publish, validate
-from bkn_zoo.publishing.zoo_card import zoo_card
 
 ROOT = Path(__file__).parent.parent
 NAME = "inception_cifar_bkn.cifar10"
@@ -299,18 +299,14 @@ def test_a_card_of_a_users_own_network_claims_nothing(tmp_path: Path) -> None:
     assert 'from_pretrained("mine")' in text
 
 
-def test_the_zoos_card_lists_every_checkpoint_and_the_cost_of_all_runs(folder: Path) -> None:
-    text = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
+def test_zoo_card_lists_every_checkpoint_and_cost(folder: Path) -> None:
+    regions = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
     row = f"| [{NAME}](checkpoints/{NAME}/README.md) | CIFAR-10 | 10 | 2 | 80.12 | 85.50 | **86.75** |"
-    assert row in text
-    assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in text
-    assert "There are no checkpoints in this tree yet." in zoo_card({}, [])
+    assert row in regions["checkpoints"]
+    assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in regions["training"]
 
 
-def test_every_card_in_this_tree_is_what_its_sources_say() -> None:
-    """`python scripts/report.py` writes them again."""
-    for path, text in runpy.run_path(str(ROOT / "scripts" / "report.py"))["cards"]().items():
-        assert path.read_text() == text, path
+def test_checkpoints_of_this_tree_can_be_published() -> None:
     for name in bkn_zoo.list_checkpoints():
         if (ROOT / "checkpoints" / name).exists():
             validate(ROOT / "checkpoints" / name, name, ROOT / "results")

@@ -773,26 +773,3 @@ def test_a_variant_that_no_engine_knows_is_not_said_to_be_served(
     said = capsys.readouterr().out
     assert "saved to runs/odd/odd: a variant for ablations" in said
     assert "bkn-zoo serve" not in said
-
-
-def test_the_cost_of_imagenet_follows_from_the_measured_speeds() -> None:
-    """Each row of docs/imagenet.md: 90 epochs of 99 % of the training images at the speeds of the benchmark."""
-    root = SCRIPTS.parent
-    files = [root / "results" / name for name in ("benchmark_train.json", "benchmark_train_inception.json")]
-    measured = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    speed = {
-        (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
-        for row in measured
-        if (row["norm"], row["mode"]) == ("bkn", "eager")
-    }
-    lines = [line for line in (root / "docs" / "imagenet.md").read_text().splitlines() if "| (256," in line]
-    assert len(lines) == 6
-    for line in lines:
-        _, name, sizes, graph, python, one, eight, large, _ = (cell.strip() for cell in line.split("|"))
-        key = name.strip("`").removesuffix("_bkn"), int(sizes.strip("()").partition(",")[2])
-        fast, slow = speed[*key, "graph"], speed[*key, "python"]
-        assert (int(graph), int(python)) == (round(fast), round(slow))
-        hours = [90 * 1_268_355 / images_per_s / 3600 for images_per_s in (fast, slow, 8 * slow)]
-        assert [float(cell.split(" h")[0]) for cell in (one, eight, large)] == [round(value, 1) for value in hours]
-        assert f"({8 * hours[1]:.0f} GPU-hours)" in eight
-        assert f"({8 * hours[2]:.0f} GPU-hours)" in large
