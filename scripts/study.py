@@ -17,8 +17,9 @@ one that is killed (SIGKILL) takes the others with it: stop this script, or a ru
 
 import sys
 
-from bkn_zoo.cli import ended
 from studies.runner import main
+
+from bkn_zoo.cli import ended
 
 if __name__ == "__main__":
     sys.exit(ended("study.py", lambda: main(sys.argv[1:], __doc__)))
