@@ -1,8 +1,8 @@
 """Fills the tables and numbers of the documents from the JSON files under results/ and the checkpoints' configs.
 
 python scripts/report.py      # docs/performance.md and its appendix and plot, docs/runs.md, MODEL_CARD.md, the cards
-                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md,
-                              # docs/conversion.md and docs/finetuning.md
+                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md and
+                              # docs/conversion.md; those of studies are written by scripts/study.py --table
 """
 
 import json
@@ -10,15 +10,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+from studies.full_length import FullLength, draw_full_length, full_length_table, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
 from studies.regions import filled
+from studies.replication_cells import read_records
+from studies.replication_page import headline
+from studies.replication_plan import read_plan
 from studies.runs_page import runs_page
 from studies.zoo_card import zoo_card
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.publishing.cards import read_runs, read_twins
-from bkn_zoo.publishing.finetuning import read_study, study_table
-from bkn_zoo.publishing.full_length import FullLength, draw_full_length, full_length_table, full_lengths
 from bkn_zoo.publishing.publish import card_from_results
 from bkn_zoo.publishing.results import save_figures, table
 
@@ -38,6 +40,10 @@ def pages() -> dict[Path, str]:
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
+        ROOT / "README.md": {
+            "headline": headline(read_plan(), read_records(RESULTS / "reproduce", RESULTS / "runs")),
+            "full_length": full_length_table(shown()),
+        },
     }
     return {
         **{path: filled(path, contents) for path, contents in regions.items()},
@@ -45,8 +51,6 @@ def pages() -> dict[Path, str]:
         DOCS / "conversion.md": with_tables(
             DOCS / "conversion.md", *conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"])
         ),
-        DOCS / "finetuning.md": finetuning(),
-        ROOT / "README.md": with_tables(ROOT / "README.md", full_length_table(shown())),
         **{folder / "README.md": card_from_results(folder, folder.name, RESULTS) for folder in folders},
     }
 
@@ -107,13 +111,8 @@ def conversion(rows: list[dict[str, Any]]) -> tuple[str, str]:
     return table(shares, list(shares[0])), table(failed, list(failed[0]))
 
 
-def finetuning() -> str:
-    """docs/finetuning.md, with the table of the study."""
-    return with_tables(DOCS / "finetuning.md", study_table(read_study(RESULTS / "finetune")))
-
-
 def shown() -> list[FullLength]:
-    """What the README's picture and second table show; its first table is scripts/reproduce.py's."""
+    """What the README's picture and second table show."""
     return full_lengths(read_twins(RESULTS))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from studies.full_length import full_length_table, full_lengths
 from studies.zoo_card import zoo_card
 
 import bkn_zoo
@@ -19,7 +20,6 @@ from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.cards import checkpoint_card, read_twins
-from bkn_zoo.publishing.full_length import full_length_table, full_lengths
 from bkn_zoo.publishing.publish import card_from_results, publish, validate
 
 ROOT = Path(__file__).parent.parent

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+from bkn_zoo.publishing.demonstrations import Experiment, Record, measured, read_experiments, read_records
+from bkn_zoo.publishing.demonstrations_page import draw, page
 from PIL import Image
 from torch import nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms import BatchKalmanNorm2d
 from bkn_zoo.publishing import demonstrations_page
-from bkn_zoo.publishing.demonstrations import Experiment, Record, measured, read_experiments, read_records
-from bkn_zoo.publishing.demonstrations_page import draw, page
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "scripts" / "demonstrations.toml"

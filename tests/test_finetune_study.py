@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-
 from bkn_zoo.publishing.finetuning import ARMS, DEFAULTS, ORIGINAL, PROBE, SEEDS, SETS, study_table
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import two_processes
 from PIL import Image
+from studies.rules import variance_gaps
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -31,7 +32,6 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.comparisons import variance_gaps
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wilson_interval

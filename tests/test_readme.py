@@ -10,13 +10,14 @@ import pytest
 import yaml
 from PIL import Image
 from shallow import shallow
+from studies.replication_cells import difference, read_records
+from studies.replication_plan import read_plan
 
 import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.chance import Difference
-from bkn_zoo.publishing.replication import difference, read_plan, read_records
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -111,7 +112,7 @@ def test_named_tests_exist(document: Path) -> None:
 
 
 def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -> None:
-    plan = read_plan(ROOT / "scripts" / "experiments.toml", ROOT / "recipes")
+    plan = read_plan()
     records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 

@@ -15,18 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-import bkn_zoo
-from bkn_zoo.errors import InputError
-from bkn_zoo.inference.engines import create_engine
-from bkn_zoo.models.inception_cifar import InceptionCifar
-from bkn_zoo.models.registry import NORMS
-from bkn_zoo.modes import MODES
-from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
-from bkn_zoo.norms.statistics import observe, pool
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
-from bkn_zoo.publishing.chance import Deviation, Difference, between, student, typical
 from bkn_zoo.publishing.full_length import drawn
 from bkn_zoo.publishing.replication import (
     Cell,
@@ -40,9 +29,20 @@ from bkn_zoo.publishing.replication import (
     read_records,
     verdict,
 )
-from bkn_zoo.publishing.results import plotted
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw, figures
+from torch import nn
+
+import bkn_zoo
+from bkn_zoo.errors import InputError
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.registry import NORMS
+from bkn_zoo.modes import MODES
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
+from bkn_zoo.norms.statistics import observe, pool
+from bkn_zoo.publishing.chance import Deviation, Difference, between, student, typical
+from bkn_zoo.publishing.results import plotted
 from bkn_zoo.training import datasets
 from bkn_zoo.training.comparisons import (
     coarse,

@@ -25,7 +25,7 @@ from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, alone, build, fitted, main, origin, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
-from bkn_zoo.publishing.replication import read_run
+from bkn_zoo.publishing.records import read_run
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.datasets import MEAN_STD
 from bkn_zoo.training.interruption import Stopped

@@ -50,7 +50,6 @@ from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.inference.engines import check_device, keep_to_quota
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
-from bkn_zoo.norms.variants import BatchKalmanVariant2d
 from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import speaks, waiting
 from bkn_zoo.publishing.pictures import draw_curves
@@ -378,10 +377,7 @@ def finish(
     for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
         if isinstance(part, FileImages):
             part.say_left_out(kind)
-    if any(isinstance(layer, BatchKalmanVariant2d) for layer in model.modules()):
-        print(f"saved to {folder}: a variant for ablations, which engines run with population statistics only")
-    else:
-        print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
+    print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
     if args.publish:
         try:
             publish(folder, name, args.publish, args.results.parent, private=args.private)

@@ -12,7 +12,6 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
-from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 NormFactory = Callable[[int, int | None], nn.Module]
 """Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
@@ -22,21 +21,16 @@ def batch_kalman(
     shared_process_noise: bool = True,
     initial_gain: float = INITIAL_GAIN,
     link: bool = True,
-    prediction_bias: bool = False,
-    gain_per_channel: bool = False,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
 
-    The other options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
-    below: what is left is the shrinking of its observation towards N(0, R).
+    Without `link`, for ablations, A is held at zero, and a layer learns nothing from the one below: what is left is the
+    shrinking of its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
-    kind: Callable[..., BatchKalmanNorm2d] = BatchKalmanNorm2d
-    if prediction_bias or gain_per_channel:
-        kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
 
     def make(channels: int, channels_below: int | None) -> nn.Module:
-        norm = kind(channels, channels_below, raw_process_noise=raw_process_noise)
+        norm = BatchKalmanNorm2d(channels, channels_below, raw_process_noise=raw_process_noise)
         if channels_below is not None:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
@@ -62,6 +56,9 @@ NORMS: dict[str, Callable[..., NormFactory]] = {
     "brn": batch_renorm,
     "gn": group_norm,
 }
+
+RETIRED = ("prediction_bias", "gain_per_channel")
+"""Options that BKN does not have any more. Where a checkpoint's config has them, they are off."""
 
 _networks: dict[str, Callable[[NormFactory, int], Network]] = {}
 _default_classes: dict[str, int] = {}
@@ -95,8 +92,8 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     Args:
         name: one of `list_models()`.
         num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`, `prediction_bias`
-            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
+        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`; for `_brn`,
+            `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
     """
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
@@ -105,6 +102,7 @@ def create_model(name: str, num_classes: int | None = None, **norm_options: Any)
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")
     defaults = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
+    norm_options = {option: value for option, value in norm_options.items() if option not in RETIRED or value}
     unknown = [option for option in norm_options if option not in defaults]
     if unknown:
         raise InputError(f"{name} does not take the options {', '.join(map(repr, unknown))}.")

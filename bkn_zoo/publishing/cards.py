@@ -17,7 +17,7 @@ from bkn_zoo.errors import CheckpointError
 from bkn_zoo.modes import MODES
 from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.publishing.chance import Deviation, Difference, between, spread, typical
-from bkn_zoo.publishing.replication import (
+from bkn_zoo.publishing.records import (
     LAUNCHING,
     NORMS,
     chosen_statistics,

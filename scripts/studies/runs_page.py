@@ -9,10 +9,10 @@ from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import DATASETS, Run, batches, gained, read_runs, read_twins
-from bkn_zoo.publishing.full_length import FullLength, full_lengths
-from bkn_zoo.publishing.replication import counted, measured
+from bkn_zoo.publishing.records import counted, measured
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from studies.full_length import FullLength, full_lengths
 
 
 def runs_page(results: Path, checkpoints: Path, recipes: Path) -> dict[str, str]:

@@ -5,27 +5,23 @@ What a title says is computed from what is drawn.
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
 from bkn_zoo.publishing.chance import Difference, between, spread
-from bkn_zoo.publishing.replication import HELD, Cell, Plan, Record, cell, cells, counted, deviation
-from bkn_zoo.publishing.results import save_figures
-from bkn_zoo.publishing.results_page import WORTH, leads
+from bkn_zoo.publishing.records import counted
 from bkn_zoo.training.recipes import Recipe
+from studies.base import Record
+from studies.replication_cells import Cell, cell, cells, deviation
+from studies.replication_page import WORTH, leads
+from studies.replication_plan import HELD, Plan
 
 COLOURS = {"BKN": "#1f77b4", HELD: "#9467bd", "BN": "#d62728", "BRN": "#ff7f0e", "GroupNorm": "#2ca02c"}
 DEFAULT_GAIN = 0.5
 TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 BEYOND = "(points, with 95 % interval; beyond ±2 logarithmic)"
 SPREAD = ",\nmean and standard deviation over seeds"
-
-
-def draw(plan: Plan, records: Mapping[str, Record], folder: Path) -> list[Path]:
-    """All plots for which there are runs; those for which there are none are removed."""
-    return save_figures(figures(plan, records), folder)
 
 
 def figures(plan: Plan, records: Mapping[str, Record]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The README's second table and its picture: runs at the full length of the published recipes, each with its twins.
 
 BKN with few images per statistics group, BN with as few, and BN with many. The first table, of one network with more
-norms, is `headline` of results_page.
+norms, is `headline` of replication_page.
 """
 
 import json
@@ -15,8 +15,9 @@ import torch
 from bkn_zoo.models import create_model
 from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes, to_the_end
 from bkn_zoo.publishing.chance import spread
-from bkn_zoo.publishing.replication import CLASSES, counted, least_to_most
+from bkn_zoo.publishing.records import counted, least_to_most
 from bkn_zoo.publishing.results import table
+from studies.replication_plan import CLASSES
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 

