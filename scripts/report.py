@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from studies.card_sections import zoo_checkpoint_card
+from studies.figures import save_figures
 from studies.full_length import FullLength, draw_full_length, full_length_table, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
 from studies.regions import filled
@@ -17,12 +19,11 @@ from studies.replication_cells import read_records
 from studies.replication_page import headline
 from studies.replication_plan import read_plan
 from studies.runs_page import runs_page
+from studies.twins import read_runs, read_twins
 from studies.zoo_card import zoo_card
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.cards import read_runs, read_twins
-from bkn_zoo.publishing.publish import card_from_results
-from bkn_zoo.publishing.results import save_figures, table
+from bkn_zoo.publishing.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, CHECKPOINTS, RESULTS, RECIPES = (ROOT / name for name in ("docs", "checkpoints", "results", "recipes"))
@@ -51,7 +52,10 @@ def pages() -> dict[Path, str]:
         DOCS / "conversion.md": with_tables(
             DOCS / "conversion.md", *conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"])
         ),
-        **{folder / "README.md": card_from_results(folder, folder.name, RESULTS) for folder in folders},
+        **{
+            CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
+            for name, config in configs.items()
+        },
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 from shallow import shallow
+from studies.chance import Difference
 from studies.replication_cells import difference, read_records
 from studies.replication_plan import read_plan
 
@@ -17,7 +18,6 @@ import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.chance import Difference
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [

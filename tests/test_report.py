@@ -9,10 +9,9 @@ import pytest
 import report
 from PIL import Image
 from studies import performance
+from studies.figures import plotted
 from studies.full_length import drawn
 from studies.runs_page import recalibrated
-
-from bkn_zoo.publishing.results import plotted
 
 ROOT = Path(__file__).parent.parent
 RECORDS = performance.read_benchmarks(ROOT / "results")

@@ -31,6 +31,8 @@ from bkn_zoo.publishing.replication import (
 )
 from bkn_zoo.publishing.results_page import HEADLINE, page, with_headline
 from bkn_zoo.publishing.results_plots import PLOTS, draw, figures
+from studies.chance import Deviation, Difference, between, student, typical
+from studies.figures import plotted
 from torch import nn
 
 import bkn_zoo
@@ -41,8 +43,6 @@ from bkn_zoo.models.registry import NORMS
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
-from bkn_zoo.publishing.chance import Deviation, Difference, between, student, typical
-from bkn_zoo.publishing.results import plotted
 from bkn_zoo.training import datasets
 from bkn_zoo.training.comparisons import (
     coarse,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 from service_process import DIRECT, ServiceProcess
+from studies.records import read_run
 
 import bkn_zoo
 from bkn_zoo import InputError
@@ -25,7 +26,6 @@ from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, alone, build, fitted, main, origin, parse, run_name
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.pictures import draw_curves
-from bkn_zoo.publishing.records import read_run
 from bkn_zoo.publishing.results import environment
 from bkn_zoo.training.datasets import MEAN_STD
 from bkn_zoo.training.interruption import Stopped

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from studies.replication_plan import CLASSES
+from studies.twins import but_for_twins, read_runs, read_twins
 
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import Run, but_for_twins, read_runs, read_twins
+from bkn_zoo.publishing.cards import Run
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent

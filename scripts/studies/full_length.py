@@ -13,11 +13,12 @@ from statistics import mean, stdev
 import torch
 
 from bkn_zoo.models import create_model
-from bkn_zoo.publishing.cards import DATASETS, Run, but_for_twins, chosen_top1, is_plain, sizes, to_the_end
-from bkn_zoo.publishing.chance import spread
-from bkn_zoo.publishing.records import counted, least_to_most
+from bkn_zoo.publishing.cards import DATASETS, Run
 from bkn_zoo.publishing.results import table
+from studies.chance import spread
+from studies.records import counted, least_to_most
 from studies.replication_plan import CLASSES
+from studies.twins import but_for_twins, chosen_top1, is_plain, sizes, to_the_end
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 

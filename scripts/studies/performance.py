@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.cards import gained, read_evaluations, read_speeds
 from bkn_zoo.publishing.results import table
+from studies.card_sections import gained, read_evaluations, read_speeds
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Mapping[str, Any]]

@@ -6,9 +6,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.chance import between
 from bkn_zoo.publishing.results import table
 from studies.base import Record
+from studies.chance import between
 from studies.pretrained_plan import ARMS, Drift, Experiment, diverged, measured
 
 COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}

@@ -10,10 +10,10 @@ from typing import Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.chance import Deviation, Difference, between, mean_of, typical
-from bkn_zoo.publishing.records import best_mode, chosen_statistics, learned, measured, read_run, recipe_key
 from bkn_zoo.training.recipes import read_recipe
 from studies.base import Record
+from studies.chance import Deviation, Difference, between, mean_of, typical
+from studies.records import best_mode, chosen_statistics, learned, measured, read_run, recipe_key
 from studies.replication_plan import CLASSES, Arm, Experiment, Plan, Training, listed
 
 

@@ -7,10 +7,10 @@ from statistics import mean
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.chance import SAME, Difference, spread
-from bkn_zoo.publishing.records import counted
 from bkn_zoo.publishing.results import table
 from studies.base import RESULTS, Record
+from studies.chance import SAME, Difference, spread
+from studies.records import counted
 from studies.replication_cells import (
     Cell,
     Lead,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.publishing.records import NORMS, recipe_key
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from studies.base import OFFICIAL, ROOT, Run
+from studies.records import NORMS, recipe_key
 
 PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}

@@ -9,10 +9,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.publishing.cards import DATASETS
-from bkn_zoo.publishing.chance import Difference, between, spread
-from bkn_zoo.publishing.records import counted
 from bkn_zoo.training.recipes import Recipe
 from studies.base import Record
+from studies.chance import Difference, between, spread
+from studies.records import counted
 from studies.replication_cells import Cell, cell, cells, deviation
 from studies.replication_page import WORTH, leads
 from studies.replication_plan import HELD, Plan

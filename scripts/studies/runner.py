@@ -98,7 +98,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
     if args.list:
         print(listing(study, records))
     if args.plot:
-        from bkn_zoo.publishing.results import save_figures
+        from studies.figures import save_figures
 
         save_figures(study.figures(records), study.plots)
     if args.table:

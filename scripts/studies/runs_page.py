@@ -8,11 +8,13 @@ from statistics import mean
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import DATASETS, Run, batches, gained, read_runs, read_twins
-from bkn_zoo.publishing.records import counted, measured
+from bkn_zoo.publishing.cards import DATASETS, Run
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from studies.card_sections import gained
 from studies.full_length import FullLength, full_lengths
+from studies.records import counted, measured
+from studies.twins import batches, read_runs, read_twins
 
 
 def runs_page(results: Path, checkpoints: Path, recipes: Path) -> dict[str, str]:
