@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import resource
-import runpy
 import shlex
 import sys
 import time
@@ -29,6 +28,7 @@ from PIL import Image
 from shallow import shallow
 
 import bkn_zoo
+from bkn_zoo import cli
 from bkn_zoo.checkpoints import hub
 from bkn_zoo.checkpoints.files import sha256
 from bkn_zoo.checkpoints.folder import from_pretrained, load_folder
@@ -98,13 +98,13 @@ def snapshot(name: str) -> list[str]:
 
 
 def script(name: str, *arguments: str) -> Result:
-    """A script's output, and what it exits with."""
+    """The output of `bkn-zoo publish` for publish.py, and so on, and what it exits with."""
     output = io.StringIO()
-    sys.argv[:], old = [str(SCRIPTS / name), *arguments], list(sys.argv)
+    sys.argv[:], old = ["bkn-zoo", name.removesuffix(".py"), *arguments], list(sys.argv)
     seen, code = len(tell("log")), None
     try:
         with contextlib.redirect_stdout(output):
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = cli.main()
     except SystemExit as end:
         code = end.code
     finally:

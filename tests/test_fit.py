@@ -1120,7 +1120,8 @@ def test_what_torchrun_would_start_trains_by_the_recipe_for_imagenet(pair: Path)
     assert record["curve"][-1]["step"] == 2
     assert record["processes"] == 2
     recipe = "recipes/inception_v2_bkn.imagenet.toml"
-    assert record["command"].startswith(f"torchrun --nproc-per-node=2 scripts/train.py {recipe} --data tree --model")
+    started = "torchrun --nproc-per-node=2 --no-python bkn-zoo train"
+    assert record["command"].startswith(f"{started} {recipe} --data tree --model")
     training = bkn_zoo.from_pretrained(pair / "run" / "pair").config.training
     assert {name: training[name] for name in ("processes", "command")} == {
         name: record[name] for name in ("processes", "command")

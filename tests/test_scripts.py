@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import runpy
 import shutil
 import signal
 import sys
@@ -21,7 +20,7 @@ from service_process import DIRECT, ServiceProcess
 from studies.records import read_run
 
 import bkn_zoo
-from bkn_zoo import InputError
+from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, alone, build, fitted, main, origin, parse, run_name
 from bkn_zoo.images import Preprocessing
@@ -38,16 +37,13 @@ Script = Callable[..., None]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
-    """Runs a script as the command line would, in an empty working directory; an exit code of 0 is no event."""
+    """Runs `bkn-zoo train` for train.py, and so on, in an empty working directory; an exit code of 0 is no event."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *arguments: Any) -> None:
-        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / name), *map(str, arguments)])
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
+        monkeypatch.setattr(sys, "argv", ["bkn-zoo", name.removesuffix(".py"), *map(str, arguments)])
+        if code := cli.main():
+            raise SystemExit(code)
 
     return run
 
@@ -173,7 +169,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
     assert record["seconds"] > 0
-    assert record["command"].startswith("python scripts/train.py")
+    assert record["command"].startswith("bkn-zoo train --data")
     assert "--init" in record["command"]
     assert record["processes"] == 1
     assert record["hardware"]
@@ -416,9 +412,13 @@ def test_stopped_before_it_saved_a_training_is_not_said_to_go_on_from_an_older_o
 @pytest.mark.parametrize(
     ("processes", "prog", "told"),
     [
-        (1, None, "go on with:\npython scripts/train.py --data D --output {output} --resume\n"),
+        (1, None, "go on with:\nbkn-zoo train --data D --output {output} --resume\n"),
         (1, "bkn-zoo train", "go on with:\nbkn-zoo train --data D --output {output} --resume\n"),
-        (2, None, "go on with:\ntorchrun --nproc-per-node=2 scripts/train.py --data D --output {output} --resume\n"),
+        (
+            2,
+            None,
+            "go on with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train --data D --output {output} --resume\n",
+        ),
         (4, None, "go on with the same torchrun command and --resume, on each machine\n"),
     ],
 )
@@ -761,15 +761,3 @@ def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_pat
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
     assert model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
-
-
-def test_a_variant_that_no_engine_knows_is_not_said_to_be_served(
-    script: Script, tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
-    script(
-        *start, "--device", "cpu", "--gradient_batch", "8", "--norm_options.prediction_bias", "true", "--name", "odd"
-    )
-    said = capsys.readouterr().out
-    assert "saved to runs/odd/odd: a variant for ablations" in said
-    assert "bkn-zoo serve" not in said

@@ -97,7 +97,7 @@ def test_its_default_statistics_were_the_best_on_the_validation_images(folder: P
 @each
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_its_accuracy_is_that_of_the_evaluations_on_record(folder: Path, device: str) -> None:
-    """Two files of this tree agree. Measuring again takes the test images: scripts/evaluate.py, as the record says."""
+    """Two files of this tree agree. Measuring again takes the test images: `bkn-zoo evaluate`, as it says."""
     record = ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json"
     if (folder.name, device) == ("inception_cifar_bkn.cifar100_single", "cuda") and not record.exists():
         pytest.skip("measured on a GPU at the end of its training only")

@@ -5,7 +5,7 @@
     bkn-zoo train --data FOLDER_OF_CLASSES                                   # fine-tune the default checkpoint
     bkn-zoo train --data FOLDER_OF_CLASSES --init CHECKPOINT                 # the same with another
     bkn-zoo train --data FOLDER_OF_CLASSES --init torchvision:resnet50       # the same, from torchvision's weights
-    torchrun --nproc-per-node=8 scripts/train.py recipes/... --data ...      # many GPUs, from a checkout
+    torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/...        # many GPUs
 
 Every field of a recipe can be overridden, as in --epochs 5 --augmentation.cutmix 1.0 --norm_options.warmup 100
 --statistics_batch None (whole batches); what is overridden becomes part of the run's name, unless --name gives one. The
@@ -414,7 +414,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
             if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
                 raise
             if speaks():
-                command = shlex.join(launched([*(prog or "scripts/train.py").split(), *arguments]))
+                command = shlex.join(launched([*(prog or "bkn-zoo train").split(), *arguments]))
                 print(f"\n{_how_to_go_on(error, command, args)}", file=sys.stderr)
             # As a shell reports a process that a signal ended.
             raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None

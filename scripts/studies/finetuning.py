@@ -110,8 +110,8 @@ STUDY = Defaults()
 
 def fine_tune(data: Path, options: list[str], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
     """By the command, as a user would."""
-    faster = ["--graph", "true"] if device == "cuda" else []
-    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device, "--name", "run", *faster, *options]
+    faster = ["--graph", "true"] if device.type == "cuda" else []
+    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run", *faster, *options]
     main(["--data", str(data), "--output", str(scratch / "out"), *chosen])
     record = json.loads((scratch / "out" / "results" / "runs" / "run.json").read_text())
     validation = [max(m["top1"] for m in line["validation"].values()) for line in record["curve"]]

@@ -24,7 +24,7 @@ def recipe_key(recipe: Recipe, width: float = 1.0, every: int = 1) -> str:
 
 
 def read_run(path: Path) -> Record:
-    """What a run left; with that of a published network, what it was asked later by scripts/evalnorm.py."""
+    """What a run left; with that of a published network, what it was asked later by the study `published`."""
     record = json.loads(path.read_text())
     later = path.parent.parent / "evalnorm" / path.name
     if later.exists():

@@ -64,9 +64,7 @@ def create_variant(name: str, num_classes: int, width: float = 1.0, **norm_optio
         width: factor of the channels; of inception_cifar alone.
         norm_options: of `create_model`, and those of `BatchKalmanVariant2d`.
     """
-    own = {
-        option: norm_options.pop(option) for option in ("prediction_bias", "gain_per_channel") if option in norm_options
-    }
+    own = {option: norm_options.pop(option) for option in VARIED if option in norm_options}
     if width == 1 and not own:
         return bkn_zoo.create_model(name, num_classes, **norm_options)
     network, _, norm = name.rpartition("_")
