@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from studies.base import Record, Run, Study
+from studies.figures import plotted
 from studies.full_length import drawn
 from studies.runner import carry_out, listing, load, main, pages, parse, studies
 from studies.work import Work
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.publishing.results import plotted
 
 ROOT = Path(__file__).parent.parent
 SLEEP = "import time; time.sleep({})"
