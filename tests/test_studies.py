@@ -67,6 +67,7 @@ def test_runs_are_trained_once_and_may_decide_on_more(work: Any, capsys: pytest.
     again = work()
     assert again.through() == 0
     assert "0 runs to train" in capsys.readouterr().out
+    assert Work.command(again, Run("one", 0)) == [sys.executable, str(ROOT / "scripts" / "study.py"), "--run", "one"]
     assert left(again) == ["one.seed=0", "one.seed=1", "one.seed=2", "two.seed=0"]
 
 
