@@ -27,6 +27,7 @@ FLOORS = [
     {"bkn_zoo.models"},
     {"bkn_zoo.norms"},
     {"bkn_zoo.kernels"},
+    {"bkn_zoo.images"},
     {f"bkn_zoo.{file.stem}" for file in (ROOT / "bkn_zoo").glob("*.py") if file.stem != "__init__"},
 ]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from bkn_zoo.checkpoints.files import read_json
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.fields import Count, Rule, check_fields, is_number, make, one_of, refuse
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.modes import MODES
-from bkn_zoo.preprocessing import Preprocessing
 
 FORMAT_VERSION = 1
 

@@ -45,11 +45,11 @@ from bkn_zoo.checkpoints.weights import (
 )
 from bkn_zoo.conversion.libraries import create_model
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.centered import take_centers
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 

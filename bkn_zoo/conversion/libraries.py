@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.errors import ConversionError, HubUnavailableError, InputError, UnknownNameError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.models.network import Network
-from bkn_zoo.preprocessing import Preprocessing
 
 LIBRARIES = ("torchvision", "timm")
 REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
