@@ -86,7 +86,7 @@ def test_classifier_and_command_take_it(checkpoint: Path, tmp_path: Path, capsys
 
 
 def test_the_service_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+    for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoint.parent))
     photo = io.BytesIO()
