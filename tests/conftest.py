@@ -39,7 +39,7 @@ SLOW = (
     "test_service_load.py", "test_checkpoints.py", "test_export.py", "test_page.py", "test_scripts.py",
     "test_libraries.py", "test_service.py", "test_service_strangers.py", "test_service_bad_input.py", "test_layer.py",
     "test_batch.py", "test_demonstrate.py", "test_wheel.py", "test_kept_graphs.py", "test_pooling.py", "test_cards.py",
-    "test_cli.py", "test_progress.py", "test_memory.py", "test_running.py", "test_house.py", "test_the_suite.py",
+    "test_cli.py", "test_progress.py", "test_memory.py", "test_running.py", "test_house.py",
 )  # fmt: skip
 
 

@@ -596,7 +596,7 @@ def test_the_environment_s_old_prefix_is_read_with_a_warning(monkeypatch: pytest
         settings = read_settings([])
     assert ([key.get_secret_value() for key in settings.api_keys], settings.port) == (["secret"], 2)
     monkeypatch.setenv("BKN_ZOO_PORT", "tcp://10.0.0.1:80")
-    with pytest.warns(DeprecationWarning), pytest.raises(InputError, match="enableServiceLinks: false"):
+    with pytest.warns(DeprecationWarning, match="BKN_ZOO_PORT"), pytest.raises(InputError, match="enableServiceLinks"):
         read_settings([])
 
 
