@@ -252,7 +252,7 @@ def test_misuse_exits_with_2_and_the_usage(arguments: list[str], capsys: pytest.
 def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's answer to whatever is not on this machine."""
 
-    def refuse(repository: str, revision: str | None = None) -> None:
+    def refuse(repository: str, *options: object) -> None:
         raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
 
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
 Run = Mapping[str, Any]
