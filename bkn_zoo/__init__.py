@@ -7,7 +7,14 @@ lists checkpoints not even for PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.errors import (
+    BknZooError,
+    CheckpointError,
+    InputError,
+    NonFiniteLossError,
+    TrainingError,
+    UnknownNameError,
+)
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +47,8 @@ __all__ = [
     "UnknownNameError",
     "InputError",
     "CheckpointError",
+    "TrainingError",
+    "NonFiniteLossError",
     "__version__",
 ]
 

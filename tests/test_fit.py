@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 import bkn_zoo
 from bkn_zoo import create_model, list_models
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError, NonFiniteLossError, TrainingError
 from bkn_zoo.norms import BatchRenorm2d, recalibrate
 from bkn_zoo.norms.batch_kalman import KALMAN
 from bkn_zoo.norms.running import RunningNorm
@@ -39,7 +39,7 @@ from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import Training, TrainingError, begin, kept_line, load_state, refuse_to_replace, save_state
+from bkn_zoo.training.state import Training, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import average, make_step, parallel
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -890,7 +890,7 @@ def test_a_loss_that_is_not_finite_stops_says_the_step_and_keeps_the_last_good_s
     state = started()
     save_state(state, RECIPE, tmp_path)
     at_batch(monkeypatch, 1, lambda found: Batch(found.images * math.nan, found.targets))
-    with pytest.raises(TrainingError, match=r"loss was not finite at step 1: start anew with a lower learning rate"):
+    with pytest.raises(NonFiniteLossError, match=r"loss was not finite at step 1: start anew with a lower learning rate"):
         fit(state, RECIPE, data(), tmp_path, CPU, save_minutes, quiet=True)
     kept = started()
     load_state(kept, RECIPE, tmp_path, CPU)
@@ -904,7 +904,7 @@ def test_weights_that_a_finite_loss_spoiled_are_not_saved(tmp_path: Path) -> Non
     good = (tmp_path / "state.pt").read_bytes()
     with torch.no_grad():
         state.model.fc.bias[0] = math.inf
-    with pytest.raises(TrainingError, match=r"fc\.bias was not finite"):
+    with pytest.raises(NonFiniteLossError, match=r"fc\.bias was not finite"):
         save_state(state, RECIPE, tmp_path)
     assert (tmp_path / "state.pt").read_bytes() == good
 

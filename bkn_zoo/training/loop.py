@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import InputError, NonFiniteLossError
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, processes, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, processes, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -186,7 +186,7 @@ def _finite(losses: list[Tensor], steps: int) -> Tensor:
     good = values.isfinite()
     if not good.all():
         step = steps - len(losses) + int((~good).nonzero()[0, 0])
-        raise TrainingError(f"the loss was not finite at step {step}: {REMEDY}.")
+        raise NonFiniteLossError(f"the loss was not finite at step {step}: {REMEDY}.")
     return values
 
 

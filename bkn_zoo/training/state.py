@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
 from bkn_zoo.models import Network
 from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.optimizer import make_optimizer
@@ -20,10 +20,6 @@ from bkn_zoo.training.recipes import Recipe
 
 STATE, LOG = "state.pt", "log.jsonl"
 REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
-
-
-class TrainingError(BknZooError):
-    """A training that cannot go on."""
 
 
 @dataclass
@@ -106,7 +102,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     """Write everything that going on needs: complete, or not at all."""
     for name, parameter in training.model.named_parameters():
         if not parameter.isfinite().all():
-            raise TrainingError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
+            raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
