@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch
 
+from bkn_zoo.checkpoints.files import make_folder
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.cli.checks import make_folder, whole_number
+from bkn_zoo.cli.checks import whole_number
+from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference.engines import check_device, create_engine, keep_to_quota
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
@@ -48,7 +50,7 @@ def main(arguments: list[str], prog: str | None = None) -> None:
     )
     parser.add_argument("--precision", choices=exact, default="f32", help="of a prepared network")
     parser.add_argument("--batch", type=whole_number(1), help="images at a time; default: 500, or 16 on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--workers", type=whole_number(0), default=0)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures, the command and the machine")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="for pictures of what went wrong")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import InputError, NonFiniteLossError
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
@@ -19,7 +20,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_line, processes, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
