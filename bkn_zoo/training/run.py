@@ -22,7 +22,7 @@ from bkn_zoo.checkpoints.files import lock, make_folder
 from bkn_zoo.cores import check_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, InputError, TrainingError
 from bkn_zoo.progress import speaks, waiting
-from bkn_zoo.training.datasets import Data, fingerprint, keep_apart, load_data
+from bkn_zoo.training.datasets import Data, fingerprint, load_data
 from bkn_zoo.training.fine_tuning import fitted
 from bkn_zoo.training.finish import TrainingResult, finish
 from bkn_zoo.training.interruption import Stopped, handled
@@ -31,6 +31,7 @@ from bkn_zoo.training.origin import build
 from bkn_zoo.training.plan import Plan, make_plan
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import LOG, Training, begin, find_state, load_state, refuse_to_replace
+from bkn_zoo.training.tree import keep_apart
 
 
 def train(
