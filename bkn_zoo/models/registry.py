@@ -14,8 +14,11 @@ from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
-NormFactory = Callable[[int, int | None], nn.Module]
-"""Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
+NormFactory = Callable[..., nn.Module]
+"""Makes the norm for (channels, channels of the layer below, or None for a first layer).
+
+Two options: `eps`, by default the norm's own, and `depthwise`, for a norm behind a depthwise convolution.
+"""
 
 
 def batch_kalman(
@@ -35,8 +38,9 @@ def batch_kalman(
     if prediction_bias or gain_per_channel:
         kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
 
-    def make(channels: int, channels_below: int | None) -> nn.Module:
-        norm = kind(channels, channels_below, raw_process_noise=raw_process_noise)
+    def make(channels: int, channels_below: int | None, *, eps: float = 1e-5, depthwise: bool = False) -> nn.Module:
+        shapes = [(channels,)] if depthwise else None  # each channel is made of one: A is diagonal
+        norm = kind(channels, channels_below, eps, raw_process_noise=raw_process_noise, transition_shapes=shapes)
         if channels_below is not None:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
@@ -46,19 +50,28 @@ def batch_kalman(
     return make
 
 
+def without_belief(kind: Callable[..., nn.Module]) -> NormFactory:
+    """The factory of a norm that has no transition, so that it does not matter what stands below it."""
+
+    def make(channels: int, channels_below: int | None, *, depthwise: bool = False, **options: float) -> nn.Module:
+        return kind(channels, channels_below, **options)
+
+    return make
+
+
 def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000) -> NormFactory:
     """BRN with its schedule, in training steps."""
-    return partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps)
+    return without_belief(partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps))
 
 
 def group_norm(channels_per_group: int | None = None) -> NormFactory:
     """GroupNorm with 32 groups a layer, or with groups of so many channels."""
-    return partial(GroupNorm2d, channels_per_group=channels_per_group)
+    return without_belief(partial(GroupNorm2d, channels_per_group=channels_per_group))
 
 
 NORMS: dict[str, Callable[..., NormFactory]] = {
     "bkn": batch_kalman,
-    "bn": lambda: BatchNorm2d,
+    "bn": lambda: without_belief(BatchNorm2d),
     "brn": batch_renorm,
     "gn": group_norm,
 }
