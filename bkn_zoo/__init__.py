@@ -14,13 +14,22 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, create_model
+    from bkn_zoo.conversion import convert
+    from bkn_zoo.create import create_model
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
-    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
+    from bkn_zoo.norms import (
+        BatchKalmanNorm,
+        BatchKalmanNorm1d,
+        BatchKalmanNorm2d,
+        BatchKalmanNorm3d,
+        KalmanSequential,
+        recalibrate,
+    )
 
 __all__ = [
+    "BatchKalmanNorm",
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",
@@ -44,6 +53,7 @@ __all__ = [
 ]
 
 ROOMS = {
+    "BatchKalmanNorm": "bkn_zoo.norms",
     "BatchKalmanNorm1d": "bkn_zoo.norms",
     "BatchKalmanNorm2d": "bkn_zoo.norms",
     "BatchKalmanNorm3d": "bkn_zoo.norms",
@@ -51,7 +61,7 @@ ROOMS = {
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
     "convert": "bkn_zoo.conversion",
-    "create_model": "bkn_zoo.conversion",
+    "create_model": "bkn_zoo.create",
     "export": "bkn_zoo.inference.export",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",

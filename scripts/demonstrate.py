@@ -44,7 +44,7 @@ from bkn_zoo.conversion import start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm
 from bkn_zoo.publishing.demonstrations import Experiment, Run, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
 from bkn_zoo.publishing.results import environment, write_record, write_results
@@ -253,7 +253,7 @@ def norms(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Any]]:
 def batch_normalized(model: nn.Module, run: Run) -> nn.Module:
     """BN by the same code as BKN, so that it has the same modes: a layer that takes no prior is batch normalization."""
     converted = converted_near_batchnorm(model, run)
-    for _, norm in norms(converted, BatchKalmanNorm2d):
+    for _, norm in norms(converted, BatchKalmanNorm):
         norm.momentum = run.settings["momentum"]
         if norm.prior_features is not None:
             norm.prior_features = None

@@ -81,7 +81,7 @@ DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Norm
 statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
 (those that the image would have met in training)."""
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 Result = TypeVar("Result")
 
 

@@ -2,16 +2,18 @@
 
 import gc
 import sys
+import warnings
 
 from bkn_zoo.errors import BknZooError
 
 from .logs import failed, set_up_logs
-from .settings import Settings, read_settings
+from .settings import OLD_PREFIX, Settings, read_settings
 from .workers import supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
+    warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python shows none otherwise
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()

@@ -20,7 +20,7 @@ from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowEr
 from .metrics import Metrics
 from .settings import Settings
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 MAX_HEAD = 16_384
 MAX_PIPELINED = 32  # requests in a row that came before their turn

@@ -12,7 +12,7 @@ from .errors import InternalError, ServiceError, respond
 from .logs import request_id
 from .metrics import Metrics
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for all the time

@@ -81,7 +81,7 @@ class ServiceProcess:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         here["BKN_ZOO_CACHE"] = "off"
-        here["BKN_PRECISION"] = "f32"  # so that scores are compared on any processor
+        here["BKN_ZOO_PRECISION"] = "f32"  # so that scores are compared on any processor
         self._environment = inherited | here | (environment or {})
         self._ready_within = ready_within
         self._log = Path()

@@ -385,8 +385,8 @@ def test_torch_hub_loads_the_checkpoint_of_a_network(
         hub_load("inception_v2_bkn", pretrained=True)
     with pytest.raises(bkn_zoo.InputError, match="is a inception_cifar_bkn: load it by that name"):
         hub_load("inception_cifar_bn", pretrained=NAME)
-    with pytest.raises(bkn_zoo.InputError, match="leave out num_classes"):
-        hub_load("inception_cifar_bkn", pretrained=True, num_classes=3)
+    with pytest.raises(bkn_zoo.InputError, match="leave out initial_gain"):
+        hub_load("inception_cifar_bkn", pretrained=True, initial_gain=0.1)
     (folder.parent / "inception_cifar_bkn.second").symlink_to(folder)
     with pytest.raises(bkn_zoo.UnknownNameError, match=f"several.*{NAME}, inception_cifar_bkn.second"):
         hub_load("inception_cifar_bkn", pretrained=True)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.norms import BatchKalmanNorm2d
+from bkn_zoo.norms import BatchKalmanNorm
 from bkn_zoo.publishing import demonstrations_page
 from bkn_zoo.publishing.demonstrations import Experiment, Record, measured, read_experiments, read_records
 from bkn_zoo.publishing.demonstrations_page import draw, page
@@ -137,7 +137,7 @@ def test_frozen_norms_keep_their_statistics_and_others_do_not(
     moving = [norm for norm in model.modules() if isinstance(norm, nn.BatchNorm2d) and norm not in still]
     assert len(still) == 48
     assert len(moving) == 8  # the decoder's
-    assert not any(isinstance(module, BatchKalmanNorm2d) for module in model.modules())
+    assert not any(isinstance(module, BatchKalmanNorm) for module in model.modules())
 
 
 # What is measured and varied.

@@ -468,7 +468,7 @@ def test_the_serve_command_of_the_guide_works(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+    for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # an unknown name is looked for there
@@ -574,9 +574,9 @@ def test_an_address_that_nobody_reads_keeps_no_service_from_serving(monkeypatch:
 
 
 def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BKN_QUEUE_LENGTH", "3")
-    monkeypatch.setenv("BKN_MODELS", "one, owner/two@main")
-    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    monkeypatch.setenv("BKN_ZOO_QUEUE_LENGTH", "3")
+    monkeypatch.setenv("BKN_ZOO_MODELS", "one, owner/two@main")
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", "secret")
     settings = read_settings(["--deadline", "2.5"])
     assert (settings.queue_length, settings.deadline) == (3, 2.5)
     assert settings.models == ["one", "owner/two@main"]
@@ -588,6 +588,18 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert Settings().host == "127.0.0.1"
 
 
+def test_the_environment_s_old_prefix_is_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    monkeypatch.setenv("BKN_PORT", "1")
+    monkeypatch.setenv("BKN_ZOO_PORT", "2")
+    with pytest.warns(DeprecationWarning, match="BKN_API_KEYS is now called BKN_ZOO_API_KEYS"):
+        settings = read_settings([])
+    assert ([key.get_secret_value() for key in settings.api_keys], settings.port) == (["secret"], 2)
+    monkeypatch.setenv("BKN_ZOO_PORT", "tcp://10.0.0.1:80")
+    with pytest.warns(DeprecationWarning, match="BKN_ZOO_PORT"), pytest.raises(InputError, match="enableServiceLinks"):
+        read_settings([])
+
+
 def test_only_names_with_the_prefix_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "a stranger's")
     monkeypatch.setenv("MODELS", "another's")
@@ -597,8 +609,8 @@ def test_only_names_with_the_prefix_are_read_from_the_environment(monkeypatch: p
 @pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
 def test_keys_that_nobody_could_send_are_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
     """Rather than leave the service open because a secret was not filled in."""
-    monkeypatch.setenv("BKN_API_KEYS", keys)
-    with pytest.raises(InputError, match="BKN_API_KEYS"):
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", keys)
+    with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
         read_settings([])
 
 

@@ -45,7 +45,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small")
     flags = ("--head-seconds", f"{STALL}", "--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
-    with FewFiles(folder, *flags, environment={"BKN_API_KEYS": KEY["X-API-Key"]}) as process:
+    with FewFiles(folder, *flags, environment={"BKN_ZOO_API_KEYS": KEY["X-API-Key"]}) as process:
         for kind in ("PNG", "JPEG", "WEBP"):  # what is loaded on first use is loaded
             assert ask(process, post(encoded(picture(), kind)))[0] == 200
         yield process

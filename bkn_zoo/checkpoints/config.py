@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +10,8 @@ from typing import Annotated, Any
 from bkn_zoo.checkpoints.files import read_json
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.fields import Count, Rule, check_fields, is_number, make, one_of, refuse
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.modes import MODES
-from bkn_zoo.preprocessing import Preprocessing
 
 FORMAT_VERSION = 1
 
@@ -86,14 +87,19 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> "Config":
-        """The config in a file, which must say everything it has to and nothing else."""
+        """The config in a file, which must say all that it has to; fields that are unknown here are warned of."""
         data = read_json(path)
         version = data.get("format_version")
         if is_number(version) and version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{path}: format_version is {version}, but this bkn_zoo reads up to {FORMAT_VERSION}: upgrade bkn_zoo."
             )
+
+        def warn(name: str) -> None:
+            message = f"{path}: the field {name[:80]} is ignored, since this bkn_zoo does not know it: upgrade bkn_zoo"
+            warnings.warn(message, stacklevel=4)
+
         try:
-            return make(cls, data)
+            return make(cls, data, unknown=warn)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -43,13 +43,13 @@ from bkn_zoo.checkpoints.weights import (
     to_stored,
     write_weights,
 )
-from bkn_zoo.conversion.libraries import create_model
+from bkn_zoo.conversion.libraries import build
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.centered import take_centers
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
@@ -122,7 +122,13 @@ def save_pretrained(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def from_pretrained(name: str | os.PathLike[str]) -> Network:
+def from_pretrained(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Network:
     """The network of a checkpoint, in float32 and evaluation mode, with its description as `.config`.
 
     The commit that it was downloaded from is its `.revision`, which is None for a local folder. If the Hub cannot be
@@ -131,8 +137,11 @@ def from_pretrained(name: str | os.PathLike[str]) -> Network:
     Args:
         name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
             "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
+        revision: a branch, a tag or a commit on the Hub, as behind the "@" of a name.
+        token: for the Hub; by default that of `hf auth login` or HF_TOKEN; False sends none.
+        cache_dir: where downloads are kept; by default the cache of the Hub's client (HF_HOME).
     """
-    return load(locate(name))
+    return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
 def load(location: Location, as_stored: bool = False) -> Network:
@@ -313,7 +322,7 @@ class _SkipRandomInitialization(TorchFunctionMode):
 def _build(config: Config, path: Path) -> Network:
     try:
         with torch.device("cpu"), _SkipRandomInitialization():
-            model = create_model(config.architecture, config.num_classes, **config.norm_options).float()
+            model = build(config.architecture, config.num_classes, **config.norm_options).float()
     except BknZooError as error:
         raise CheckpointError(f"{path}: the network that it describes cannot be built: {error}") from None
     except (MemoryError, RuntimeError):  # PyTorch's allocator has words of its own on every system

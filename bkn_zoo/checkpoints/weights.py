@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.norms.batch_kalman import of_version_2
+from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
 
 ALIGNMENT = 64  # bytes, at which PyTorch puts tensors too, and engines read them fastest
 
@@ -92,8 +92,16 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as today's layers have them."""
-    return {name: of_version_2(tensor) if name.endswith(".raw_gain") else tensor for name, tensor in weights.items()}
+    """The tensors of a checkpoint as today's layers have them.
+
+    The zoo's first checkpoints store a raw gain as a number without dimensions, infinite where q = 1.
+    """
+
+    def updated(name: str, tensor: Tensor) -> Tensor:
+        is_gain = name.endswith(".raw_gain") and tensor.numel() == 1
+        return tensor.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if is_gain else tensor
+
+    return {name: updated(name, tensor) for name, tensor in weights.items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import select
 import sys
@@ -27,6 +28,7 @@ from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
 TIMED_RUNS = 5
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
 EXAMPLES = """\
@@ -118,6 +120,7 @@ def _is_broken(stream: TextIO) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
+    arguments = _set_log_level(arguments)
     if arguments and arguments[0] in OTHERS:
         return OTHERS[arguments[0]](arguments[1:])
     args = _parser().parse_args(arguments)
@@ -125,9 +128,28 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    what = f"what to log on stderr, before the command: {', '.join(LOG_LEVELS)} (default: warning)"
+    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=what)
+
+
+def _set_log_level(arguments: list[str]) -> list[str]:
+    """Obey --log-level where it stands before the command; what follows it, since some commands parse that alone."""
+    if not arguments or arguments[0].partition("=")[0] != "--log-level":
+        return arguments
+    end = 1 if "=" in arguments[0] else 2
+    parser = _Parser(prog="bkn-zoo", add_help=False)
+    _add_log_level(parser)
+    level = parser.parse_args(arguments[:end]).log_level
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("bkn_zoo").setLevel(level.upper())
+    return arguments[end:]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="bkn-zoo", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
+    _add_log_level(parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(

@@ -44,14 +44,15 @@ from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.checkpoints.locate import is_folder, locate
 from bkn_zoo.cli.checks import lock, make_folder, whole_number
-from bkn_zoo.conversion.libraries import create_model, from_library, of_library, preprocessing_of
+from bkn_zoo.conversion.libraries import from_library, of_library, preprocessing_of
+from bkn_zoo.create import create_model
 from bkn_zoo.errors import CheckpointError, HubError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.inference.classifier import default_checkpoint
 from bkn_zoo.inference.engines import check_device, keep_to_quota
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import speaks, waiting
 from bkn_zoo.publishing.pictures import draw_curves
 from bkn_zoo.publishing.publish import card_of, publish

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, check_gain
-from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered2d, start_near_batchnorm  # noqa: F401, for who looks here
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain
+from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, for who looks here
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
@@ -49,8 +49,8 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
         start_near_batchnorm(layer)
 
 
-def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
-    return isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None
+def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
+    return isinstance(layer, BatchKalmanNorm) and layer.prior_features is not None
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
     norms = {
         name: norm
         for name, norm in model.named_modules()
-        if isinstance(norm, Centered2d) and norm.prior_features is not None and _is_trained(norm)
+        if isinstance(norm, Centered) and norm.prior_features is not None and _is_trained(norm)
     }
     if not norms:
         raise InputError(

@@ -18,7 +18,7 @@ from bkn_zoo.conversion.converted import Converted, check_norms
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, carry
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
@@ -208,8 +208,8 @@ class ImageNorm(nn.Module):
                 "no engine knows a variant of BKN for ablations but with statistics='population': choose those, or "
                 "call the network itself."
             )
-        self.believes = isinstance(norm, BatchKalmanNorm2d)
-        self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
+        self.believes = isinstance(norm, BatchKalmanNorm)
+        self.follows = isinstance(norm, BatchKalmanNorm) and norm.prior_features is not None
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
         self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
@@ -218,7 +218,7 @@ class ImageNorm(nn.Module):
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
             self.image_spread = nn.Buffer(spread)
             weigh([self], torch.tensor(1 / (statistics.group or 1)))
-        if isinstance(norm, BatchKalmanNorm2d) and self.follows:
+        if isinstance(norm, BatchKalmanNorm) and self.follows:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
             squares = [

@@ -97,20 +97,13 @@ def register(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names that `create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
+    """The names that `bkn_zoo.create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
     return sorted(fnmatch.filter(names, pattern))
 
 
-def create_model(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
-    """A freshly initialized network.
-
-    Args:
-        name: one of `list_models()`.
-        num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`, `prediction_bias`
-            and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
-    """
+def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
+    """A freshly initialized network of the zoo's own; the arguments are those of `bkn_zoo.create_model`."""
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
         raise UnknownNameError(f"unknown model {name!r}: choose one of {', '.join(list_models())}.")

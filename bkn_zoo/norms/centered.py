@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.norms.batch_kalman import (
+    BatchKalmanNorm,
     BatchKalmanNorm1d,
     BatchKalmanNorm2d,
     BatchKalmanNorm3d,
@@ -20,7 +21,7 @@ BATCHNORM_GAIN = 0.99
 
 
 @torch.no_grad()
-def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
+def start_near_batchnorm(layer: BatchKalmanNorm) -> None:
     """Put A, R and q of a layer with one below it where training starts from nearly batch normalization."""
     for block in layer.transition_blocks:
         block.zero_()
@@ -30,7 +31,7 @@ def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
         layer.raw_process_noise.copy_(inverse_softplus(layer.running_var.clamp_min(layer.eps)))
 
 
-class Centered2d(BatchKalmanNorm2d):
+class Centered(BatchKalmanNorm):
     """BKN which, once it has a center, predicts that as the mean where A adds nothing: m' = A m + center.
 
     What it tells the layer above is how far the mean is from there, so that A relates deviations. Without a center, or
@@ -38,7 +39,7 @@ class Centered2d(BatchKalmanNorm2d):
     starts near batch normalization.
     """
 
-    kalman = (*BatchKalmanNorm2d.kalman, "center")
+    kalman = (*BatchKalmanNorm.kalman, "center")
     center: nn.Parameter | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -81,12 +82,16 @@ class Centered2d(BatchKalmanNorm2d):
             self.set_center(torch.zeros_like(self.running_mean))
 
 
-class Centered1d(Centered2d, BatchKalmanNorm1d):
-    """The same for `BatchKalmanNorm1d`."""
+class Centered1d(Centered, BatchKalmanNorm1d):
+    """A `BatchKalmanNorm1d` with a center."""
 
 
-class Centered3d(Centered2d, BatchKalmanNorm3d):
-    """The same for `BatchKalmanNorm3d`."""
+class Centered2d(Centered, BatchKalmanNorm2d):
+    """A `BatchKalmanNorm2d` with a center."""
+
+
+class Centered3d(Centered, BatchKalmanNorm3d):
+    """A `BatchKalmanNorm3d` with a center."""
 
 
 def take_centers(model: nn.Module, names: Iterable[str]) -> None:
@@ -98,5 +103,5 @@ def take_centers(model: nn.Module, names: Iterable[str]) -> None:
                 norm = model.get_submodule(layer)
             except AttributeError:
                 continue  # which is for who compares the names to say
-            if isinstance(norm, Centered2d):
+            if isinstance(norm, Centered):
                 norm.take_center()

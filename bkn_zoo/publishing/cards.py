@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.modes import MODES
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.publishing.chance import Deviation, Difference, between, spread, typical
 from bkn_zoo.publishing.replication import (
     LAUNCHING,

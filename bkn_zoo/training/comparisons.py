@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bkn_zoo import kernels
 from bkn_zoo.models import Network
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
@@ -110,7 +110,7 @@ def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]
     """A copy whose A are each `smaller` of what they were."""
     model = copy.deepcopy(model)
     for layer in layers(model):
-        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
+        if isinstance(layer, BatchKalmanNorm) and layer.prior_features is not None:
             layer.transition.copy_(smaller(layer.transition))
     return model
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
-from bkn_zoo.preprocessing import Side
+from bkn_zoo.images.preprocessing import Side
 from bkn_zoo.training.augmentation import Augmentation
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]

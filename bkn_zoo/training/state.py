@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 

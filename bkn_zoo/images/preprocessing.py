@@ -1,4 +1,4 @@
-"""What preprocessing is: `bkn_zoo.images` does it, a checkpoint's config.json keeps it."""
+"""What preprocessing is: `bkn_zoo.images.transforms` does it, a checkpoint's config.json keeps it."""
 
 from dataclasses import dataclass
 from typing import Annotated
