@@ -27,10 +27,12 @@ def batch_kalman(
     link: bool = True,
     prediction_bias: bool = False,
     gain_per_channel: bool = False,
+    initial_belief: bool = False,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
 
-    The other options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
+    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. The other
+    options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
     below: what is left is the shrinking of its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
@@ -39,11 +41,19 @@ def batch_kalman(
         kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
 
     def make(channels: int, channels_below: int | None, *, eps: float = 1e-5, depthwise: bool = False) -> nn.Module:
-        shapes = [(channels,)] if depthwise else None  # each channel is made of one: A is diagonal
-        norm = kind(channels, channels_below, eps, raw_process_noise=raw_process_noise, transition_shapes=shapes)
-        if channels_below is not None:
+        first = channels_below is None
+        norm = kind(
+            channels,
+            channels_below,
+            eps,
+            raw_process_noise=raw_process_noise,
+            transition_shapes=[(channels,)] if depthwise else None,  # each channel is made of one: A is diagonal
+            initial_belief=initial_belief and first,
+        )
+        if norm.has_prior:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
+        if not first:
             norm.transition.requires_grad_(link)
         return norm
 

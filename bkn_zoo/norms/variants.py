@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
 
 
@@ -15,7 +15,7 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
     Where there is no layer below, there is neither, and this is batch normalization like BKN itself.
     """
 
-    kalman = (*KALMAN, "prediction_bias")
+    kalman = (*BatchKalmanNorm2d.kalman, "prediction_bias")
     prediction_bias: Tensor | None
 
     def __init__(
