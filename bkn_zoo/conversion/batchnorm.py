@@ -70,11 +70,7 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
     Returns:
         The names of the norms that start so. Others were never trained; they start as `convert` has them.
     """
-    norms = {
-        name: norm
-        for name, norm in model.named_modules()
-        if isinstance(norm, Centered) and _is_trained(norm)
-    }
+    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained one that bkn_zoo.convert made."

@@ -12,6 +12,7 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
+from bkn_zoo.norms.centered import Centered2d
 from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 NormFactory = Callable[..., nn.Module]
@@ -28,15 +29,18 @@ def batch_kalman(
     prediction_bias: bool = False,
     gain_per_channel: bool = False,
     initial_belief: bool = False,
+    centered: bool = False,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
 
-    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. The other
-    options are for ablations; without `link`, A is held at zero, and a layer learns nothing from the one
-    below: what is left is the shrinking of its observation towards N(0, R).
+    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. With `centered`
+    the norms are those of converted networks, which can start near the statistics of a population
+    (`bkn_zoo.conversion.start_near_population`). The other options are for ablations; without `link`, A is held at
+    zero, and a layer learns nothing from the one below: what is left is the shrinking of its observation towards
+    N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
-    kind: Callable[..., BatchKalmanNorm2d] = BatchKalmanNorm2d
+    kind: Callable[..., BatchKalmanNorm2d] = Centered2d if centered else BatchKalmanNorm2d
     if prediction_bias or gain_per_channel:
         kind = partial(BatchKalmanVariant2d, prediction_bias=prediction_bias, gain_per_channel=gain_per_channel)
 

@@ -91,7 +91,9 @@ class BatchKalmanNorm(RunningNorm):
             num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype, bias
         )
         if initial_belief and prior_features is not None:
-            raise InputError("a layer above another one has that one's belief: only a first layer takes initial_belief.")
+            raise InputError(
+                "a layer above another one has that one's belief: only a first layer takes initial_belief."
+            )
         self.prior_features = prior_features
         like = torch.empty(0, device=device, dtype=dtype)
         if prior_features is None:
