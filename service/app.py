@@ -197,6 +197,7 @@ class Service:
                 "revision": classifier.revision,
                 "statistics": statistics,
                 "engine": classifier.engine_name,
+                "uncertain": classifier.uncertain(best, statistics),
                 "timing_ms": timing,
             }
         )

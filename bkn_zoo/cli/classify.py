@@ -246,7 +246,10 @@ def _bytes(text: str) -> bytes:
 
 
 def _write_table(name: str, result: "Classification") -> str:
-    return "".join(f"{line}\n" for line in (name, *(f"  {p.score:.4f}  {p.label}" for p in result.predictions)))
+    lines = [name, *(f"  {p.score:.4f}  {p.label}" for p in result.predictions)]
+    if result.uncertain:
+        lines.append("  uncertain: the image may show none of the classes that this model knows")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _write_json(name: str, result: "Classification") -> str:

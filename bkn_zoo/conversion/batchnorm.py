@@ -20,7 +20,7 @@ POPULATION_GAIN = 0.1
 def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
     """Start a BKN network from the weights of its batch normalization twin (or a BN network from its own).
 
-    Afterwards `population` outputs are the twin's. Where a layer has a layer below, q = `BATCHNORM_GAIN`, A = 0 and R
+    Afterwards `population` outputs are the twin's. Where a layer has a prior, q = `BATCHNORM_GAIN`, A = 0 and R
     is the running variance (an R that all layers share stays as it was), so that training starts from nearly batch
     normalization. Nothing changes if a tensor is missing, left over or of the wrong shape.
 
@@ -50,40 +50,36 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
 
 
 def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
-    return isinstance(layer, BatchKalmanNorm) and layer.prior_features is not None
+    return isinstance(layer, BatchKalmanNorm) and layer.has_prior
 
 
 @torch.no_grad()
 def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> list[str]:
     """Let the training of a converted, pretrained network start near frozen batch normalization.
 
-    What a norm predicts are then the statistics of the pretraining, and with a low gain they are most of what it
-    believes: of so few images in a group, the statistics would destroy what the network knows. With A = 0, R is the
-    pretrained variance, and the pretrained mean a parameter `center`. `population` outputs stay what they are. Make the
+    Each norm then predicts the statistics of the pretraining: the transition A is 0, the process noise R is the
+    pretrained variance, and the pretrained mean is a parameter `center`. Norms without a norm below get them as their
+    initial belief. With a low gain q, these statistics are most of what a norm believes; with q = 0 the network is
+    frozen batch normalization, in all modes and in training. `population` outputs stay what they are. Make the
     optimizer afterwards, since there are new parameters.
 
     Args:
         model: from `convert`, or one with a part that is.
-        gain: q, how far observations are trusted at the start; in (0, 1].
+        gain: q, how far observations are trusted at the start; in [0, 1].
 
     Returns:
-        The names of the norms that start so. Others have no norm below, or were never trained; they start as `convert`
-        has them.
+        The names of the norms that start so. Others were never trained; they start as `convert` has them.
     """
-    norms = {
-        name: norm
-        for name, norm in model.named_modules()
-        if isinstance(norm, Centered) and norm.prior_features is not None and _is_trained(norm)
-    }
+    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained one that bkn_zoo.convert made."
         )
     check_gain(gain)
     for norm in norms.values():
+        norm.take_center()
         start_near_batchnorm(norm)
         norm.set_gain(gain)
-        norm.set_center(norm.running_mean)
     return list(norms)
 
 
