@@ -33,9 +33,10 @@ import bkn_zoo
 from bkn_zoo import Classifier, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.norms import MODES
-from service.app import Server, Service, create_app
+from service.app import Service, create_app
 from service.command import main
 from service.errors import MalformedRequestError, ServiceError
+from service.server import Server
 from service.settings import Settings, read_settings
 from service.uploads import read_uploads
 
@@ -287,7 +288,11 @@ def test_as_many_data_uris_as_images_are_allowed_are_not_too_many_parts() -> Non
 
         headers = [(b"content-type", b"application/json")]
         request = Request({"type": "http", "headers": headers, "query_string": b""}, receive)
-        return asyncio.run(read_uploads(request, "images", most))[0]
+
+        async def work(size: int, parse: Any, *arguments: Any) -> Any:
+            return parse(*arguments)
+
+        return asyncio.run(read_uploads(request, "images", most, work))[0]
 
     assert read(600, 0) == [b"an image"] * 600
     with pytest.raises(MalformedRequestError, match="too many parts"):

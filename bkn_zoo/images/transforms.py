@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images.preprocessing import Preprocessing
+from bkn_zoo.images.reading import resized_square
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
@@ -21,10 +22,7 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
 
 def central_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Tensor:
     """The largest square in the middle of an RGB image, or a part of it, resized; (3, size, size), in [0, 1]."""
-    side = min(image.size) * crop
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    method = Image.Resampling[interpolation.upper()]
-    square = image.resize((size, size), method, box=(left, top, left + side, top + side))
+    square = resized_square(image, size, interpolation, crop)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).float().div_(255)
 
 
