@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert
+    from bkn_zoo.conversion import convert, learn_statistics
     from bkn_zoo.create import create_model
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
@@ -48,6 +48,7 @@ __all__ = [
     "list_models",
     "create_model",
     "convert",
+    "learn_statistics",
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
@@ -83,6 +84,7 @@ ROOMS = {
     "export": "bkn_zoo.inference.export",
     "fine_tune": "bkn_zoo.training.run",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
+    "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",

@@ -607,8 +607,8 @@ def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights()
     [
         ([], "no batches"),
         ([torch.randn(8, 3, 6, 6), torch.randn(3, 3, 6, 6)], "statistics groups"),
-        ([torch.randn(8, 3, 6, 6), {"image": torch.randn(8, 3, 6, 6)}], "a dict is no batch to recalibrate with: pass"),
-        ([()], "a tuple is no batch"),
+        ([torch.randn(8, 3, 6, 6), {"image": torch.randn(8, 3, 6, 6)}], "a dict is not a batch of images: pass"),
+        ([()], "a tuple is not a batch"),
     ],
 )
 def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Any], says: str) -> None:

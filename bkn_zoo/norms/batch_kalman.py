@@ -92,7 +92,7 @@ class BatchKalmanNorm(RunningNorm):
         )
         if initial_belief and prior_features is not None:
             raise InputError(
-                "a layer above another one has that one's belief: only a first layer takes initial_belief."
+                "initial_belief is for a first layer: one with prior_features has the belief of the layer below."
             )
         self.prior_features = prior_features
         like = torch.empty(0, device=device, dtype=dtype)
@@ -164,7 +164,7 @@ class BatchKalmanNorm(RunningNorm):
         if not self.has_prior:
             raise InputError("a first layer without an initial belief has no gain: it believes what it observes.")
         check_gain(gain)
-        ends: dict[float, float] = {0: RAW_ZERO, 1: RAW_GAIN_OF_ONE}
+        ends = {0.0: RAW_ZERO, 1.0: RAW_GAIN_OF_ONE}
         self.raw_gain.fill_(ends[gain] if gain in ends else math.log(gain / (1 - gain)))
 
     @property

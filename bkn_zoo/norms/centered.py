@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bkn_zoo.norms.batch_kalman import (
     BatchKalmanNorm,
@@ -13,9 +13,14 @@ from bkn_zoo.norms.batch_kalman import (
     BatchKalmanNorm3d,
     inverse_softplus,
 )
+from bkn_zoo.norms.statistics import in_full_precision
 
 BATCHNORM_GAIN = 0.99
 """q after `start_near_batchnorm`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
+
+
+SMALLEST_SLOPE = 1e-4
+"""Of the sigmoid, at q = 0.0001: below, and at q = 0 and q = 1, the gradient of a logit is not scaled further."""
 
 
 @torch.no_grad()
@@ -34,7 +39,21 @@ class Centered(BatchKalmanNorm):
     """BKN that gets a center, and as a first layer an initial belief, when it is to start near its population.
 
     A state dict that has a center brings it; with one of a batch norm, the layer starts near batch normalization.
+
+    With a center, the gradient of `raw_gain` is that of the loss with respect to q. The logit's own has a factor
+    q (1 - q) in it, and a step along it moves q by the square of that: at q = 0.01, a ten-thousandth. Without the
+    factor (it is the natural gradient, the logit's Fisher information being q (1 - q)) a low gain moves as soon as this
+    lowers the loss.
     """
+
+    def logit(self) -> Tensor:
+        raw = self.raw_gain
+        if self.center is None or not torch.is_grad_enabled():
+            return raw
+        value = raw.detach()
+        q = torch.sigmoid(in_full_precision(value))
+        scale = 1 / (q * (1 - q)).clamp_min(SMALLEST_SLOPE)
+        return value + scale.to(raw.dtype) * (raw - value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}center" in state_dict:
