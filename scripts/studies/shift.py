@@ -138,11 +138,14 @@ def measure(group: str, args: argparse.Namespace) -> None:
     for each in benches.values():
         each.tune(part(data.validation, args.tuning, 0))
 
+    here = environment(0)
+    here["command"] = here["command"].replace("python shift.py", "python -m studies.shift")
+
     def save(images: int) -> None:
         for name, each in benches.items():
             record = {
                 "name": name, "dataset": args.dataset, **networks[name][1], "images": images,
-                "seconds": round(time.monotonic() - begun, 1), **each.result(), **environment(0),
+                "seconds": round(time.monotonic() - begun, 1), **each.result(), **here,
             }  # fmt: skip
             write_record(args.results / f"{args.dataset}.{name}.json", json.dumps(record, separators=(",", ":")))
         print(f"{group}: {images} images, {time.monotonic() - begun:.0f} s", flush=True)
@@ -215,7 +218,7 @@ def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
     """Start every training and evaluation, each when it can begin; returns how many failed."""
     begun = time.monotonic()
     deadline = begun + 60 * args.minutes
-    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "logs").mkdir(parents=True, exist_ok=True)
     trainings = [
         (arm, seed) for seed in args.seeds for arm in args.arms if not (folder_of(arm, seed, args) / WEIGHTS).exists()
     ]
@@ -223,8 +226,11 @@ def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
     running: dict[str, subprocess.Popen[bytes]] = {}
     failed = 0
 
+    def log_of(name: str) -> Path:
+        return args.output / "logs" / f"{args.dataset}.{name.replace(' ', '.')}.txt"
+
     def start(name: str, *words: str) -> None:
-        with (args.output / f"{args.dataset}.{name}.log").open("ab") as log:
+        with log_of(name).open("ab") as log:
             command = [sys.executable, "-m", "studies.shift", *arguments, *words]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"} if args.jobs > 1 else None
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -234,7 +240,7 @@ def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
             if process.poll() is not None:
                 del running[name]
                 failed += process.returncode != 0
-                tail = (args.output / f"{args.dataset}.{name}.log").read_text(errors="replace").splitlines()[-3:]
+                tail = log_of(name).read_text(errors="replace").splitlines()[-3:]
                 print(f"{time.monotonic() - begun:5.0f} s  {name}: {process.returncode} {' | '.join(tail)}", flush=True)
         while trainings and len(running) < args.jobs:
             arm, seed = trainings.pop(0)
