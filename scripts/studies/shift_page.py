@@ -10,8 +10,8 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-
 from bkn_zoo.publishing.chance import mean_of, spread
+
 from bkn_zoo.publishing.results import save_figures
 from studies.regions import filled
 from studies.shift import ROOT
