@@ -188,15 +188,14 @@ def trained(seed: int, args: argparse.Namespace, data: Any, device: Any) -> dict
         model = create_model(recipe.model, len(data.label_names), **recipe.norm_options)
         model.load_state_dict(torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True))
         model.statistics_batch_size = recipe.statistics_batch
+        model = model.to(device).to(memory_format=torch.channels_last).requires_grad_(False)
+        validation = evaluate(model, evaluation_batches(data, data.validation, 500, device))
         top = {mode: round(metrics["top1"], 2) for mode, metrics in validation.items()}
         about = {
             "arm": arm, "network_seed": seed, "norm": ARMS[arm]["norm"], "mode": max(top, key=lambda mode: top[mode]),
-            "validation": top, "training_seconds": round(seconds, 1), "recipe": dataclasses.asdict(recipe),
+            "validation": top, "recipe": dataclasses.asdict(recipe),
         }  # fmt: skip
-        found[f"{arm}.seed={seed}"] = (
-            model.to(device).to(memory_format=torch.channels_last).requires_grad_(False),
-            about,
-        )
+        found[f"{arm}.seed={seed}"] = model, about
     return found
 
 
