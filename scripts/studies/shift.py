@@ -56,6 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=10_000, help="test images, at most")
     parser.add_argument("--chunk", type=int, default=1000, help="test images between two records")
     parser.add_argument("--tuning", type=int, default=1000, help="validation images that rules are tuned on")
+    parser.add_argument("--validation", type=float, help="their share of the data; default: that of the trainings")
     parser.add_argument("--fitted", type=int, default=1000, help="training images that rules are fitted on")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after as many")
@@ -126,8 +127,7 @@ def measure(group: str, args: argparse.Namespace) -> None:
     device = device_of(args)
     root = args.data / "tiny-imagenet-200" if args.dataset == "tiny_imagenet" else args.data
     size = 128 if args.dataset == "tiny_imagenet" else None
-    # What a network was not trained on; of Tiny ImageNet, half of a small set in which these are as many as the others.
-    held = 0.5 if size else 0.02 if group == "published" else 0.1
+    held = args.validation or (0.02 if group == "published" else 0.1)  # what a network was not trained on
     data = load_data(args.dataset, root, size, held).to(device)
     other = OTHER.get(args.dataset)
     unknown = None
