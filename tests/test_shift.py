@@ -24,8 +24,9 @@ from studies.shift_rules import (
     tent_single,
 )
 
+from bkn_zoo import create_model
 from bkn_zoo.errors import UnknownNameError
-from bkn_zoo.models import Network, create_model
+from bkn_zoo.models import Network
 from bkn_zoo.training.augmentation import generator
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -235,7 +236,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
         "sample",
         "mix, tuned",
         "IABN, tuned",
-        "AugBN, tuned",
+        "AugBN, N = 16",
         "TENT online",
     }
     population = record["methods"]["population"]

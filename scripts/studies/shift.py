@@ -98,7 +98,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
     """Train one network, or resume, and keep its weights."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
     from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, begin, load_state
@@ -178,7 +178,7 @@ def trained(seed: int, args: argparse.Namespace, data: Any, device: Any) -> dict
     """The networks of a seed whose trainings are done, by name, with what records say of them."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
     from bkn_zoo.training.data import evaluation_batches
     from bkn_zoo.training.evaluation import evaluate
 
