@@ -42,7 +42,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 COPIES = 8  # of AugBN: the image and seven variations
 CLEAN_LOSS = 0.3  # points that the careful adaptive rule may lose on clean validation images
 MEANS = 32  # images whose drift scores are averaged
-SCORES = ("drift", "drift of means", "confidence", "energy")
+SCORES = ("drift", "confidence", "energy")
 
 
 class Input(NamedTuple):
@@ -261,8 +261,7 @@ class Bench:
         given = Input(pixels, self.prepare(pixels), name)
         with self.autocast(), self.watch.watching():
             logits = self.by_mode(self.mode)(given).float()
-            drift = self.watch.score()
-            scores = [drift.mean(0), drift[0], -logits.softmax(1).amax(1), -logits.logsumexp(1)]
+            scores = [self.watch.score(), -logits.softmax(1).amax(1), -logits.logsumexp(1)]
         self.scores.setdefault(name, []).append(torch.stack(scores))
         if name == UNKNOWN:
             return

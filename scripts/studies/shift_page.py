@@ -10,9 +10,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-from bkn_zoo.publishing.chance import mean_of, spread
 
-from bkn_zoo.publishing.results import save_figures
+from studies.chance import mean_of, spread
+from studies.figures import save_figures
 from studies.regions import filled
 from studies.shift import ROOT
 from studies.shift_corruptions import MAIN, SEVERITIES
