@@ -236,7 +236,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
         "sample",
         "mix, tuned",
         "IABN, tuned",
-        "AugBN, N = 16",
+        "AugBN, tuned",
         "TENT online",
     }
     population = record["methods"]["population"]
