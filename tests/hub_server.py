@@ -456,6 +456,13 @@ class Handler(BaseHTTPRequestHandler):
             (self.server.root / key).unlink()
         raise Answer()
 
+    def show_repository(self, name: str) -> None:
+        repository = self.server.repositories[name]
+        commits = {
+            commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
+        }
+        raise Answer(body=vars(repository) | {"commits": commits})
+
     def show_log(self) -> None:
         raise Answer(body=self.server.log)
 
@@ -494,5 +501,6 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", "/-/copy", Handler.copy_repository),
     ("POST", "/-/forget", Handler.forget),
     ("GET", "/-/log", Handler.show_log),
+    ("GET", f"/-/repositories/{NAME}", Handler.show_repository),
     ("POST", "/-/stop", Handler.stop),
 ]

@@ -77,38 +77,44 @@ def test_layers_share_a_base_and_differ_in_dims() -> None:
 # BatchNorm's options
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+SHAPES = {(8, 6): 1, (8, 6, 3): 1, (8, 6, 3, 4): 2, (4, 6, 2, 3, 4): 3}
+OPTIONS_OF_BN: list[dict[str, Any]] = [
+    {}, {"eps": 1e-2}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False},
+    {"momentum": None, "affine": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_prior", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eps": 1e-2},
-        {"momentum": None},
-        {"affine": False},
-        {"bias": False},
-        {"track_running_stats": False},
-        {"momentum": None, "affine": False},
-    ],
-    ids=str,
-)
-def test_with_gain_one_the_layer_is_batch_norm_with_the_same_options(
-    make_belief, dims: int, with_prior: bool, options: dict[str, Any]
+@pytest.mark.parametrize("options", OPTIONS_OF_BN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_with_gain_one_the_layer_is_batch_norm(
+    make_belief, shape: tuple[int, ...], with_prior: bool, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=torch.float64)
-    twin = TWINS[dims](6, **{name: options[name] for name in options if name != "bias"}, dtype=torch.float64)
+    dims = SHAPES[shape]
+    layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=dtype)
+    twin = TWINS[dims](6, **{name: options[name] for name in options if name != "bias"}, dtype=dtype)
     if "bias" in options:  # which only newer versions of PyTorch take
         twin.bias = None
     assert (layer.affine, layer.track_running_stats) == (twin.affine, twin.track_running_stats)
     if with_prior:
         layer.set_gain(1.0)
+        nn.init.normal_(layer.transition)
     if layer.affine:
         twin.weight.data.normal_()
         layer.weight.data.copy_(twin.weight)
-    prior = make_belief(1, 4) if with_prior else None
-    for training in (True, True, True, False):
-        x = some(8, 6, *[3] * dims)
+    prior = make_belief(1, 4, dtype) if with_prior else None
+    layouts = [torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))]
+    for training, layout in zip((True, True, True, False), layouts * 2, strict=True):
+        x = some(*shape).to(dtype).contiguous(memory_format=layout or torch.contiguous_format).requires_grad_()
         y, belief = layer.train(training)(x, prior)
-        assert_close(y, twin.train(training)(x))
+        wanted, grad_y = twin.train(training)(x), torch.randn(shape, dtype=dtype)
+        near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+        assert_close(y, wanted, **near)
+        assert y.stride() == x.stride()
+        of_ours, of_theirs = ([x, *(p for p in (m.weight, m.bias) if p is not None)] for m in (layer, twin))
+        ours, theirs = torch.autograd.grad(y, of_ours, grad_y), torch.autograd.grad(wanted, of_theirs, grad_y)
+        assert_close(ours, theirs, **near)
         assert (belief is None) == (layer.track_running_stats and not training)
     ours, theirs = layer.state_dict(), twin.state_dict()
     assert_close({name: ours[name] for name in theirs}, theirs)

@@ -700,7 +700,7 @@ def test_what_a_training_started_from_has_a_name_for_others(
     for path in (".", "../start", checkpoint):
         assert origin(str(path)).name == "start"
     commit = "0123456789" * 4
-    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, revision: (checkpoint, commit))
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, *_: (checkpoint, commit))
     for name in ("owner/repo", "owner/repo@main"):
         assert origin(name).name == f"owner/repo@{commit}"
 
