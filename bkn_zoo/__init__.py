@@ -7,14 +7,21 @@ lists checkpoints not even for PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.errors import (
+    BknZooError,
+    CheckpointError,
+    InputError,
+    NonFiniteLossError,
+    TrainingError,
+    UnknownNameError,
+)
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert
+    from bkn_zoo.conversion import convert, learn_statistics
     from bkn_zoo.create import create_model
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
@@ -27,6 +34,9 @@ if TYPE_CHECKING:
         KalmanSequential,
         recalibrate,
     )
+    from bkn_zoo.training.finish import TrainingResult
+    from bkn_zoo.training.recipes import Recipe
+    from bkn_zoo.training.run import fine_tune, train
 
 __all__ = [
     "BatchKalmanNorm",
@@ -38,10 +48,15 @@ __all__ = [
     "list_models",
     "create_model",
     "convert",
+    "learn_statistics",
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
     "push_to_hub",
+    "train",
+    "fine_tune",
+    "Recipe",
+    "TrainingResult",
     "Classifier",
     "export",
     "Network",
@@ -49,6 +64,8 @@ __all__ = [
     "UnknownNameError",
     "InputError",
     "CheckpointError",
+    "TrainingError",
+    "NonFiniteLossError",
     "__version__",
 ]
 
@@ -60,15 +77,20 @@ ROOMS = {
     "Classifier": "bkn_zoo.inference.classifier",
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
+    "Recipe": "bkn_zoo.training.recipes",
+    "TrainingResult": "bkn_zoo.training.finish",
     "convert": "bkn_zoo.conversion",
     "create_model": "bkn_zoo.create",
     "export": "bkn_zoo.inference.export",
+    "fine_tune": "bkn_zoo.training.run",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
+    "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",
     "recalibrate": "bkn_zoo.norms",
     "save_pretrained": "bkn_zoo.checkpoints.folder",
+    "train": "bkn_zoo.training.run",
 }
 """Where the names above are at home that are not imported yet."""
 

@@ -24,9 +24,9 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
             of the checkpoint; with another number than a checkpoint's, the classifier is initialized anew.
         pretrained: load weights: those of the checkpoint of this name, of the one local checkpoint of this network, or
             the library's own, which are downloaded.
-        options: of a fresh network. For `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`,
-            `prediction_bias` and `gain_per_channel`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`,
-            `channels_per_group`; for a library's network, numbers and lists of numbers that its builder takes.
+        options: of a fresh network. For `_bkn`, `shared_process_noise`, `initial_gain`, `initial_belief`, `centered`
+            and, for ablations, `link`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`;
+            for a library's network, numbers and lists of numbers that its builder takes.
     """
     if not pretrained:
         if name in list_checkpoints():

@@ -7,9 +7,13 @@ import sys
 import warnings
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Any
+
+from bkn_zoo.terminal import printable
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 ENCODER = json.JSONEncoder(default=str)  # in ASCII: other letters may break lines, or turn them around
+MAX_FIELD = 10_000  # characters of each; a traceback may have a few thousand
 PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
 
@@ -25,7 +29,11 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in record.__dict__.items() if name not in PLAIN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return ENCODER.encode(line)
+        return ENCODER.encode({name: _shortened(value) for name, value in line.items()})
+
+
+def _shortened(value: Any) -> Any:
+    return value if not isinstance(value, str) or len(value) <= MAX_FIELD else f"{value[:MAX_FIELD]}..."
 
 
 def set_up_logs() -> None:
@@ -43,5 +51,5 @@ def set_up_logs() -> None:
 
 def failed(error: Exception) -> int:
     """Say why the command ends, and return the code with which it does."""
-    print(f"bkn-zoo serve: {error}", file=sys.stderr)
+    print(f"bkn-zoo serve: {printable(error)}", file=sys.stderr)
     return 1

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -126,6 +127,17 @@ class ServiceProcess:
         """Resident, in MB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
+
+    def workers(self) -> set[int]:
+        """Those that have said that they serve, and live."""
+        said = map(int, re.findall(r"by process (\d+)", self.log()))
+        return {pid for pid in said if Path(f"/proc/{pid}").exists()}
+
+    def until_workers(self, count: int, within: float = 120.0) -> None:
+        end = time.monotonic() + within
+        while len(self.workers()) < count:
+            assert time.monotonic() < end, f"there are not {count} workers"
+            time.sleep(0.05)
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self._ready_within

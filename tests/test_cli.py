@@ -364,7 +364,7 @@ def test_a_broken_pipe_of_something_else_is_told() -> None:
         cli.ended("bkn-zoo", run)
 
 
-@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/reproduce.py", "--list"]])
+@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/study.py", "replication", "--list"]])
 def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
     """Whatever is printed at the end only, and by whatever of the commands and scripts."""
     gone, pipe = os.pipe()

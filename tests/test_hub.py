@@ -28,11 +28,12 @@ from shallow import shallow
 import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
-from bkn_zoo.publishing.publish import card_from_results
+from bkn_zoo.publishing.publish import card_of
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "shallow_bkn.test"
@@ -65,7 +66,7 @@ def folder(root: Path) -> Path:
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
         bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about)
     (root / "bundled" / "results" / "runs").mkdir(parents=True)
-    text = card_from_results(root / "bundled" / NAME, NAME, root / "bundled" / "results")
+    text = card_of(Config.read(root / "bundled" / NAME / "config.json"), NAME, root / "bundled" / "results")
     (root / "bundled" / NAME / "README.md").write_text(text)
     return root / "bundled" / NAME
 

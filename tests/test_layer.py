@@ -593,8 +593,8 @@ BATCH = torch.randn(8, 3, 6, 6)
     [
         ([], "no batches"),
         ([BATCH, BATCH[:3]], "statistics groups"),
-        ([BATCH, {"image": BATCH}], "a dict is no batch to recalibrate with: pass"),
-        ([()], "a tuple is no batch"),
+        ([BATCH, {"image": BATCH}], "a dict is not a batch of images: pass"),
+        ([()], "a tuple is not a batch"),
         ([BATCH * math.nan], "no batch that was finite"),
     ],
 )

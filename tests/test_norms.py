@@ -42,9 +42,10 @@ def test_a_gain_below_one_is_not_batch_norm(make_norm, make_belief) -> None:
     assert (y - batch_norm_with_the_parameters_of(layer).double()(x)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("gain", [0.1, 0.5, 0.9, 1.0])
-def test_set_gain_sets_the_gain(gain: float) -> None:
-    layer = BatchKalmanNorm2d(3, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gain", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_set_gain_sets_the_gain(gain: float, dtype: torch.dtype) -> None:
+    layer = BatchKalmanNorm2d(3, 2, dtype=dtype)
     layer.set_gain(gain)
     assert layer.gain.item() == pytest.approx(gain, rel=1e-6)
 

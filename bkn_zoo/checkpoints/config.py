@@ -17,6 +17,7 @@ FORMAT_VERSION = 1
 
 Mode = Annotated[str, one_of(*MODES)]
 Percentage = Annotated[float, Rule(lambda value: 0 <= value <= 100, "a percentage, 0 to 100")]
+Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "a probability, 0 to 1")]
 
 
 def norm_of(architecture: str) -> str:
@@ -40,6 +41,8 @@ class Config:
         preprocessing: how an image becomes the network's input.
         training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
+        uncertain_below: per statistics mode, the probability that 95 % of the right answers on held-out images of its
+            classes reach; an answer below it may be wrong, or the image of none of the classes.
         versions: of the libraries that wrote the checkpoint.
         sha256: of each file of weights; empty if it is not known.
     """
@@ -55,6 +58,7 @@ class Config:
     preprocessing: Preprocessing | None = None
     training: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[Mode, dict[str, Percentage]] = field(default_factory=dict)
+    uncertain_below: dict[Mode, Probability] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
 

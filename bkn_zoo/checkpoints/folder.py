@@ -71,6 +71,7 @@ def save_pretrained(
     preprocessing: Preprocessing | None = None,
     training: dict[str, Any] | None = None,
     accuracy: dict[str, dict[str, float]] | None = None,
+    uncertain_below: dict[str, float] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
     measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
@@ -87,13 +88,14 @@ def save_pretrained(
         training: recipe and data, free-form. Neither this nor `accuracy` is taken over from an earlier checkpoint: they
             speak of its weights.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
+        uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode for calls that choose none; by default the model's.
         card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
         measure: in place of `accuracy` and `card`: called with the network as it is stored, before its folder gets its
             name, it returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
-    config = _describe(model, default_statistics, **about)
+    config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
     config.to_json()  # so that a description that cannot be stored is refused before anything is written
     folder = Path(folder).resolve()
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}

@@ -24,6 +24,7 @@ from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.modes import MODES
+from bkn_zoo.terminal import printable
 from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
@@ -86,7 +87,7 @@ def _ended(name: str, run: Callable[[], int | None]) -> int:
     try:
         code = run() or 0
     except BknZooError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(error)}", file=sys.stderr)
         code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -211,7 +212,7 @@ def _compare(args: argparse.Namespace) -> int:
         best = classifier.best(scores, args.top_k)
         columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
     how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
-    print(f"{args.image}, by {classifier.name} with {how}")
+    print(printable(f"{args.image}, by {classifier.name} with {how}"))
     _print_columns(list(zip(*columns, strict=True)))
     return 0
 
@@ -223,6 +224,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -234,7 +236,7 @@ def _list(args: argparse.Namespace) -> int:
         try:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError as error:
-            print(f"bkn-zoo: {error}", file=sys.stderr)
+            print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
             code = FAILED
             continue
         mode = config.default_statistics

@@ -3,9 +3,16 @@
 import warnings
 from typing import Any
 
-from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights, start_near_population
+from bkn_zoo.conversion.batchnorm import (
+    BATCHNORM_GAIN,
+    LEARNING_GAIN,
+    load_batchnorm_weights,
+    start_near_population,
+)
 from bkn_zoo.conversion.converted import Converted, convert
+from bkn_zoo.conversion.learning import Learned, learn_statistics
 from bkn_zoo.conversion.libraries import LibraryNetwork, build, from_library, is_model
+from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
 
 __all__ = [
@@ -20,6 +27,13 @@ __all__ = [
     "load_batchnorm_weights",
     "start_near_population",
     "BATCHNORM_GAIN",
+    "LEARNING_GAIN",
+    "measure",
+    "Shift",
+    "advise",
+    "learn_statistics",
+    "Learned",
+    "Advice",
 ]
 
 

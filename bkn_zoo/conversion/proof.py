@@ -60,7 +60,7 @@ def prove(
     for module in bkn.modules():
         if isinstance(module, Converted):
             module.statistics_batch_size = None
-        if isinstance(module, BatchKalmanNorm) and module.prior_features is not None:
+        if isinstance(module, BatchKalmanNorm) and module.has_prior:
             module.set_gain(1.0)
     wanted = _step(bn, inputs, seed)
     proof = Proof(output, *map(_difference, wanted, _step(bkn, inputs, seed)))

@@ -6,7 +6,7 @@ raises an exception of any type, which `bkn_zoo.images.reading` turns into an `I
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
@@ -127,12 +127,19 @@ def _slim_png(data: bytes) -> tuple[bytes, None]:
     raise ValueError("too many chunks")
 
 
-def _slim_tiff(data: bytes) -> tuple[bytes, None]:
-    """A TIFF without the directories of EXIF, if what it says of itself can be read in a moment.
+def tiff_size(data: bytes) -> tuple[int, int]:
+    """Width and height, which Pillow reads only after it has looked at every strip."""
+    order = "<" if data[:2] == b"II" else ">"
+    sizes = {}
+    for at, tag, kind, _ in _tiff_tags(data):
+        if tag in (Tag.ImageWidth, Tag.ImageLength):
+            place = at + (12 if 43 in data[2:4] else 8)
+            (sizes[tag],) = struct.unpack_from(order + {3: "H", 4: "I", 16: "Q"}[kind], data, place)
+    return sizes[Tag.ImageWidth], sizes[Tag.ImageLength]
 
-    Pillow copies the value of every tag, makes a Python object of every strip, and of every number in a tag that it
-    looks at.
-    """
+
+def _tiff_tags(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """The entries of the first directory: where each is, its tag, its type, and how many numbers it has."""
     order = "<" if data[:2] == b"II" else ">"
     offset, count, entry = ("8xQ", "Q", "HHQ8x") if 43 in data[2:4] else ("4xI", "H", "HHI4x")
     (place,) = struct.unpack_from(order + offset, data)
@@ -140,10 +147,19 @@ def _slim_tiff(data: bytes) -> tuple[bytes, None]:
     if entries > MAX_TAGS:
         raise ValueError("too many tags")
     place += struct.calcsize(order + count)
-    slim, size = bytearray(data), 0
     for k in range(entries):
         at = place + k * struct.calcsize(order + entry)
-        tag, kind, numbers = struct.unpack_from(order + entry, data, at)
+        yield at, *struct.unpack_from(order + entry, data, at)
+
+
+def _slim_tiff(data: bytes) -> tuple[bytes, None]:
+    """A TIFF without the directories of EXIF, if what it says of itself can be read in a moment.
+
+    Pillow copies the value of every tag, makes a Python object of every strip, and of every number in a tag that it
+    looks at.
+    """
+    slim, size = bytearray(data), 0
+    for at, tag, kind, numbers in _tiff_tags(data):
         is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
         if numbers > MAX_PARTS and not is_bytes:
             raise ValueError("too many numbers in a tag")

@@ -66,6 +66,14 @@ def open_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFile:
     return _open(data, "the image", max_pixels)
 
 
+def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:
+    """The largest square in the middle of an image, or a part of it, resized."""
+    side = min(image.size) * crop
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    method = Image.Resampling[interpolation.upper()]
+    return image.resize((size, size), method, box=(left, top, left + side, top + side))
+
+
 def _read(path: str | os.PathLike[str], limit: int) -> bytes:
     name = os.fspath(path)
     try:

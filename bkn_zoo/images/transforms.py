@@ -9,21 +9,20 @@ from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images.preprocessing import Preprocessing
+from bkn_zoo.images.reading import resized_square
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
     """An RGB image as the network takes it, (3, size, size)."""
     p = preprocessing
-    pixels = enlarge(central_square(image, p.native_size or p.size, p.interpolation)[None], p.size, p.interpolation)
+    square = central_square(image, p.native_size or p.size, p.interpolation, p.crop)
+    pixels = enlarge(square[None], p.size, p.interpolation)
     return normalize(pixels, p)[0].contiguous()
 
 
-def central_square(image: Image.Image, size: int, interpolation: str = "bilinear") -> Tensor:
-    """The largest square in the middle of an RGB image, resized; (3, size, size), in [0, 1]."""
-    side = min(image.size)
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    method = Image.Resampling[interpolation.upper()]
-    square = image.resize((size, size), method, box=(left, top, left + side, top + side))
+def central_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Tensor:
+    """The largest square in the middle of an RGB image, or a part of it, resized; (3, size, size), in [0, 1]."""
+    square = resized_square(image, size, interpolation, crop)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).float().div_(255)
 
 

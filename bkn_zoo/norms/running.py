@@ -65,6 +65,7 @@ class RunningNorm(nn.Module):
     carries_belief = True  # takes the prior and the statistics beside the features, and returns its belief with them
     fusible = True  # the kernels know this layer's `believe`, and that it leaves `scale_and_shift` as it is
     prior_features: int | None = None  # channels of the layer below, whose belief this one takes
+    has_prior = False  # whether it predicts something that its observation is joined with
     reported_steps = 0  # of those that were skipped, how many a warning has told of
     weight: Tensor
     bias: Tensor
@@ -264,7 +265,7 @@ class RunningNorm(nn.Module):
 
     def check_group(self, x: Tensor, group: int | None) -> None:
         """Refuse groups of one value per channel where the belief is the observation: all that is left is the shift."""
-        if self.prior_features is not None or x.shape[0] == 0:
+        if self.has_prior or x.shape[0] == 0:
             return
         if group_size(x.shape[0], group) * math.prod(x.shape[2:]) == 1:
             raise InputError(
