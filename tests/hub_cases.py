@@ -188,8 +188,8 @@ def publishing_is_one_verified_commit() -> None:
     commit = repository["tags"][TAG]
     assert f"{TAG} is {commit}, verified" in first.value
     assert repository["commits"][commit].keys() == {".gitattributes", *FILES}
-    for request in ("PUT /part/", "PUT /upload/", "GET /storage/"):  # large shards go in parts, small ones whole
-        assert first.asked(request), request
+    assert first.asked("PUT /upload/")
+    assert first.asked("GET /storage/")
 
     second = command(*arguments, "--tag", TAG)
     assert second.error is None, second.trace
@@ -291,7 +291,6 @@ def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again() -> None:
 
 @online
 def a_token_opens_private_repositories_and_a_bad_one_is_named() -> None:
-    assert hub._api().whoami()["name"] == "owner"
     assert push("secret", private=True).error is None
     for token, words in (
         ("hf_wrongwrongwrong", "valid token"), ("hf_illegal\x07token", "valid token"), ("hf_fünf", "characters"),

@@ -802,8 +802,8 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
 @pytest.mark.usefixtures("places")
 def test_create_model_loads_checkpoints_by_their_names() -> None:
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(UnknownNameError, match="is a checkpoint: pass pretrained=True"):
-        bkn_zoo.create_model("a.tree")
+    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
+        bkn_zoo.create_model(f"{SMALL}.tree")
     wanted = from_pretrained("a.tree")
     loaded = bkn_zoo.create_model("a.tree", pretrained=True)
     assert torch.equal(loaded(images), wanted(images))
