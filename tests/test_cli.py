@@ -235,19 +235,20 @@ def test_misuse_exits_with_2_and_the_usage(arguments: str, capsys: pytest.Captur
     assert "usage: bkn-zoo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"]])
+@pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"], []])
 def test_log_level_shows_what_the_package_logs(
-    option: list[str], call: Any, root: Path, caplog: pytest.LogCaptureFixture
+    option: list[str], call: Any, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    level = logging.getLogger("bkn_zoo").level
-    try:
-        assert call("info", root / "small").code == 0
-        assert caplog.text == ""
-        assert call(*option, "info", root / "small").code == 0
-        assert f"small is in {root / 'small'}" in caplog.text
-        assert {record.name for record in caplog.records} == {"bkn_zoo.checkpoints.locate"}
-    finally:
-        logging.getLogger("bkn_zoo").setLevel(level)
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "warning")
+    assert call("info", root / "small").code == 0
+    assert caplog.text == ""
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "" if option else "info")
+    assert call(*option, "info", root / "small").code == 0
+    assert f"small is in {root / 'small'}" in caplog.text
+    assert {record.name for record in caplog.records} == {"bkn_zoo.checkpoints.locate"}
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
+    assert call("list").code == 2
+    logging.getLogger("bkn_zoo").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
