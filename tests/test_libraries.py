@@ -258,7 +258,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
     name: str, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        bkn_zoo.create_model(name, **options)
+        libraries.build(name, **options)  # as checkpoints do, whose config may be a stranger's
 
 
 @pytest.mark.parametrize(
