@@ -7,7 +7,14 @@ lists checkpoints not even for PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.errors import (
+    BknZooError,
+    CheckpointError,
+    InputError,
+    NonFiniteLossError,
+    TrainingError,
+    UnknownNameError,
+)
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -19,6 +26,9 @@ if TYPE_CHECKING:
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
     from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
+    from bkn_zoo.training.finish import TrainingResult
+    from bkn_zoo.training.recipes import Recipe
+    from bkn_zoo.training.run import fine_tune, train
 
 __all__ = [
     "BatchKalmanNorm1d",
@@ -33,6 +43,10 @@ __all__ = [
     "from_pretrained",
     "save_pretrained",
     "push_to_hub",
+    "train",
+    "fine_tune",
+    "Recipe",
+    "TrainingResult",
     "Classifier",
     "export",
     "Network",
@@ -40,6 +54,8 @@ __all__ = [
     "UnknownNameError",
     "InputError",
     "CheckpointError",
+    "TrainingError",
+    "NonFiniteLossError",
     "__version__",
 ]
 
@@ -50,15 +66,19 @@ ROOMS = {
     "Classifier": "bkn_zoo.inference.classifier",
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
+    "Recipe": "bkn_zoo.training.recipes",
+    "TrainingResult": "bkn_zoo.training.finish",
     "convert": "bkn_zoo.conversion",
     "create_model": "bkn_zoo.conversion",
     "export": "bkn_zoo.inference.export",
+    "fine_tune": "bkn_zoo.training.run",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",
     "recalibrate": "bkn_zoo.norms",
     "save_pretrained": "bkn_zoo.checkpoints.folder",
+    "train": "bkn_zoo.training.run",
 }
 """Where the names above are at home that are not imported yet."""
 

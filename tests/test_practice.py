@@ -156,8 +156,8 @@ def test_ctrl_c_once_more_while_a_training_ends_leaves_out_no_word(
         signal.raise_signal(signal.SIGINT)
         return "how to go on"
 
-    monkeypatch.setattr("bkn_zoo.cli.train.train", stopped)
-    monkeypatch.setattr("bkn_zoo.cli.train._how_to_go_on", told)
+    monkeypatch.setattr("bkn_zoo.cli.train.planned", stopped)
+    monkeypatch.setattr("bkn_zoo.cli.train.how_to_go_on", told)
     with pytest.raises(SystemExit) as end:
         train_command(["--data", "photos"])
     assert end.value.code == 130

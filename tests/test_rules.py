@@ -8,8 +8,10 @@ from studies.rules import (
     coarse,
     evalnorm,
     example_weighing,
+    layers,
     low_rank,
     observing_by,
+    recalibrated,
     variance_gaps,
     with_smaller_transitions,
 )
@@ -21,7 +23,6 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
-from bkn_zoo.training.comparisons import layers, recalibrated
 
 
 def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bkn_zoo import BatchKalmanNorm2d, cli, create_model
+from bkn_zoo import BatchKalmanNorm2d, create_model
+from bkn_zoo.cli import main as command
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.training import loop
@@ -155,7 +156,7 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, *arguments: str) -> None:
     sys.argv[:] = ["bkn-zoo", "train", *arguments]
-    if code := cli.main():
+    if code := command():
         sys.exit(code)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

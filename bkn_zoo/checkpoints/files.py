@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from bkn_zoo.errors import CheckpointError, DamagedFileError
+from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
 from bkn_zoo.progress import bar
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
@@ -34,6 +34,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
+    if os.name == "nt":  # Windows does not open folders
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -164,3 +166,25 @@ def files_of(folder: Path) -> list[Path]:
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: save it again.")
     return sorted(files)
+
+
+def make_folder(folder: Path) -> None:
+    """Make one that results are to go to, and those above."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made for the results ({error.strerror}): name another place.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{folder} may not be written to: name another place for the results.")
+
+
+def lock(file: IO[bytes], taken: str) -> None:
+    """Hold an open file until it is closed; where another process does, the error says `taken`."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(taken) from None
+    except (ImportError, OSError):  # Windows, and file systems that have no locks
+        pass

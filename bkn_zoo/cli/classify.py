@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from bkn_zoo.cli.checks import lock
+from bkn_zoo.checkpoints.files import lock
 from bkn_zoo.errors import ImageError, InputError
 
 if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
@@ -60,8 +60,9 @@ class Format(NamedTuple):
 
 def load(args: argparse.Namespace) -> "Classifier":
     """The classifier that the options ask for."""
-    from bkn_zoo.inference.classifier import Classifier, default_checkpoint
-    from bkn_zoo.inference.engines import keep_to_quota
+    from bkn_zoo.checkpoints.preferred import default_checkpoint
+    from bkn_zoo.cores import keep_to_quota
+    from bkn_zoo.inference.classifier import Classifier
 
     keep_to_quota()
     return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine, args.precision)

@@ -18,14 +18,13 @@ import torch
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.comparisons import recalibrated
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.recipes import read_recipe
 from studies.base import OFFICIAL, RESULTS, ROOT, Record, Run, Study, device
-from studies.rules import evalnorm, observing_by
+from studies.rules import evalnorm, observing_by, recalibrated
 
 QUESTIONS = ("recalibrated", "evalnorm")
 BATCHES = 64  # of training images

@@ -130,7 +130,8 @@ def listing(study: Study, records: Mapping[str, Record]) -> str:
 
 def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
     """Train a run, and write what it found with all that says where it comes from."""
-    from bkn_zoo.publishing.results import environment, write_record
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
 
     folder = args.output / study.name / run.name
     folder.mkdir(parents=True, exist_ok=True)
