@@ -74,7 +74,7 @@ class Study:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add what the study alone needs."""
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
+    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> Sequence[Run]:
         """All runs that are known, in the order in which they are trained; what was found may decide on more.
 
         Args:

@@ -159,7 +159,7 @@ def evaluate(model: Any, run: FineTuning, images_and_labels: tuple[Tensor, Tenso
         for pixels in images.split(EVALUATED[run.experiment]):
             pixels = pixels.float() / 255
             if run.experiment == "classification":
-                pixels = enlarge(pixels, run.size)
+                pixels = enlarge(pixels, run.size or NATIVE)
             pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=LAYOUT)
             output = model(pixels, statistics=mode) if run.arm in ("bn", "bkn") else model(pixels)
             outputs.append(output if run.experiment == "classification" else output.argmax(1).byte())
