@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from image_trees import write_noise
 from PIL import Image
 from studies import pretrained, pretrained_networks
 from studies.base import Record
@@ -49,14 +50,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Both data sets in their own layouts, with a few images of noise each."""
-    rng = np.random.default_rng(0)
-    dogs = [f"{split}/{dog}/{k}" for split, n in (("train", 8), ("val", 2)) for dog in ("n1", "n2") for k in range(n)]
-    roads = [f"{split}{kind}/{k}" for split in ("train", "val", "test") for kind in ("", "annot") for k in range(2)]
-    for name in [*(f"imagewoof2-320/{dog}" for dog in dogs), *(f"CamVid/{road}" for road in roads)]:
-        path, is_map = tmp_path / "data" / f"{name}.png", "annot" in name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shape = (48, 64) if is_map else (48, 64, 3)
-        Image.fromarray(rng.integers(0, 12 if is_map else 256, shape, dtype=np.uint8)).save(path)
+    for split, count in (("train", 8), ("val", 2)):
+        write_noise(tmp_path / "data" / "imagewoof2-320" / split, n1=count, n2=count)
+    for split in ("train", "val", "test"):
+        write_noise(tmp_path / "data" / "CamVid", (64, 48), **{split: 2})
+        for name in ("00.png", "01.png"):
+            path = tmp_path / "data" / "CamVid" / f"{split}annot" / name
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(np.random.default_rng(0).integers(0, 12, (48, 64), dtype=np.uint8)).save(path)
     return tmp_path / "data"
 
 

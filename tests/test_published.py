@@ -5,9 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
+from image_trees import write_noise
 from studies import published
 from studies.published import Question
 from studies.records import read_run
@@ -21,12 +20,8 @@ pytestmark = pytest.mark.usefixtures("shallow_network")
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Asks a checkpoint of a training on a folder, whose recipe it has with it; 24 images are for each split."""
-    rng = np.random.default_rng(0)
-    for folder in (f"{split}/{label}" for split in ("train", "test") for label in ("dark", "light")):
-        (tmp_path / "tree" / folder).mkdir(parents=True)
-        for k in range(12):
-            pixels = rng.integers(0, 256, (24, 30, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "tree" / folder / f"{k}.png")
+    for split in ("train", "test"):
+        write_noise(tmp_path / "tree" / split, dark=12, light=12)
     recipe = {"model": "inception_cifar_bkn", "dataset": "folder", "size": 8, "validation": 0.5, "gradient_batch": 6}
     model = bkn_zoo.create_model("inception_cifar_bkn", 2)
     model.statistics_batch_size = 2

@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from studies import replication, replication_cells
@@ -420,47 +418,47 @@ def test_every_record_is_of_a_run_of_the_plan() -> None:
 # A run.
 
 
+def some_data(name: str, size: int, classes: int = 100) -> datasets.Data:
+    """16 images to train on, 4 for validation and 4 to test."""
+    images = torch.randint(0, 256, (16, 3, size, size), dtype=torch.uint8)
+    found = datasets.ArrayImages(images, torch.randint(0, classes, (16,)))
+    about = [str(k) for k in range(classes)], datasets.Preprocessing(size, (0.5,) * 3, (0.2,) * 3)
+    return datasets.Data(name, found, found[:4], found[4:8], *about)
+
+
 @pytest.mark.usefixtures("shallow_network")
-def test_a_run_leaves_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On CIFAR-100 in its own layout, with 16 images to train on and 4 to test."""
-    folder = tmp_path / "data" / "cifar-100-python"
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    files: dict[str, Any] = {"meta": {b"fine_label_names": [b"%d" % k for k in range(100)]}}
-    for file, count in (("train", 16), ("test", 4)):
-        pixels = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
-        files[file] = {b"data": pixels, b"fine_labels": rng.integers(0, 100, count).tolist()}
-    for file, content in files.items():
-        (folder / file).write_bytes(pickle.dumps(content, protocol=3))
-    name, results = "cifar100.bkn.128-2.seed=0", tmp_path / "results"
-    changes = ["--set", "epochs=1", "gradient_batch=8", "precision=float32", "validation=0.25"]
-    words = ["replication", "--data", folder.parent, "--results", results, "--output", tmp_path / "runs"]
-    words += ["--only", name, "--device", "cpu", *changes]
-    assert main([*map(str, words), "--run", name]) == 0
-    record = json.loads((results / f"{name}.json").read_text())
-    assert set(record["test"]) == set(MODES)
+def test_a_run_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(replication, "load", lambda *_: some_data("cifar100", 32))
+    (tmp_path / "data" / "cifar-100-python").mkdir(parents=True)
+    name, changes = "cifar100.bkn.128-2.seed=0", ["--set", "epochs=1", "gradient_batch=8", "precision=float32"]
+    places = [word for place in ("data", "results", "output") for word in (f"--{place}", str(tmp_path / place))]
+    words = ["replication", *places, "--only", name, "--device", "cpu", *changes]
+    assert main([*words, "--run", name]) == 0
+    path = tmp_path / "results" / f"{name}.json"
+    record = json.loads(path.read_text())
     other = {"recalibrated population", "recalibrated expected", "EvalNorm", "example weighing"}
-    assert set(record["rules"]) == other | set(replication.SMALLER)
+    assert (set(record["test"]), set(record["rules"])) == (set(MODES), other | set(replication.SMALLER))
     assert record["recipe"]["epochs"] == 1
     command = f"python scripts/study.py replication --data data --only {name} {' '.join(changes)}"
     assert record["command"] == command
     assert {"hardware", "versions", "seed", "jobs", "seconds"} <= set(record)
-    assert (results / f"{name}.json").stat().st_size < 20_000
-    assert not (tmp_path / "runs" / "replication" / name / "state.pt").exists()
-    assert main(list(map(str, words))) == 0
+    assert path.stat().st_size < 20_000
+    assert not list((tmp_path / "output").rglob("state.pt"))
+    assert main(words) == 0
     assert "0 runs to train" in capsys.readouterr().out
 
 
 def test_images_in_files_are_decoded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Path] = []
-    images = datasets.ArrayImages(torch.arange(12, dtype=torch.uint8).view(4, 3, 1, 1), torch.arange(4))
 
     def load_data(name: str, root: Path, size: int, validation: float) -> datasets.Data:
         decoded.append(root)
-        return datasets.Data(name, images, images[:1], None, ["a"], datasets.Preprocessing(size, (0,) * 3, (1,) * 3))
+        return some_data(name, 4)
 
     monkeypatch.setattr(replication, "load_data", load_data)
     recipe = PLANNED.arms["tiny.bkn.256-4"].runs[0].recipe
-    for folder in ("first", "first", "second"):
-        assert replication.load(recipe, tmp_path / folder, tmp_path / "runs").train.images.equal(images.images)
+    first, again, _ = (
+        replication.load(recipe, tmp_path / folder, tmp_path / "runs") for folder in ("first", "first", "second")
+    )
+    assert again.train.images.equal(first.train.images)
     assert decoded == [tmp_path / folder / "tiny-imagenet-200" for folder in ("first", "second")]
