@@ -45,7 +45,7 @@ class Question(Run):
 
     @property
     def data(self) -> str:
-        return OFFICIAL[self.dataset]
+        return OFFICIAL.get(self.dataset, "")
 
 
 class Published(Study):
@@ -84,7 +84,11 @@ class Published(Study):
         else:
             stored, anew = measured(model, data.validation), measured(recalibrated(model, passed), data.validation)
             rows = [{"statistics": m, "stored": stored[m]["top1"], "anew": anew[m]["top1"]} for m in stored]
-        about = {"checkpoint": run.checkpoint, "default_statistics": model.default_statistics, "batches": BATCHES}
+        about = {
+            "checkpoint": Path(run.checkpoint).name,
+            "default_statistics": model.default_statistics,
+            "batches": BATCHES,
+        }
         return {**about, "images": len(data.validation), "rows": rows}
 
 
