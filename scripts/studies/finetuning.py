@@ -1,8 +1,8 @@
-"""Holds the defaults of fine-tuning against other choices, on small slices of public data sets: docs/finetuning.md.
+"""Compares the defaults of fine-tuning with other choices, on small parts of public data sets: docs/finetuning.md.
 
-DATA is what --pack makes, in a few megabytes, of a folder that holds imagewoof2-320, imagenette2-320 and
-tiny-imagenet-200. Each run is `bkn_zoo.fine_tune` with nothing but the fields of its arm, on 20 images of each class;
-the seed says which. All are measured on the same test images.
+DATA is the folder that --pack writes (a few megabytes) from a folder with imagewoof2-320, imagenette2-320 and
+tiny-imagenet-200. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each class; the seed
+selects them. All runs are tested on the same images.
 """
 
 import argparse
@@ -44,12 +44,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "lr 0.001": {"lr": 0.001},
     "lr 0.01": {"lr": 0.01},
 }
-"""What each changes of `bkn_zoo.fine_tune`, in the order of the runs; the second and third are no trainings."""
+"""Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
 
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
 KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics", "seconds", "test_images")
-"""Of the record of a training."""
+"""Fields copied from the record of the training."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ STUDY = Defaults()
 
 
 def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
-    """As a user would."""
+    """One training, with the same call that a user makes."""
     fields = {**({"graph": True} if device.type == "cuda" else {}), **changes}
     found = bkn_zoo.fine_tune(
         data, init=CHECKPOINT, name="run", output=scratch / "out", device=device, seed=seed, **fields
@@ -124,7 +124,7 @@ def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.d
 
 
 def options(fields: Mapping[str, Any]) -> list[str]:
-    """Of the command that does the same."""
+    """The options of the equivalent command."""
     return [word for name, value in fields.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
 
 

@@ -1,9 +1,8 @@
-"""Asks published checkpoints what trainings are asked today, since they are older.
+"""Measures on the published checkpoints what newer trainings measure themselves.
 
-`recalibrated`: whether they were better with running averages taken anew, on the validation images (docs/runs.md).
-`evalnorm`: their accuracy by EvalNorm's rule (Singh & Shrivastava 2019), which is not a mode, on the test images
-(docs/results.md and the cards take it for the networks' own). DATA holds the official folders of the data sets, as for
-`replication`. Nothing is published.
+`recalibrated`: validation accuracy with recomputed running averages (docs/runs.md). `evalnorm`: test accuracy by
+EvalNorm's rule (Singh & Shrivastava 2019), shown in docs/results.md and in the model cards. DATA contains the official
+folders of the data sets, as for `replication`. Nothing is published.
 """
 
 import argparse
@@ -32,7 +31,7 @@ BATCHES = 64  # of training images
 
 @dataclass(frozen=True)
 class Question(Run):
-    """What one checkpoint is asked."""
+    """One measurement of one checkpoint."""
 
     asked: str
     checkpoint: str

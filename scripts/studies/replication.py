@@ -1,7 +1,7 @@
-"""Repeats the paper's comparisons, and asks some more: docs/results.md.
+"""Repeats the paper's comparisons and adds further ones: docs/results.md.
 
-DATA holds the official folders of the data sets: cifar-10-batches-py, cifar-100-python, tiny-imagenet-200. What is
-trained, and in which order, is in replication.toml; runs of results/runs/ with the same recipe count, too.
+DATA contains the official folders of the data sets: cifar-10-batches-py, cifar-100-python, tiny-imagenet-200. The plan
+is in replication.toml. Records in results/runs/ with the same recipe count as runs of the plan.
 """
 
 import argparse
