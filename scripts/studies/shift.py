@@ -119,7 +119,8 @@ def measure(group: str, args: argparse.Namespace) -> None:
     """Evaluate the networks of one seed, or the published ones, and write a record for each."""
     import torch
 
-    from bkn_zoo.publishing.results import environment, write_record
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
     from bkn_zoo.training.datasets import load_data
     from studies.shift_evaluate import evaluate, part
 
