@@ -133,6 +133,8 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_PORT"])}
     assert kinds["Service"]["spec"]["ports"][0]["targetPort"] in ports
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["timeoutSeconds"] >= 2, "the default of 1 s is less than a busy node may take"
+        assert container[probe]["failureThreshold"] >= 2
         asked = container[probe]["httpGet"]
         assert asked["port"] in ports
         with DIRECT.open(f"{image.url}{asked['path']}", timeout=30) as response:
@@ -142,6 +144,8 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     settings = read_settings(container["args"][1:])
     program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (program, TARGETS["cpu"][0].text) == ("sleep", "python:3.12-slim"), "which is a Debian, and has it"
+    notices = container["readinessProbe"]["periodSeconds"] * container["readinessProbe"]["failureThreshold"]
+    assert notices < float(seconds) + settings.drain_seconds, "a drain is noticed in time"
     patience = float(seconds) + settings.drain_seconds + settings.deadline
     assert patience < pod["terminationGracePeriodSeconds"]
     assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
