@@ -112,8 +112,8 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, ima
     }
 
 
-def measure_rows(args: argparse.Namespace) -> dict[str, Any]:
-    """Both checkouts in turn, several times; of each number the median."""
+def measure_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both checkouts in turn, several times."""
     image = encoded(picture(side=200), "JPEG")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with ExitStack() as stack:
@@ -136,13 +136,19 @@ def measure_rows(args: argparse.Namespace) -> dict[str, Any]:
                     print(name, which, {key: round(value, 3) for key, value in row.items()}, flush=True)
         for service in services.values():
             service.process.send_signal(signal.SIGCONT)
-    return {
-        "rows": [
-            {"row": name, "service": which}
-            | {key: round(statistics.median(row[key] for row in rows), 4) for key in rows[0]}
-            for (name, which), rows in found.items()
-        ]
-    }
+    return [{"row": name, "service": which, **row} for (name, which), rows in found.items() for row in rows]
+
+
+def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each row and service, the median of every number."""
+    kinds = dict.fromkeys((sample["row"], sample["service"]) for sample in samples)
+    found = []
+    for row, service in kinds:
+        chosen = [sample for sample in samples if (sample["row"], sample["service"]) == (row, service)]
+        numbers = {name: statistics.median(sample[name] for sample in chosen) for name in chosen[0]
+                   if name not in ("row", "service")}  # fmt: skip
+        found.append({"row": row, "service": service, "runs": len(chosen)} | numbers)
+    return found
 
 
 # Costs
@@ -184,6 +190,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="run chaos for so long")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between disturbances of a worker in chaos")
+    parser.add_argument("--add", action="store_true", help="to the samples that are in the file already")
     parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
     if args.costs:
@@ -198,15 +205,22 @@ def main() -> int:
         record("chaos", command, found | {"problems": wrong})
         print(json.dumps(found, indent=1), *wrong, sep="\n")
         return int(bool(wrong))
-    record("rows", command, measure_rows(args))
+    samples = read_results().get("rows", {}).get("samples", []) if args.add else []
+    samples += [{name: round(value, 4) if isinstance(value, float) else value for name, value in sample.items()}
+                for sample in measure_rows(args)]  # fmt: skip
+    record("rows", command, {"table": table(samples), "samples": samples})
     return 0
+
+
+def read_results() -> dict[str, Any]:
+    return json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
 
 
 def record(name: str, command: str, found: dict[str, Any]) -> None:
     """Write a part of the results, beside the others."""
     versions = {package: version(package) for package in ("uvicorn", "h11", "fastapi", "pillow", "torch", "openvino")}
     where = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-    results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+    results = read_results()
     results[name] = {"command": command, "hardware": where, "versions": versions, **found}
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
 
