@@ -223,9 +223,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
 
     async def start(app: FastAPI) -> None:
         await service.pool.start()
-        await asyncio.to_thread(
-            app.openapi
-        )  # kept, or the first client that asks for it would block the loop
+        await asyncio.to_thread(app.openapi)  # which is kept: making it would block the loop
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
