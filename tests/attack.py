@@ -10,7 +10,6 @@ how much longer than 5 ms its event loop takes to come back. All load goes to th
 """
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -33,40 +32,16 @@ from chaos import chaos, fetch, percentile, problems, settle
 from service_process import ROOT, ServiceProcess, Watch, save_small_checkpoint
 
 OUTPUT = ROOT / "results" / "attack.json"
-PAUSE = 0.005  # seconds for which the probe of the loop sleeps
 BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds
 
 
 # One row of the table
 
 
-def serve_with_probe(arguments: list[str]) -> int:
-    """The service's command, with a task that writes down how long its event loop was busy."""
-    import uvicorn
-
-    from service.command import main
-
-    log, main_loop = open(os.environ["ATTACK_PROBE"], "a", buffering=1), uvicorn.Server.main_loop  # noqa: SIM115
-
-    async def probe() -> None:
-        while True:
-            wall, cpu = time.monotonic(), time.thread_time()
-            await asyncio.sleep(PAUSE)
-            log.write(f"{wall} {time.monotonic() - wall - PAUSE} {time.thread_time() - cpu}\n")
-
-    async def with_probe(server: Any) -> None:
-        task = asyncio.create_task(probe())
-        await main_loop(server)
-        task.cancel()
-
-    uvicorn.Server.main_loop = with_probe  # type: ignore[method-assign]
-    return main(arguments)
-
-
 class Probed(ServiceProcess):
     """A service of a checkout with its default settings, stopped unless it is measured."""
 
-    command = (sys.executable, str(Path(__file__).resolve()), "--serve")
+    command = (sys.executable, str(ROOT / "tests" / "probed_service.py"))
 
     def __init__(self, root: Path, checkpoints: Path, model: str, probe: Path) -> None:
         environment = {"PYTHONPATH": str(root), "ATTACK_PROBE": str(probe)}
@@ -157,6 +132,8 @@ def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def costs() -> None:
     """Seconds per pixel of each class of file that is decoded in threads."""
     from bkn_zoo.images.reading import open_image
+
+    sys.path.insert(0, str(ROOT))
     from service.costs import estimate
 
     smooth = attackers.noise(250).resize((2000, 2000))
@@ -226,4 +203,4 @@ def record(name: str, command: str, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(serve_with_probe(sys.argv[2:]) if sys.argv[1:2] == ["--serve"] else main())
+    sys.exit(main())

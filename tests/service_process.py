@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -24,10 +23,6 @@ from http_client import Reply, request, send
 
 import bkn_zoo
 from bkn_zoo.images import Preprocessing
-from service.app import Service, create_app
-from service.batching import Line
-from service.server import Server
-from service.settings import read_settings
 
 LONG = 60.0  # seconds that no test needs, however busy the machine
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,30 +74,6 @@ class Running:
     def metric(self, line: str) -> float:
         found = re.search(rf"^{re.escape(line)} (\S+)$", self.ask("/metrics").body.decode(), re.MULTILINE)
         return float(found[1]) if found else 0.0
-
-
-class LocalService(Running):
-    """The service within this process, run by a thread, so that its engine can be slowed and killed."""
-
-    def __init__(self, *flags: str) -> None:
-        settings = read_settings(["--engine", "torch", "--device", "cpu", "--port", "0", *flags])
-        self.app = create_app(settings)
-        self.service: Service = self.app.state.service
-        self._server = Server(self.app, settings)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        until(lambda: self._server.started and self.service.pool.started, "a start")
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(LONG)
-
-    def line(self, name: str = "first") -> Line:
-        return self.service.pool._loaded[name].line
 
 
 class ServiceProcess(Running):

@@ -22,7 +22,8 @@ from attackers import encoded, picture, png
 from fastapi import Request
 from http_client import Reply, form
 from huggingface_hub import InferenceClient
-from service_process import ROOT, LocalService, ServiceProcess, save_small_checkpoint, until
+from local_service import LocalService
+from service_process import ROOT, ServiceProcess, save_small_checkpoint, until
 from starlette.testclient import TestClient
 
 import bkn_zoo

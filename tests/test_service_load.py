@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from attackers import encoded, picture
 from http_client import Reply, connect, read, request, send
-from service_process import LONG, LocalService, Running, ServiceProcess, Watch, save_small_checkpoint, until
+from local_service import LocalService
+from service_process import LONG, Running, ServiceProcess, Watch, save_small_checkpoint, until
 from torch import Tensor
 
 from bkn_zoo.norms import MODES
