@@ -7,20 +7,39 @@ lists checkpoints not even for PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError, UnknownNameError
+from bkn_zoo.errors import (
+    BknZooError,
+    CheckpointError,
+    InputError,
+    NonFiniteLossError,
+    TrainingError,
+    UnknownNameError,
+)
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, create_model, learn_statistics
+    from bkn_zoo.conversion import convert, learn_statistics
+    from bkn_zoo.create import create_model
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
-    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
+    from bkn_zoo.norms import (
+        BatchKalmanNorm,
+        BatchKalmanNorm1d,
+        BatchKalmanNorm2d,
+        BatchKalmanNorm3d,
+        KalmanSequential,
+        recalibrate,
+    )
+    from bkn_zoo.training.finish import TrainingResult
+    from bkn_zoo.training.recipes import Recipe
+    from bkn_zoo.training.run import fine_tune, train
 
 __all__ = [
+    "BatchKalmanNorm",
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",
@@ -34,6 +53,10 @@ __all__ = [
     "from_pretrained",
     "save_pretrained",
     "push_to_hub",
+    "train",
+    "fine_tune",
+    "Recipe",
+    "TrainingResult",
     "Classifier",
     "export",
     "Network",
@@ -41,19 +64,25 @@ __all__ = [
     "UnknownNameError",
     "InputError",
     "CheckpointError",
+    "TrainingError",
+    "NonFiniteLossError",
     "__version__",
 ]
 
 ROOMS = {
+    "BatchKalmanNorm": "bkn_zoo.norms",
     "BatchKalmanNorm1d": "bkn_zoo.norms",
     "BatchKalmanNorm2d": "bkn_zoo.norms",
     "BatchKalmanNorm3d": "bkn_zoo.norms",
     "Classifier": "bkn_zoo.inference.classifier",
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
+    "Recipe": "bkn_zoo.training.recipes",
+    "TrainingResult": "bkn_zoo.training.finish",
     "convert": "bkn_zoo.conversion",
-    "create_model": "bkn_zoo.conversion",
+    "create_model": "bkn_zoo.create",
     "export": "bkn_zoo.inference.export",
+    "fine_tune": "bkn_zoo.training.run",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
     "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
@@ -61,6 +90,7 @@ ROOMS = {
     "push_to_hub": "bkn_zoo.checkpoints.hub",
     "recalibrate": "bkn_zoo.norms",
     "save_pretrained": "bkn_zoo.checkpoints.folder",
+    "train": "bkn_zoo.training.run",
 }
 """Where the names above are at home that are not imported yet."""
 

@@ -1,9 +1,11 @@
-"""The cores that this process may use: those of its affinity, and no more at a time than a quota leaves it."""
+"""The cores and devices that this process may use: no more cores than its affinity and its quota leave it."""
 
 import math
 import os
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+
+from bkn_zoo.errors import InputError
 
 _sharers = 1
 
@@ -23,6 +25,32 @@ def share_quota(processes: int) -> None:
     """Let this process take no more of the quota than one of so many that share it."""
     global _sharers
     _sharers = processes
+
+
+def keep_to_quota() -> None:
+    """Let PyTorch start no more threads than a quota leaves cores: for programs, since it is of the whole process."""
+    import torch  # in these functions only: cores are counted in processes that do not import it
+
+    if usable_cores() < min(allowed_cores(), torch.get_num_threads()):
+        torch.set_num_threads(usable_cores())
+
+
+def default_device() -> str:
+    """The device to use where the caller names none."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(device: str) -> None:
+    """Refuse one that PyTorch does not know or find, or that nothing can be read from, as "meta"."""
+    import torch
+
+    try:
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, ImportError):
+        there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
 
 
 def _quota(root: Path) -> float:

@@ -59,3 +59,11 @@ class HubUnavailableError(HubError):
 
 class ConversionError(BknZooError):
     """A network that `convert` cannot make a BKN network of."""
+
+
+class TrainingError(BknZooError):
+    """A training that cannot continue."""
+
+
+class NonFiniteLossError(TrainingError):
+    """A training that diverged: a loss or a weight is infinite or not a number."""

@@ -183,75 +183,73 @@ def until(condition: Callable[[], bool], what: str) -> float:
     return time.monotonic() - begun
 
 
+@contextmanager
+def event(name: str, load: Load, steady: float) -> Iterator[dict[str, Any]]:
+    """What happens within, and for some seconds after it: a row of what clients got meanwhile."""
+    row: dict[str, Any] = {"event": name}
+    begun = time.monotonic()
+    yield row
+    time.sleep(steady)
+    ended = time.monotonic()
+    asked = [one for one in load.asked if begun <= one.ended < ended]
+    lost = Counter(one.client for one in asked if one.status != 200)
+    row |= {
+        "seconds": round(ended - begun, 1),
+        "requests": len(asked),
+        "lost": sum(lost.values()),
+        "lost_after_a_retry": sum(one.finally_ != 200 for one in asked),
+        "most_lost_by_a_client": max(lost.values(), default=0),
+        "unequal": sum(not one.equal for one in asked),
+        "statuses": dict(Counter(str(one.status) for one in asked)),
+    }
+
+
+def settle(trial: Trial, replicas: int, gone: Set[int] = frozenset()) -> float:
+    """Seconds until so many replicas run, none of them one of those that are to go."""
+
+    def settled() -> bool:
+        return len(trial.replicas()) == replicas and gone.isdisjoint(trial.replicas()) and trial.whole(replicas)
+
+    return round(until(settled, f"{replicas} replicas"), 1)
+
+
 def try_everything(model: str, steady: float) -> Iterator[dict[str, Any]]:
     """A row of figures for each event."""
     trial = Trial(model)
     trial.deploy()
     until(trial.whole, "the first replicas")
     load = Load(CLIENTS)
-
-    @contextmanager
-    def event(name: str) -> Iterator[dict[str, Any]]:
-        row: dict[str, Any] = {"event": name}
-        begun = time.monotonic()
-        yield row
-        time.sleep(steady)
-        ended = time.monotonic()
-        asked = [one for one in load.asked if begun <= one.ended < ended]
-        lost = Counter(one.client for one in asked if one.status != 200)
-        row |= {
-            "seconds": round(ended - begun, 1),
-            "requests": len(asked),
-            "lost": sum(lost.values()),
-            "lost_after_a_retry": sum(one.finally_ != 200 for one in asked),
-            "most_lost_by_a_client": max(lost.values(), default=0),
-            "unequal": sum(not one.equal for one in asked),
-            "statuses": dict(Counter(str(one.status) for one in asked)),
-        }
-
-    def settle(replicas: int, gone: Set[int] = frozenset()) -> float:
-        """Seconds until so many replicas run, none of them one of those that are to go."""
-        return round(
-            until(
-                lambda: (
-                    len(trial.replicas()) == replicas and gone.isdisjoint(trial.replicas()) and trial.whole(replicas)
-                ),
-                f"{replicas} replicas",
-            ),
-            1,
-        )
-
-    with event("none") as row:
+    with event("none", load, steady) as row:
         time.sleep(steady)
     yield row
-    with event("kill -9 of a replica") as row:
+    with event("kill -9 of a replica", load, steady) as row:
         killed = min(trial.replicas())
         os.kill(killed, signal.SIGKILL)
-        row["whole_again"] = settle(REPLICAS, {killed})
+        row["whole_again"] = settle(trial, REPLICAS, {killed})
     yield row
-    with event("rolling update") as row:
+    with event("rolling update", load, steady) as row:
         before = set(trial.replicas())
         trial.deploy(queue_length=65)
-        row["whole_again"] = settle(REPLICAS, before)
+        row["whole_again"] = settle(trial, REPLICAS, before)
     yield row
     for replicas in (REPLICAS - 1, REPLICAS):
-        with event(f"scaled to {replicas} replicas") as row:
+        with event(f"scaled to {replicas} replicas", load, steady) as row:
             trial.deploy(replicas, queue_length=65)
-            row["whole_again"] = settle(replicas)
+            row["whole_again"] = settle(trial, replicas)
         yield row
-    with event("kill -9 of a node") as row:
+    with event("kill -9 of a node", load, steady) as row:
         node, gone = max(((node, trial.on(node)) for node in trial.others), key=lambda pair: len(pair[1]))
         row["replicas_on_it"] = len(gone)
         for pid in (trial.raylet(node), *gone):  # as a machine that loses its power
             os.kill(pid, signal.SIGKILL)
         trial.cluster.remove_node(node, allow_graceful=False)
-        row["whole_again"] = settle(REPLICAS, gone)
+        row["whole_again"] = settle(trial, REPLICAS, gone)
     yield row
     load.stop()
     trial.deploy(1, queue_length=2)
-    settle(1)
+    settle(trial, 1)
     load = Load(CLIENTS)
-    with event("one replica with room for 3 requests") as row:
+    with event("one replica with room for 3 requests", load, steady) as row:
         time.sleep(steady)
     load.stop()
     yield row

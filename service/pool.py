@@ -15,9 +15,10 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import load
 from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
+from bkn_zoo.checkpoints.preferred import usable_checkpoints
+from bkn_zoo.cores import keep_to_quota
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.inference.classifier import Classifier, usable_checkpoints
-from bkn_zoo.inference.engines import keep_to_quota
+from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
 
 from .batching import Line
@@ -25,7 +26,7 @@ from .errors import OverloadedError, UnavailableError, UnknownModelError
 from .metrics import Metrics
 from .settings import Settings
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
 REST = 0.2  # seconds after which PyTorch's allocator on Arm takes what was freed for free

@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import resource
-import runpy
 import shlex
 import sys
 import time
@@ -23,12 +22,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from PIL import Image
 from shallow import shallow
 
 import bkn_zoo
+import bkn_zoo.cli
 from bkn_zoo.checkpoints import hub
 from bkn_zoo.checkpoints.files import sha256
 from bkn_zoo.checkpoints.folder import from_pretrained, load_folder
@@ -36,8 +37,8 @@ from bkn_zoo.models.registry import register
 from bkn_zoo.modes import MODES
 
 CLIENT_WAS_IMPORTED = "httpx2" in sys.modules  # by bkn_zoo alone; it takes a while
-ENDPOINT = os.environ["HF_ENDPOINT"]
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+ENDPOINT, OWNER = os.environ["HF_ENDPOINT"], os.environ["HF_TOKEN"]
+ROOT = Path(__file__).parent.parent
 FOLDER = Path(sys.argv[1])
 REPOSITORY = f"owner/{FOLDER.name}"
 SECOND_SHARD = sorted(FOLDER.glob("model-*.safetensors"))[1].name
@@ -69,12 +70,12 @@ def copy(name: str, files: dict[str, bytes] | None = None, remove: tuple[str, ..
     return tell("copy", {"from": REPOSITORY, "to": f"owner/{name}", "files": encoded, "remove": remove})["commit"]
 
 
-def load(name: str) -> Result:
+def load(name: str, **options: Any) -> Result:
     """Whether loading gives the bundled checkpoint's outputs bit for bit, or the error."""
     waits.clear()
     online = "HF_HUB_OFFLINE" not in os.environ
     seen = len(tell("log")) if online else 0
-    result = guarded(lambda: compared(from_pretrained(name)))
+    result = guarded(lambda: compared(from_pretrained(name, **options)))
     requests = tell("log")[seen:] if online else []
     return result | {"waits": list(waits), "requests": requests}
 
@@ -97,18 +98,11 @@ def snapshot(name: str) -> list[str]:
     return sorted(path.name for folder in folders for path in folder.iterdir())
 
 
-def script(name: str, *arguments: str) -> Result:
-    """A script's output, and what it exits with."""
-    output = io.StringIO()
-    sys.argv[:], old = [str(SCRIPTS / name), *arguments], list(sys.argv)
-    seen, code = len(tell("log")), None
-    try:
-        with contextlib.redirect_stdout(output):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv[:] = old
+def command(*arguments: str) -> Result:
+    """What `bkn-zoo` prints, and what it exits with."""
+    output, seen = io.StringIO(), len(tell("log"))
+    with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", ["bkn-zoo", *arguments]):
+        code = bkn_zoo.cli.main()
     return {"output": output.getvalue(), "exit": code, "requests": tell("log")[seen:]}
 
 
@@ -131,10 +125,10 @@ def publishing() -> Result:
     tag = ("--tag", f"v{bkn_zoo.__version__}")
     bkn_zoo.save_pretrained(bundled, "plain/saved")
     return {
-        "dry": script("publish.py", *arguments, "--dry-run"),
-        "first": script("publish.py", *arguments, *tag),
-        "second": script("publish.py", *arguments, *tag),
-        "plain": script("publish.py", "plain/saved", "--namespace", "owner"),
+        "dry": command("publish", *arguments, "--dry-run"),
+        "first": command("publish", *arguments, *tag),
+        "second": command("publish", *arguments, *tag),
+        "plain": command("publish", "plain/saved", "--namespace", "owner"),
     }
 
 
@@ -144,14 +138,17 @@ def loading() -> Result:
         short = load(FOLDER.name)
     tagged = load(f"{REPOSITORY}@v{bkn_zoo.__version__}")
     commit = load(f"{REPOSITORY}@{by_id['revision']}")
+    asked_for = load(REPOSITORY, revision=f"v{bkn_zoo.__version__}")
     local = compared(bkn_zoo.from_pretrained(FOLDER))
     files = snapshot(FOLDER.name)
-    return {"id": by_id, "short": short, "tag": tagged, "commit": commit, "local": local, "files": files}
+    return {"id": by_id, "short": short, "tag": tagged, "commit": commit, "local": local, "files": files} | {
+        "revision": asked_for
+    }
 
 
 def of_the_zoo() -> Result:
     """A trained checkpoint of this tree: published, loaded from an empty cache, and asked about a photograph."""
-    published = script("publish.py", ZOO_NAME, "--namespace", "zoo")
+    published = command("publish", ZOO_NAME, "--namespace", "zoo")
     ours, theirs = (
         bkn_zoo.Classifier.from_pretrained(name, engine="torch")(PHOTO, top_k=10)
         for name in (ZOO_NAME, f"zoo/{ZOO_NAME}")
@@ -204,6 +201,10 @@ def tokens() -> Result:
     with environment(HF_TOKEN=""):
         results["none"] = load("owner/secret")
         results["push without"] = guarded(lambda: {"done": hub.push_to_hub(FOLDER, "owner/other")})
+        results["passed"] = load("owner/secret", token=OWNER, cache_dir="elsewhere")
+        results["passed wrong"] = load("owner/secret", token="not-like-a-token", cache_dir="other")
+    results["withheld"] = load("owner/secret", token=False, cache_dir="other")
+    results["elsewhere"] = [path.name for path in Path("elsewhere").glob("models--*")]
     results["right"] = load("owner/secret")
     return results
 
@@ -360,19 +361,19 @@ def training() -> Result:
             Image.new("RGB", (8, 8), (value + k,) * 3).save(tree / label / f"{k}.png")
     options = ("--model", "shallow_bkn", "--size", "8", "--epochs", "1", "--gradient_batch", "8")
     options += ("--validation", "0.3", "--device", "cpu", "--publish", "owner", "--private")
-    refused = script("train.py", "--data", str(tree), *options, "--name", "not=a-repository")
-    done = script("train.py", "--data", str(tree), *options, "--name", "photos")
+    refused = command("train", "--data", str(tree), *options, "--name", "not=a-repository")
+    done = command("train", "--data", str(tree), *options, "--name", "photos")
     revision = guarded(lambda: {"is": revision_of("owner/photos")})
     # The same name again, with results elsewhere, and a Hub that refuses at the end.
     order(pattern="POST /api/models/owner/photos/commit", status=403)
     again = ("--name", "photos", "--seed", "1", "--output", "again", "--results", "elsewhere/runs")
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        failed = script("train.py", "--data", str(tree), *options, *again)
+        failed = command("train", "--data", str(tree), *options, *again)
     order()
-    command = printed.getvalue().partition("publish it with bkn-zoo publish ")[2].strip()
-    remedy = script("publish.py", *shlex.split(command))
-    other = script("publish.py", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
+    advised = printed.getvalue().partition("publish it with bkn-zoo publish ")[2].strip()
+    remedy = command("publish", *shlex.split(advised))
+    other = command("publish", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
     return {
         "refused": refused, "done": done, "revision": revision, "failed": failed, "said": printed.getvalue(),
         "remedy": remedy, "other": other,
@@ -390,7 +391,7 @@ def documents() -> Result:
     hub.push_to_hub(FOLDER, "your-name/my_network", tag="v1")
     bkn_zoo.save_pretrained(bundled, "my_network")  # as the guide has by then
     for document in ("docs/guide.md", "docs/hub.md"):
-        blocks = marked.findall((SCRIPTS.parent / document).read_text())
+        blocks = marked.findall((ROOT / document).read_text())
         namespace: dict[str, Any] = {"bkn_zoo": bkn_zoo, "model": bundled}
         with contextlib.redirect_stdout(io.StringIO()):
             for block in blocks:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -81,7 +82,7 @@ class ServiceProcess:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         here["BKN_ZOO_CACHE"] = "off"
-        here["BKN_PRECISION"] = "f32"  # so that scores are compared on any processor
+        here["BKN_ZOO_PRECISION"] = "f32"  # so that scores are compared on any processor
         self._environment = inherited | here | (environment or {})
         self._ready_within = ready_within
         self._log = Path()
@@ -126,6 +127,17 @@ class ServiceProcess:
         """Resident, in MB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
+
+    def workers(self) -> set[int]:
+        """Those that have said that they serve, and live."""
+        said = map(int, re.findall(r"by process (\d+)", self.log()))
+        return {pid for pid in said if Path(f"/proc/{pid}").exists()}
+
+    def until_workers(self, count: int, within: float = 120.0) -> None:
+        end = time.monotonic() + within
+        while len(self.workers()) < count:
+            assert time.monotonic() < end, f"there are not {count} workers"
+            time.sleep(0.05)
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self._ready_within

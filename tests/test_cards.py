@@ -3,6 +3,9 @@
 import json
 import re
 import runpy
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,53 +14,55 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from studies.card_sections import zoo_checkpoint_card
+from studies.full_length import full_length_table, full_lengths
+from studies.twins import read_twins
+from studies.zoo_card import zoo_card
 
 import bkn_zoo
 from bkn_zoo import CheckpointError
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.cards import checkpoint_card, read_twins
-from bkn_zoo.publishing.full_length import full_length_table, full_lengths
-from bkn_zoo.publishing.publish import card_from_results, publish, validate
-from bkn_zoo.publishing.zoo_card import zoo_card
+from bkn_zoo.publishing.cards import checkpoint_card
+from bkn_zoo.publishing.publish import card_of, publish, validate
 
 ROOT = Path(__file__).parent.parent
 NAME = "inception_cifar_bkn.cifar10"
-ACCURACY = {
-    mode: {"top1": top1, "top5": 99.1, "ece": 2.5}
-    for mode, top1 in (("population", 80.125), ("sample", 85.5), ("expected", 86.75))
-}
-ACCURACY_OF_BN = {
-    mode: {"top1": top1, "top5": 99.1, "ece": 2.5}
-    for mode, top1 in (("population", 87.5), ("sample", 10.0), ("expected", 88.0))
-}
 RECIPE = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 20, "gradient_batch": 128}
 RECIPE |= {"statistics_batch": 2, "seed": 0}
-FACTS = {"command": "python scripts/train.py recipes/x.toml", "hardware": "NVIDIA H200", "seed": 0}
+FACTS = {"command": "bkn-zoo train recipes/x.toml", "hardware": "NVIDIA H200", "seed": 0}
+Card = Callable[..., str]
+
+
+def accuracy(population: float, sample: float, expected: float) -> dict[str, dict[str, float]]:
+    modes = {"population": population, "sample": sample, "expected": expected}
+    return {mode: {"top1": top1, "top5": 99.1, "ece": 2.5} for mode, top1 in modes.items()}
+
+
+ACCURACY = accuracy(80.125, 85.5, 86.75)
 
 
 def record(name: str, norm: str, top1: float, **changes: Any) -> dict[str, Any]:
-    test = {mode: {"top1": top1, "top5": 99.1, "ece": 2.5, "loss": 0.5} for mode in ACCURACY}
     about = {"model": f"inception_cifar_{norm}", "norm": norm, "dataset": "cifar10", "epochs": 20, "seconds": 7200.0}
-    batches = {"gradient_batch": 128, "statistics_batch": 2}
-    run = {"name": name, **about, **batches, "test": test, "chosen_statistics": "expected", **FACTS, **changes}
+    batches = {"gradient_batch": 128, "statistics_batch": 2, "chosen_statistics": "expected"}
+    run = {"name": name, **about, **batches, "test": accuracy(top1, top1, top1), **FACTS, **changes}
     validation = {mode: {"top1": 91.0 if mode == run["chosen_statistics"] else 90.0} for mode in ACCURACY}
     return {"validation": validation, **run, "recipe": {field: run[field] for field in RECIPE} | run.get("recipe", {})}
 
 
 RUNS = [
-    record(NAME, "bkn", 0, test={mode: measured | {"loss": 0.4} for mode, measured in ACCURACY.items()}),
+    record(NAME, "bkn", 0, test=ACCURACY),
     record("bn_0", "bn", 80.0),
     record("bn_1", "bn", 82.0, seed=1),
-    record("bn_large", "bn", 0, statistics_batch=None, chosen_statistics="population", test=ACCURACY_OF_BN),
+    record("bn_large", "bn", 0, statistics_batch=None, chosen_statistics="population", test=accuracy(87.5, 10.0, 88.0)),
     record("bn_short", "bn", 11.0, epochs=1),
     record("bn_other", "bn", 12.0, dataset="cifar100"),
 ]
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original") / NAME
     model = bkn_zoo.create_model("inception_cifar_bkn", 10)
     model.statistics_batch_size = 2
@@ -69,175 +74,73 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         accuracy=ACCURACY,
         training={"recipe": RECIPE, "init": None, "versions": {"torch": "2.15"}, **FACTS},
     )
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def folder(original: dict[str, bytes], tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoints" / NAME
-    folder.mkdir(parents=True)
-    for name, data in original.items():
-        (folder / name).write_bytes(data)
     return folder
 
 
 @pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "checkpoints" / NAME))
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
 def results(tmp_path: Path) -> Path:
-    (tmp_path / "results" / "runs").mkdir(parents=True)
+    results = tmp_path / "results"
     for run in RUNS:
-        (tmp_path / "results" / "runs" / f"{run['name']}.json").write_text(json.dumps(run))
+        write(results / "runs" / f"{run['name']}.json", run)
     row = {"model": "inception_cifar", "norm": "bkn", "engine": "openvino", "precision": "f32", "batch": 1, "size": 32}
-    rows = [
-        row | {"statistics": "sample", "ms_per_image": 1.25, "spread_ms": 0.5},
-        row | {"norm": "bn", "statistics": "population"},
-    ]
-    speed = {"command": "python scripts/benchmark.py infer", "rows": rows}
+    rows = [row | {"statistics": "sample", "ms_per_image": 1.25, "spread_ms": 0.5}, row | {"norm": "bn"}]
     for kind, hardware in (("aarch64", "Neoverse-N1, 2 cores"), ("x86_64", "Xeon, 4 cores")):
-        found = json.dumps(speed | {"hardware": hardware})
-        (tmp_path / "results" / f"benchmark_infer.{kind}.json").write_text(found)
-    return tmp_path / "results"
+        speed = {"command": "python scripts/benchmark.py infer", "hardware": hardware, "rows": rows}
+        write(results / f"benchmark_infer.{kind}.json", speed)
+    for kind, top1 in (("cpu", 86.75), ("cpu.f16", 86.7)):
+        found = {"hardware": "an Arm", "precision": "f16", "rows": [{"statistics": "sample", "top1": top1}]}
+        write(results / "evaluate" / f"{NAME}.{kind}.json", found)
+    return results
 
 
-def test_the_metadata_is_what_the_hub_reads(folder: Path, results: Path) -> None:
-    text = card_from_results(folder, NAME, results)
-    header = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-    assert header is not None
-    data = yaml.safe_load(header[1])
-    assert data["license"] == "apache-2.0"
-    assert data["library_name"] == "bkn_zoo"
-    assert data["pipeline_tag"] == "image-classification"
-    assert data["datasets"] == ["uoft-cs/cifar10"]
-    assert data["metrics"] == ["accuracy"]
-    (index,) = data["model-index"]
-    assert index["name"] == NAME
+@pytest.fixture
+def card(folder: Path, results: Path) -> Card:
+    """The zoo's card, after further runs of the replication."""
+
+    def after(*runs: dict[str, Any]) -> str:
+        for run in runs:
+            write(results / "reproduce" / f"{run['name']}.json", {"width": 1.0, "every": 1} | run)
+        return zoo_checkpoint_card(Config.read(folder / "config.json"), NAME, results)
+
+    return after
+
+
+# What every card has.
+
+
+def test_metadata_is_what_the_hub_reads(card: Card) -> None:
+    data = yaml.safe_load(card().split("---\n")[1])
+    (index,) = data.pop("model-index")
     (result,) = index["results"]
-    assert result["task"]["type"] == "image-classification"
-    assert (result["dataset"]["type"], result["dataset"]["split"]) == ("uoft-cs/cifar10", "test")
-    measured = {metric["name"]: metric["value"] for metric in result["metrics"]}
-    assert measured["top-1 accuracy, expected statistics"] == 86.75
-    assert measured["top-1 accuracy, population statistics"] == 80.125
-    assert len(measured) == 6
+    assert (index["name"], result["task"]["type"]) == (NAME, "image-classification")
+    assert result["dataset"] == {"name": "CIFAR-10", "type": "uoft-cs/cifar10", "split": "test"}
+    assert {metric["name"]: metric["value"] for metric in result["metrics"]} == {
+        f"{shown} accuracy, {mode} statistics": metrics[metric]
+        for mode, metrics in ACCURACY.items()
+        for metric, shown in (("top1", "top-1"), ("top5", "top-5"))
+    }
+    assert data == {
+        "license": "apache-2.0", "library_name": "bkn_zoo", "pipeline_tag": "image-classification",
+        "datasets": ["uoft-cs/cifar10"], "metrics": ["accuracy"],
+        "tags": ["batch-kalman-normalization", "inception_cifar_bkn"],
+    }  # fmt: skip
 
 
-def test_the_card_says_what_part_of_the_gain_is_the_link_between_layers(folder: Path, results: Path) -> None:
-    assert "was not measured for this network and these batches." in card_from_results(folder, NAME, results)
-    cases = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 53.0), ("bkn", {"initial_gain": 0.3}, 99.0)]
-    runs = [
-        record(f"{norm} {options} {seed}", norm, top1 + seed, epochs=15, seed=seed, recipe={"norm_options": options})
-        for norm, options, top1 in cases
-        for seed in (0, 1)
-    ]
-    others = [
-        {**run, "name": f"shorter {run['name']}", "recipe": run["recipe"] | {"epochs": 14}, "epochs": 14}
-        for run in runs
-    ]
-    others += [record("other", "bn", 30.0, epochs=15, recipe={"lr": 0.3})]
-    reproduced(results, *runs, *others)
-    text = card_from_results(folder, NAME, results)
-    assert "In runs of 15 epochs (2 seeds) the whole gain over BN with as many images per group is +12.00" in text
-    assert re.search(r"the link between layers is worth \+0.50 ± \d.\d\d of them \(within chance\) and", text)
-    assert re.search(r"a layer observes \+11.50 ± \d.\d\d. With .* ± is the standard error of a difference", text)
-    three = r"\+12\.00 ± [\d.]+, \+0\.50 ± [\d.]+ \(within chance\) and \+11\.50 ± [\d.]+"
-    rules = f"by moving averages, {three}; by an image's own statistics, {three}"
-    assert re.search(rf"for all three networks these are, {rules}\. ±", text)
-    reproduced(results, *({**run, "rules": {"EvalNorm": {"top1": 70.0}}} for run in runs if run["norm"] == "bkn"))
-    asked = rf"{rules}; by EvalNorm's rule, \+0\.00 ± [\d.]+ \(within chance\) for the link\. ±"
-    assert re.search(asked, card_from_results(folder, NAME, results))
-
-
-def test_the_card_says_what_the_link_is_worth_where_bn_was_trained_for_less_or_on_smaller_images(
-    folder: Path, results: Path
-) -> None:
-    arms = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 53.0)]
-    shorter = [record(f"{n} {o}", n, top1, epochs=15, recipe={"norm_options": o, "size": 24}) for n, o, top1 in arms]
-    longer = [record(f"long {n} {o}", n, top1 + 9, epochs=16, recipe={"norm_options": o}) for n, o, top1 in arms[:1]]
-    longer += [record("long link", "bkn", 75.0, epochs=16, recipe={"norm_options": {"link": False}})]
-    reproduced(results, *shorter)
-    text = card_from_results(folder, NAME, results)
-    assert "\nIn runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in text
-    reproduced(results, *longer)
-    text = card_from_results(folder, NAME, results)
-    assert (
-        "In runs of 16 epochs (1 seed) the link between layers is worth -1.00 points (within chance), against" in text
-    )
-    assert "A held at zero. In runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in text
-
-
-def test_the_card_gives_no_gain_in_points_over_a_network_that_did_not_learn(folder: Path, results: Path) -> None:
-    arms = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, 19.9)]
-    runs = [record(f"{n} {o}", n, top1, epochs=15, recipe={"norm_options": o}) for n, o, top1 in arms]
-    reproduced(results, *runs)
-    text = card_from_results(folder, NAME, results)
-    assert "does not learn: it ends at 19.90 %, and chance is 10 %." in text
-    assert "In runs of 15 epochs (1 seed)" in text
-    assert "is worth +0.50 points (within chance).\n" in text
-    assert "whole gain" not in text
-    reproduced(results, *runs[:2], record(runs[2]["name"], "bn", 20.0, epochs=15, recipe={"norm_options": {}}))
-    assert "the whole gain over BN with as many images per group is +45.00 points" in card_from_results(
-        folder, NAME, results
-    )
-
-
-def reproduced(results: Path, *runs: dict[str, Any]) -> None:
-    """As if scripts/reproduce.py had left them."""
-    (results / "reproduce").mkdir(exist_ok=True)
-    for run in runs:
-        (results / "reproduce" / f"{run['name']}.json").write_text(json.dumps({"width": 1.0, "every": 1} | run))
-
-
-NO_TWINS = [
-    record("ablation", "bkn", 1.0, seed=1, recipe={"norm_options": {"initial_gain": 0.3}}),
-    record("wide", "bn", 2.0, seed=2, width=1.5),
-    record("a fifth", "bn", 3.0, seed=2, every=5),
-    record("faster", "bn", 4.0, seed=2, recipe={"lr": 0.4}),
-    record("short", "bn", 5.0, seed=2, epochs=15),
-    record("the same", "bn", 6.0, seed=1),  # as bn_1
-]
-
-
-def test_twins_are_of_both_folders_and_of_the_same_recipe_only(folder: Path, results: Path) -> None:
-    before = card_from_results(folder, NAME, results)
-    reproduced(results, *NO_TWINS)
-    assert card_from_results(folder, NAME, results) == before
-    shown = full_lengths(read_twins(results))
-    assert [row.bn_few for row in shown] == [[80.0, 82.0]]
-    reproduced(results, record("bkn_1", "bkn", 87.75, seed=1, chosen_statistics="expected"))
-    text = card_from_results(folder, NAME, results)
-    assert "| bkn | 128, 2 | 2 | 83.94 ± 5.39 | 86.62 ± 1.59 | **87.25 ± 0.71** |" in text
-    (row,) = full_lengths(read_twins(results))
-    assert (sorted(row.bkn), row.bn_many, row.seeds) == ([86.75, 87.75], [87.5], [2, 2, 1])
-    assert "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 to 2 |" in (
-        full_length_table([row])
-    )
-
-
-def test_runs_that_diverged_are_counted_and_nothing_more(folder: Path, results: Path) -> None:
-    before = card_from_results(folder, NAME, results)
-    shown = full_lengths(read_twins(results))
-    lost = {"failed": "the loss was not finite at step 7", "test": {}, "validation": {}}
-    reproduced(results, record("bn_2", "bn", 7.0, seed=2) | lost)
-    text = card_from_results(folder, NAME, results)
-    assert "| bn | 128, 2 | 2, 1 diverged | 81.00 ± 1.41 |" in text
-    assert "BKN with groups of 2 ends 5.75 points above BN with groups of 2" in before
-    assert "points above BN" not in text
-    assert full_lengths(read_twins(results)) == shown
-    reproduced(results, record("brn_0", "brn", 7.0) | lost)
-    assert "| brn | 128, 2 | 0, 1 diverged |  |  |  |" in card_from_results(folder, NAME, results)
-
-
-def test_the_mode_of_several_runs_is_that_of_their_mean_on_the_validation_images(folder: Path, results: Path) -> None:
-    """Not of most runs, nor of those that agree."""
-    validation = {"population": {"top1": 50.0}, "sample": {"top1": 93.0}, "expected": {"top1": 90.0}}
-    reproduced(results, record("bkn_1", "bkn", 84.5, seed=1, chosen_statistics="sample", validation=validation))
-    text = card_from_results(folder, NAME, results)
-    assert "| bkn | 128, 2 | 2 | 82.31 ± 3.09 | **85.00 ± 0.71** | 85.62 ± 1.59 |" in text
-    assert "BKN with groups of 2 ends 4.00 points above BN with groups of 2 (within chance)," in text
-
-
-def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, results: Path) -> None:
-    text = card_from_results(folder, NAME, results)
+def test_card_shows_all_sections(card: Card) -> None:
+    text = card()
     for line in (
         "| expected (default) | 86.75 | 99.1 | 2.5 |",
+        "| an Arm | f16 | sample | 86.70 | -0.05 |",
         "| bkn | 128, 2 | 1 | 80.12 | 85.50 | **86.75** |\n"
         "| bn | 128, 2 | 2 | 81.00 ± 1.41 | 81.00 ± 1.41 | **81.00 ± 1.41** |\n"
         "| bn | 128, 128 | 1 | **87.50** | 10.00 | 88.00 |\n",
@@ -246,107 +149,204 @@ def test_the_card_shows_accuracy_twins_speed_training_and_use(folder: Path, resu
         "| openvino | f32 | sample | 1 | 32 | 1.250 | 0.500 |",
         "Milliseconds per image on Neoverse-N1, 2 cores, of the network with untrained weights (`results/"
         "benchmark_infer.aarch64.json`",
-        "Milliseconds per image on Xeon, 4 cores, of the network with untrained weights (`results/"
-        "benchmark_infer.x86_64.json`",
-        "python scripts/train.py recipes/x.toml",
+        "Milliseconds per image on Xeon, 4 cores, of the network",
+        FACTS["command"],
         f"bkn-zoo serve --models {NAME}",
         "NVIDIA H200 in at most 2.0 h",
         "the central square, resized to 16 px, then to 32 px (bilinear)",
         "## What it is for, and what not",
     ):
-        assert line in text
-    assert "11.00" not in text  # other epochs
-    assert "12.00" not in text  # other data
-    assert "\n\n\n" not in text
+        assert str(line) in text
+    for absent in ("11.00", "12.00", "\n\n\n"):  # of other epochs, of other data
+        assert absent not in text
 
 
-def test_the_cards_examples_run_and_agree(
-    folder: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_of_a_user_has_no_study_sections(folder: Path, results: Path) -> None:
+    text = card_of(Config.read(folder / "config.json"), NAME, results)
+    assert re.findall("^##+ (.*)", text, re.M) == [
+        "Load it", "Call it over HTTP", "Accuracy", "Training", "What it is for, and what not",
+    ]  # fmt: skip
+    assert "in at most 2.0 h" in text
+
+
+def test_card_examples_run_and_agree(folder: Path, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 50), "red").save("photo.jpg")
     namespace: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", card_from_results(folder, NAME, results), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", card(), re.DOTALL):
         exec(code, namespace)
     best = namespace["classify"]("photo.jpg").predictions[0]
     assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
 
 
-def test_a_card_says_which_images_it_was_tested_on(folder: Path) -> None:
-    def card(**training: str) -> str:
-        config = Config.read(folder / "config.json")
-        return checkpoint_card(replace(config, training={"recipe": {"dataset": "tiny_imagenet"}, **training}), "x")
-
-    assert "split: valid\n" in card()
-    assert "official validation\nimages" in card()
-    for word in ("split:", "official validation"):
-        assert word not in card(test_images="validation")
-
-
-def test_a_card_says_that_running_averages_were_taken_anew(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("training", "said", "unsaid"),
+    [
+        ({"recipe": {"dataset": "tiny_imagenet"}}, ["split: valid\n", "official validation\nimages"], []),
+        (
+            {"recipe": {"dataset": "tiny_imagenet"}, "test_images": "validation"},
+            ["since there were no others"],
+            ["split:", "official validation"],
+        ),
+        ({"statistics_anew": True}, ["running averages were taken anew"], []),
+        ({"statistics_anew": False}, [], ["running averages were taken anew"]),
+        ({}, [], ["running averages were taken anew"]),
+    ],
+)
+def test_card_follows_the_config(folder: Path, training: Any, said: list[str], unsaid: list[str]) -> None:
     config = Config.read(folder / "config.json")
-    for said, shown in (({}, False), ({"statistics_anew": False}, False), ({"statistics_anew": True}, True)):
-        text = checkpoint_card(replace(config, training={**config.training, **said}), "x")
-        assert ("running averages were taken anew" in text) is shown
+    text = checkpoint_card(replace(config, training=config.training | training), "x")
+    assert [words for words in said if words not in text] + [words for words in unsaid if words in text] == []
 
 
-def test_a_card_of_a_users_own_network_claims_nothing(tmp_path: Path) -> None:
+def test_card_of_an_untrained_network_claims_nothing(tmp_path: Path) -> None:
     bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_gn", 3), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
-    for word in ("## Accuracy", "## Speed", "## Training", "model-index", "datasets"):
-        assert word not in text
+    assert not re.search("## (Accuracy|Speed|Training)|model-index|datasets", text)
     assert 'from_pretrained("mine")' in text
 
 
-def test_the_zoos_card_lists_every_checkpoint_and_the_cost_of_all_runs(folder: Path) -> None:
-    text = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
+def but(**changes: Any) -> Callable[[str], str]:
+    """A JSON file with other fields."""
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+def training_after(text: str) -> Callable[[str], str]:
+    return lambda card: card.replace("## Training", f"{text}\n\n## Training")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("README.md", str, None),
+        ("README.md", training_after("## Mine\n\nMy section."), None),
+        ("README.md", training_after("Best of all."), "README.md is not what config.json"),
+        ("README.md", lambda text: "# Better\n", "README.md is not what config.json"),
+        ("README.md", lambda text: text.replace("86.75", "96.75"), "README.md is not what config.json"),
+        ("README.md", lambda text: text + "More.\n", "README.md is not what config.json"),
+        ("config.json", but(num_classes=11), "fc.weight"),
+        ("golden.safetensors", None, "golden.safetensors does not exist"),
+        ("run", but(test=RUNS[1]["test"]), "the same run"),
+        ("run", but(recipe=RECIPE | {"epochs": 21}), "the same run"),
+        ("run", but(chosen_statistics="sample"), "the same run"),
+        ("run", None, "or there is none"),
+    ],
+)
+def test_publish_refuses_what_disagrees(
+    folder: Path, results: Path, file: str, change: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("push_to_hub", "changes", "check_reachable"):
+        monkeypatch.setattr(f"bkn_zoo.publishing.publish.{name}", lambda *_, name=name, **__: sent.append(name) or [])
+    sent: list[str] = []
+    (folder / "README.md").write_text(card_of(Config.read(folder / "config.json"), NAME, results))
+    path = results / "runs" / f"{NAME}.json" if file == "run" else folder / file
+    path.write_text(change(path.read_text())) if change else path.unlink()
+    with nullcontext() if words is None else pytest.raises(CheckpointError, match=words):
+        publish(folder, NAME, "owner", results, dry_run=words is None)
+    assert "push_to_hub" not in sent
+
+
+# What the zoo's own cards add.
+
+
+def test_zoo_card_lists_checkpoints_and_costs(folder: Path) -> None:
+    regions = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
     row = f"| [{NAME}](checkpoints/{NAME}/README.md) | CIFAR-10 | 10 | 2 | 80.12 | 85.50 | **86.75** |"
-    assert row in text
-    assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in text
-    assert "There are no checkpoints in this tree yet." in zoo_card({}, [])
+    assert row in regions["checkpoints"]
+    assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in regions["training"]
 
 
-def test_every_card_in_this_tree_is_what_its_sources_say() -> None:
-    """`python scripts/report.py` writes them again."""
-    for path, text in runpy.run_path(str(ROOT / "scripts" / "report.py"))["cards"]().items():
-        assert path.read_text() == text, path
+def test_checkpoints_of_this_tree_can_be_published() -> None:
     for name in bkn_zoo.list_checkpoints():
         if (ROOT / "checkpoints" / name).exists():
             validate(ROOT / "checkpoints" / name, name, ROOT / "results")
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda folder, results: None, None),
-        (lambda folder, results: (folder / "README.md").write_text("# Better\n"), "README.md is not what config.json"),
-        (lambda folder, results: edit(folder / "config.json", {"num_classes": 11}), "fc.weight"),
-        (lambda folder, results: (folder / "golden.safetensors").unlink(), "golden.safetensors does not exist"),
-        (lambda folder, results: (results / "runs" / "bn_1.json").unlink(), "README.md is not what config.json"),
-        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"test": RUNS[1]["test"]}), "the same run"),
-        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"recipe": RECIPE | {"epochs": 21}}), "run"),
-        (lambda folder, results: edit(results / "runs" / f"{NAME}.json", {"chosen_statistics": "sample"}), "same run"),
-        (lambda folder, results: (results / "runs" / f"{NAME}.json").unlink(), "or there is none"),
-    ],
-)
-def test_what_disagrees_is_not_published(
-    folder: Path, results: Path, damage: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bkn_zoo.publishing.publish.push_to_hub", lambda *_, **__: pytest.fail("published"))
-    monkeypatch.setattr("bkn_zoo.publishing.publish.changes", lambda *_: [])
-    monkeypatch.setattr("bkn_zoo.publishing.publish.check_reachable", lambda *_: None)
-    (folder / "README.md").write_text(card_from_results(folder, NAME, results))
-    damage(folder, results)
-    if words is None:
-        publish(folder, NAME, "owner", results, dry_run=True)
-        return
-    with pytest.raises(CheckpointError, match=words):
-        publish(folder, NAME, "owner", results)
+def arms(plain: float, **changes: Any) -> list[dict[str, Any]]:
+    """BKN, BKN with A held at zero, and BN."""
+    cases = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, plain)]
+    recipe = {key: changes.pop(key) for key in ("size",) if key in changes}
+    return [
+        record(f"{norm} {options} {changes}", norm, top1 + changes.get("seed", 0), **changes,
+               recipe={"norm_options": options, **recipe})
+        for norm, options, top1 in cases
+    ]  # fmt: skip
 
 
-def edit(path: Path, changes: dict[str, Any]) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def test_twins_section_splits_the_gain_into_parts(card: Card) -> None:
+    assert "was not measured for this network and these batches." in card()
+    runs = [run for seed in (0, 1) for run in arms(53.0, epochs=15, seed=seed)]
+    shorter = arms(53.0, epochs=14)
+    others = [
+        record("gain", "bkn", 99.0, epochs=15, recipe={"norm_options": {"initial_gain": 0.3}}),
+        record("other", "bn", 30.0, epochs=15, recipe={"lr": 0.3}),
+    ]
+    text = card(*runs, *shorter, *others)
+    assert "In runs of 15 epochs (2 seeds) the whole gain over BN with as many images per group is +12.00" in text
+    assert re.search(r"the link between layers is worth \+0.50 ± \d.\d\d of them \(within chance\) and", text)
+    assert re.search(r"a layer observes \+11.50 ± \d.\d\d. With .* ± is the standard error of a difference", text)
+    three = r"\+12\.00 ± [\d.]+, \+0\.50 ± [\d.]+ \(within chance\) and \+11\.50 ± [\d.]+"
+    rules = f"by moving averages, {three}; by an image's own statistics, {three}"
+    assert re.search(rf"for all three networks these are, {rules}\. ±", text)
+    text = card(*({**run, "rules": {"EvalNorm": {"top1": 70.0}}} for run in runs if run["norm"] == "bkn"))
+    assert re.search(rf"{rules}; by EvalNorm's rule, \+0\.00 ± [\d.]+ \(within chance\) for the link\. ±", text)
+
+
+def test_twins_section_takes_the_longest_runs_that_compare(card: Card) -> None:
+    assert "\nIn runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in card(
+        *arms(53.0, epochs=15, size=24)
+    )
+    assert (
+        "In runs of 16 epochs (1 seed) the link between layers is worth +0.50 points (within chance), against A held "
+        "at zero. In runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN"
+    ) in card(*arms(53.0, epochs=16)[:2])
+
+
+def test_twins_section_gives_no_gain_over_chance_level(card: Card) -> None:
+    text = card(*arms(19.9, epochs=15))
+    assert "In runs of 15 epochs (1 seed) BN" in text
+    assert "does not learn: it ends at 19.90 %, and chance is 10 %." in text
+    assert "is worth +0.50 points (within chance).\n" in text
+    assert "whole gain" not in text
+    assert "the whole gain over BN with as many images per group is +45.00 points" in card(*arms(20.0, epochs=15))
+
+
+def test_twins_are_of_both_folders_and_one_recipe(card: Card, results: Path) -> None:
+    assert card() == card(
+        record("ablation", "bkn", 1.0, seed=1, recipe={"norm_options": {"initial_gain": 0.3}}),
+        record("wide", "bn", 2.0, seed=2, width=1.5),
+        record("a fifth", "bn", 3.0, seed=2, every=5),
+        record("faster", "bn", 4.0, seed=2, recipe={"lr": 0.4}),
+        record("short", "bn", 5.0, seed=2, epochs=15),
+        record("the same", "bn", 6.0, seed=1),  # as bn_1
+    )
+    assert [row.bn_few for row in full_lengths(read_twins(results))] == [[80.0, 82.0]]
+    text = card(record("bkn_1", "bkn", 87.75, seed=1))
+    assert "| bkn | 128, 2 | 2 | 83.94 ± 5.39 | 86.62 ± 1.59 | **87.25 ± 0.71** |" in text
+    (row,) = full_lengths(read_twins(results))
+    assert (sorted(row.bkn), row.bn_many, row.seeds) == ([86.75, 87.75], [87.5], [2, 2, 1])
+    line = "| CIFAR-10, `inception_cifar` | 2 | 81.00 ± 1.41 | **87.25 ± 0.71** | 87.50 (128 per group) | 1 to 2 |"
+    assert line in full_length_table([row])
+
+
+def test_diverged_runs_are_counted_only(card: Card, results: Path) -> None:
+    assert "BKN with groups of 2 ends 5.75 points above BN with groups of 2" in card()
+    shown = full_lengths(read_twins(results))
+    lost = {"failed": "the loss was not finite at step 7", "test": {}, "validation": {}}
+    text = card(*(record(f"{norm}_2", norm, 7.0, seed=2) | lost for norm in ("bn", "brn")))
+    assert "| bn | 128, 2 | 2, 1 diverged | 81.00 ± 1.41 |" in text
+    assert "| brn | 128, 2 | 0, 1 diverged |  |  |  |" in text
+    assert "points above BN" not in text
+    assert full_lengths(read_twins(results)) == shown
+
+
+def test_twins_mode_is_the_best_on_mean_validation(card: Card) -> None:
+    """Not that of most runs, nor of those that agree."""
+    validation = {"population": {"top1": 50.0}, "sample": {"top1": 93.0}, "expected": {"top1": 90.0}}
+    text = card(record("bkn_1", "bkn", 84.5, seed=1, chosen_statistics="sample", validation=validation))
+    assert "| bkn | 128, 2 | 2 | 82.31 ± 3.09 | **85.00 ± 0.71** | 85.62 ± 1.59 |" in text
+    assert "BKN with groups of 2 ends 4.00 points above BN with groups of 2 (within chance)," in text
 
 
 # torch.hub.
@@ -356,17 +356,15 @@ def hub_load(name: str, **options: Any) -> Any:
     return torch.hub.load(str(ROOT), name, source="local", **options)
 
 
-def test_torch_hub_lists_and_makes_every_registered_model() -> None:
+def test_torch_hub_lists_and_makes_every_model() -> None:
     module = runpy.run_path(str(ROOT / "hubconf.py"))
-    listed = {
-        name for name, value in module.items() if callable(value) and not name.startswith("_")
-    }  # as torch.hub does
+    listed = {name for name, value in module.items() if callable(value) and not name.startswith("_")}  # as torch.hub
     assert listed == set(bkn_zoo.list_models())
     assert all(name in module[name].__doc__ for name in listed)
     assert hub_load("inception_cifar_gn", num_classes=3).num_classes == 3
 
 
-def test_torch_hub_loads_a_trained_checkpoint_as_docs_hub_has_it() -> None:
+def test_torch_hub_example_of_the_docs_runs() -> None:
     code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
     assert code is not None
     model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
@@ -374,9 +372,7 @@ def test_torch_hub_loads_a_trained_checkpoint_as_docs_hub_has_it() -> None:
     assert model.config.accuracy["expected"]["top1"] > 60
 
 
-def test_torch_hub_loads_the_checkpoint_of_a_network(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_hub_finds_the_checkpoint_of_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     model = hub_load("inception_cifar_bkn", pretrained=True)
     assert model.config.accuracy == ACCURACY
@@ -385,8 +381,8 @@ def test_torch_hub_loads_the_checkpoint_of_a_network(
         hub_load("inception_v2_bkn", pretrained=True)
     with pytest.raises(bkn_zoo.InputError, match="is a inception_cifar_bkn: load it by that name"):
         hub_load("inception_cifar_bn", pretrained=NAME)
-    with pytest.raises(bkn_zoo.InputError, match="leave out num_classes"):
-        hub_load("inception_cifar_bkn", pretrained=True, num_classes=3)
+    with pytest.raises(bkn_zoo.InputError, match="leave out initial_gain"):
+        hub_load("inception_cifar_bkn", pretrained=True, initial_gain=0.1)
     (folder.parent / "inception_cifar_bkn.second").symlink_to(folder)
     with pytest.raises(bkn_zoo.UnknownNameError, match=f"several.*{NAME}, inception_cifar_bkn.second"):
         hub_load("inception_cifar_bkn", pretrained=True)

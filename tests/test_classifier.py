@@ -19,6 +19,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bkn_zoo
+from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
 from bkn_zoo.errors import (
     BrokenImageError,
     CheckpointError,
@@ -28,7 +29,7 @@ from bkn_zoo.errors import (
     UnknownNameError,
 )
 from bkn_zoo.images import Preprocessing, open_image, preprocess
-from bkn_zoo.inference.classifier import Classification, Classifier, Prediction, default_checkpoint, usable_checkpoints
+from bkn_zoo.inference.classifier import Classification, Classifier, Prediction
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, ov
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import RunningNorm

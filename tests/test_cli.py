@@ -252,7 +252,7 @@ def test_misuse_exits_with_2_and_the_usage(arguments: list[str], capsys: pytest.
 def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's answer to whatever is not on this machine."""
 
-    def refuse(repository: str, revision: str | None = None) -> None:
+    def refuse(repository: str, *options: object) -> None:
         raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
 
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
@@ -368,7 +368,7 @@ def test_a_broken_pipe_of_something_else_is_told() -> None:
         cli.ended("bkn-zoo", run)
 
 
-@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/reproduce.py", "--list"]])
+@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/study.py", "replication", "--list"]])
 def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
     """Whatever is printed at the end only, and by whatever of the commands and scripts."""
     gone, pipe = os.pipe()

@@ -70,7 +70,7 @@ class FromTheImage(ServiceProcess):
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "first")
-    here = {"BKN_HOST": "127.0.0.1", "BKN_ZOO_CHECKPOINTS": str(folder), "HOME": str(folder)}
+    here = {"BKN_ZOO_HOST": "127.0.0.1", "BKN_ZOO_CHECKPOINTS": str(folder), "HOME": str(folder)}
     with FromTheImage(folder, "--root-path", "bkn/", environment=variables(TARGETS["cpu"]) | here) as process:
         yield process
 
@@ -80,7 +80,9 @@ def test_the_image_s_command_serves_and_its_health_check_tells(image: ServicePro
     assert check[0] == "python"
     for port, healthy in ((image.port, True), (1, False)):
         run = [sys.executable, *check[1:]]
-        code = subprocess.run(run, env=os.environ | {"BKN_PORT": str(port)}, capture_output=True, timeout=60).returncode
+        code = subprocess.run(
+            run, env=os.environ | {"BKN_ZOO_PORT": str(port)}, capture_output=True, timeout=60
+        ).returncode
         assert (code == 0) is healthy
 
 
@@ -100,8 +102,10 @@ def test_images_run_as_nobody_in_particular_and_are_made_of_what_is_here(target:
     extras = re.search(r'"/source\[([\w,]+)\]"', runs)
     assert extras is not None
     assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
-    assert last(stage, "EXPOSE").text == variables(stage)["BKN_PORT"] == "8000"
-    assert all(name.lower().removeprefix("bkn_") in Settings.model_fields for name in ("BKN_HOST", "BKN_PORT"))
+    assert last(stage, "EXPOSE").text == variables(stage)["BKN_ZOO_PORT"] == "8000"
+    assert all(
+        name.lower().removeprefix("bkn_zoo_") in Settings.model_fields for name in ("BKN_ZOO_HOST", "BKN_ZOO_PORT")
+    )
 
 
 def test_the_default_image_is_the_small_one() -> None:
@@ -130,14 +134,14 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     deployment, pod = kinds["Deployment"]["spec"], kinds["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_PORT"])}
+    assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_ZOO_PORT"])}
     assert kinds["Service"]["spec"]["ports"][0]["targetPort"] in ports
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = container[probe]["httpGet"]
         assert asked["port"] in ports
         with DIRECT.open(f"{image.url}{asked['path']}", timeout=30) as response:
             assert response.status == 200
-    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", "secret")
     assert container["args"][0] == last(TARGETS["cpu"], "CMD").words()[0]
     settings = read_settings(container["args"][1:])
     program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]

@@ -26,7 +26,7 @@ import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, plan, prove, start_near_population
 from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
+from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm2d, Belief
 from bkn_zoo.norms.centered import Centered1d, Centered2d, Centered3d
 
 timm = pytest.importorskip("timm")
@@ -93,7 +93,7 @@ def test_near_the_population_a_network_gives_what_it_gave(family: str) -> None:
     original = stir(FAMILIES[family]()).double().eval()
     converted = convert(original)
     started = start_near_population(converted, gain=0.3)
-    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm2d)}
+    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm)}
     assert started == list(norms)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     torch.testing.assert_close(converted(images), original(images), rtol=1e-9, atol=1e-9)
@@ -196,7 +196,7 @@ def test_names_stay_and_weights_load_both_ways(family: str, pair: Any) -> None:
 def test_weights_that_are_loaded_afterwards_start_as_those_that_were_converted() -> None:
     original, fresh = stir(small()), convert(small())
     for module in fresh.modules():
-        if isinstance(module, BatchKalmanNorm2d) and module.prior_features is not None:
+        if isinstance(module, BatchKalmanNorm) and module.prior_features is not None:
             module.set_gain(0.3)
             module.transition_blocks[0].data.fill_(0.1)
     fresh.load_state_dict(original.state_dict(), strict=False)

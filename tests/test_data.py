@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
-from bkn_zoo.training import datasets
+from bkn_zoo.training import official
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
@@ -179,7 +179,7 @@ def test_tiny_imagenet_is_the_same_when_many_processes_decode_it(
     for k, path in enumerate(sorted(tmp_path.rglob("*.JPEG"))):
         write_image(path, (20 * k, 10, 240), (64, 64))
     alone = load_data("tiny_imagenet", tmp_path)
-    monkeypatch.setattr(datasets, "CHUNK", 3)
+    monkeypatch.setattr(official, "CHUNK", 3)
     together = load_data("tiny_imagenet", tmp_path)
     for split in ("train", "validation", "test"):
         assert torch.equal(getattr(alone, split).images, getattr(together, split).images)

@@ -1,7 +1,6 @@
 """Folding, and engines against the networks that they run."""
 
 import copy
-import json
 import runpy
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -792,22 +790,6 @@ def test_pytorch_on_a_gpu_agrees_with_the_network(model: Network, mode: str) -> 
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         logits = create_engine(model, device="cuda")(images, mode)
         assert_close(logits.cpu(), model(images, mode), atol=1e-3, rtol=0)
-
-
-def test_the_benchmark_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "ov", None)
-    script = Path(__file__).parent.parent / "scripts" / "benchmark.py"
-    output = tmp_path / "infer.json"
-    command = [str(script), "infer", "--cases", "inception_cifar:32", "--rounds", "1", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", command)
-    runpy.run_path(str(script), run_name="__main__")
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["norm"], row["engine"], row["statistics"]) for row in rows] == [
-        *(("bkn", engine, mode) for engine in ("eager", "torch") for mode in MODES),
-        *(("bn", engine, "population") for engine in ("eager", "torch")),
-    ]
-    assert all(row["max_difference"] < 1e-3 for row in rows)
-    assert all(row["ms_per_image"] > 0 and row["ratio_to_torch"] > 0 for row in rows)
 
 
 def test_a_signal_finds_a_stack_after_engines_have_come_and_gone() -> None:

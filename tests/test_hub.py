@@ -28,11 +28,12 @@ from shallow import shallow
 import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.hub_client import ask
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
-from bkn_zoo.publishing.publish import card_from_results
+from bkn_zoo.publishing.publish import card_of
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "shallow_bkn.test"
@@ -64,7 +65,7 @@ def folder(root: Path) -> Path:
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
         bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about)
     (root / "bundled" / "results" / "runs").mkdir(parents=True)
-    text = card_from_results(root / "bundled" / NAME, NAME, root / "bundled" / "results")
+    text = card_of(Config.read(root / "bundled" / NAME / "config.json"), NAME, root / "bundled" / "results")
     (root / "bundled" / NAME / "README.md").write_text(text)
     return root / "bundled" / NAME
 
@@ -169,7 +170,7 @@ def test_a_checkpoint_is_loaded_by_id_tag_commit_and_short_name_bit_for_bit(
     online: Result, server: HubServer, folder: Path
 ) -> None:
     loading = online["loading"]
-    for way in ("id", "tag", "commit", "short"):
+    for way in ("id", "tag", "commit", "short", "revision"):
         assert_loaded(loading[way])
         assert loading[way]["revision"] == server.repositories[f"owner/{NAME}"].branches["main"]
     assert loading["local"]["revision"] is None
@@ -447,6 +448,10 @@ def test_a_token_opens_private_repositories_and_a_bad_one_is_named_without_showi
     tokens = online["tokens"]
     assert tokens["who"] == {"name": "owner"}
     assert_loaded(tokens["right"])
+    assert_loaded(tokens["passed"])
+    assert tokens["elsewhere"] == ["models--owner--secret"]
+    assert_refused(tokens["passed wrong"], "HubAccessError", "valid token")
+    assert_refused(tokens["withheld"], "HubNotFoundError", "owner/secret")
     assert_refused(tokens["wrong"], "HubAccessError", "valid token", "HF_TOKEN")
     assert_refused(tokens["illegal"], "HubAccessError", "valid token", "HF_TOKEN")
     assert_refused(tokens["foreign"], "HubAccessError", "characters", "HF_TOKEN")
@@ -459,7 +464,7 @@ def test_a_token_never_appears_in_errors_or_logs_and_never_leaves_the_hub(online
     assert any(request.endswith("+token") for request in server.log)
     assert "/resolve/" in online["printed"]
     everything = json.dumps(online)
-    for secret in (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "f\\u00fcnf"):
+    for secret in (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "f\\u00fcnf", "not-like-a-token"):
         assert secret not in everything
     storage = [request for request in server.log if request.split()[1].startswith(("/storage", "/upload", "/part"))]
     assert storage
@@ -487,10 +492,16 @@ def test_an_existing_folder_goes_before_an_id_on_the_hub(
 
 def test_ids_are_split_at_the_first_at_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BKN_ZOO_NAMESPACE", "")
-    monkeypatch.setattr(locate, "download", lambda *asked: asked)
+    monkeypatch.setattr(locate, "download", lambda *asked: asked[:2])
     assert locate.locate("owner/repo")[1:] == ("owner/repo", None)
     assert locate.locate("owner/repo@refs/pr/1")[1:] == ("owner/repo", "refs/pr/1")
     assert locate.locate("some_network@v1")[1:] == (f"{locate.NAMESPACE}/some_network", "v1")
+    assert locate.locate("owner/repo@v1", revision="v1")[1:] == ("owner/repo", "v1")
+    assert locate.locate(ZOO_NAME, revision="v1")[1:] == (f"{locate.NAMESPACE}/{ZOO_NAME}", "v1")  # not the local one
+    with pytest.raises(InputError, match="name two revisions"):
+        locate.locate("owner/repo@v1", revision="v2")
+    with pytest.raises(InputError, match="is a folder, which has no revision"):
+        locate.locate("./folder", revision="v2")
     with pytest.raises(bkn_zoo.UnknownNameError, match="unknown checkpoint 'not a name'"):
         locate.locate("not a name")
     with pytest.raises(bkn_zoo.InputError, match="as in owner/repo"):

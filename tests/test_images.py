@@ -18,19 +18,18 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from bkn_zoo import images
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import (
     INTERPOLATIONS,
-    MAX_PARTS,
-    MAX_SCANS,
     Preprocessing,
     central_square,
     normalize,
     open_header,
     open_image,
     preprocess,
+    reading,
 )
+from bkn_zoo.images.formats import MAX_PARTS, MAX_SCANS
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images
 
@@ -191,7 +190,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
     path = tmp_path / "secret.png"
     path.write_bytes(encoded(picture()))
-    monkeypatch.setattr(images, "open", forbid, raising=False)  # root, as which tests may run, may read everything
+    monkeypatch.setattr(reading, "open", forbid, raising=False)  # root, as which tests may run, may read everything
     with pytest.raises(ImageError, match=r"secret\.png cannot be read \(Permission denied\)"):
         open_image(path)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_graphs import capture
+from studies.variants import BatchKalmanVariant2d
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -21,7 +22,6 @@ from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
 from bkn_zoo.norms.centered import Centered2d
-from bkn_zoo.norms.variants import BatchKalmanVariant2d
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from bkn_zoo import InputError, UnknownNameError, create_model, kernels, list_mo
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import (
     MODES,
+    BatchKalmanNorm,
     BatchKalmanNorm1d,
     BatchKalmanNorm2d,
     BatchKalmanNorm3d,
@@ -56,6 +59,19 @@ def small(norm: Callable[..., nn.Module] = BatchKalmanNorm2d, group: int | None 
         if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features:
             nn.init.normal_(layer.transition, std=0.3)
     return network
+
+
+def test_layers_share_a_base_and_differ_in_dims() -> None:
+    """As PyTorch's own do: who asks for a layer of two dimensions is not given one of another."""
+    for dims, kind in LAYERS.items():
+        layer = kind(3)
+        assert [isinstance(layer, other) for other in LAYERS.values()] == [other == dims for other in LAYERS]
+        assert isinstance(layer, BatchKalmanNorm)
+        assert isinstance(pickle.loads(pickle.dumps(layer)), kind)
+        for ndim in (2, 3, 4, 5):
+            refused = pytest.raises(InputError, match=f"{kind.__name__} cannot take an input of {ndim} dimensions")
+            with nullcontext() if ndim in {1: (2, 3), 2: (4,), 3: (5,)}[dims] else refused:
+                layer(torch.randn(2, *[3] * (ndim - 1)))
 
 
 # BatchNorm's options
@@ -311,7 +327,7 @@ def test_a_container_of_layers_that_remember_nothing_takes_the_batch_at_inferenc
     assert_close(network.eval()(x), network.train()(x))
 
 
-# The gain: its shape, q = 1, and what was saved before
+# The gain: its shape, and q = 1
 
 
 def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights() -> None:
@@ -325,23 +341,6 @@ def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights() -> None
         for _ in range(3):
             averaged.update_parameters(layer)
         assert averaged.module.gain == 1
-
-
-@pytest.mark.parametrize("raw", [0.3, math.inf])
-def test_a_state_of_version_1_loads_with_the_same_gain(make_norm, make_belief, raw: float) -> None:
-    layer, twin = make_norm("bkn", 3, 4), make_norm("bkn", 3, 4)
-    layer.raw_gain = nn.Parameter(torch.tensor(raw).double())  # as it was
-    state = layer.state_dict()
-    state._metadata[""]["version"] = 1
-    for given in (state, dict(state)):  # with what PyTorch knows of versions, and without
-        twin.load_state_dict(given)
-        assert twin.raw_gain.shape == (1,)
-        assert twin.raw_gain.isfinite()
-        assert twin.gain == layer.gain
-    x, prior = some(4, 3, 5, 5), make_belief(4, 4)
-    for mode in MODES:
-        assert_close(twin.eval()(x, prior, mode), layer.eval()(x, prior, mode), rtol=0, atol=0)
-    assert state["raw_gain"].shape == ()  # what was given stays as it is
 
 
 # Starting anew, and the meta device

@@ -25,7 +25,7 @@ from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, Unk
 from bkn_zoo.images import Preprocessing, normalize
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms import BatchKalmanNorm2d
+from bkn_zoo.norms import BatchKalmanNorm
 from service.app import create_app
 from service.settings import read_settings
 
@@ -86,7 +86,7 @@ def test_classifier_and_command_take_it(checkpoint: Path, tmp_path: Path, capsys
 
 
 def test_the_service_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+    for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoint.parent))
     photo = io.BytesIO()
@@ -124,7 +124,7 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
     model = bkn_zoo.from_pretrained(checkpoint) if name == "torch" else few_layers()
     with torch.no_grad():
         for norm in model.modules():
-            if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
+            if isinstance(norm, BatchKalmanNorm) and norm.prior_features is not None:
                 for block in norm.transition_blocks:
                     block.normal_(0, 0.1)
     engine = create_engine(model, name)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import bkn_zoo
 from bkn_zoo import Network, create_model, list_models
 from bkn_zoo.models import registry
+from bkn_zoo.models.efficientnet_lite import EfficientNetLite
 from bkn_zoo.models.inception import HalvingMaxPool, Inception
 from bkn_zoo.models.resnet import Bottleneck, ResNet
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, Statistics
@@ -50,6 +51,9 @@ def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module
     model = create_model(request.param, num_classes=CLASSES)
     if isinstance(model, ResNet):
         del model.layer1[2:], model.layer2[1:], model.layer3[1:], model.layer4[1:]
+    if isinstance(model, EfficientNetLite):
+        for stage in model.blocks:
+            del stage[2:]
     for name in ("inception_4b", "inception_4d", "inception_5b"):
         if hasattr(model, name):
             delattr(model, name)

@@ -303,7 +303,7 @@ def test_a_service_that_cannot_be_reached_is_named_as_the_cause(visit: Visit) ->
 
 
 def test_a_service_with_keys_makes_the_page_ask_for_one(browser: sync_api.Browser, checkpoints: Path) -> None:
-    keys = {"BKN_API_KEYS": "sesame"}
+    keys = {"BKN_ZOO_API_KEYS": "sesame"}
     with ServiceProcess(checkpoints, "--models", "small", environment=keys, ready_within=SLOWEST_START) as service:
         visit = open_page(browser, service.url)
         page = visit.page

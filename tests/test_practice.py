@@ -156,8 +156,8 @@ def test_ctrl_c_once_more_while_a_training_ends_leaves_out_no_word(
         signal.raise_signal(signal.SIGINT)
         return "how to go on"
 
-    monkeypatch.setattr("bkn_zoo.cli.train.train", stopped)
-    monkeypatch.setattr("bkn_zoo.cli.train._how_to_go_on", told)
+    monkeypatch.setattr("bkn_zoo.cli.train.planned", stopped)
+    monkeypatch.setattr("bkn_zoo.cli.train.how_to_go_on", told)
     with pytest.raises(SystemExit) as end:
         train_command(["--data", "photos"])
     assert end.value.code == 130
@@ -314,8 +314,8 @@ def test_a_publication_says_within_seconds_that_the_hub_does_not_answer(place: P
         kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "HF_HUB_OFFLINE")}
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "publish.py"), "inception_cifar_bkn.cifar10", "--namespace", "me",
-             "--dry-run"],
+            [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())", "publish",
+             "inception_cifar_bkn.cifar10", "--namespace", "me", "--dry-run"],
             cwd=place, capture_output=True, text=True, timeout=100, check=False,
             env=kept | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"},
         )  # fmt: skip

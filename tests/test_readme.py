@@ -1,30 +1,23 @@
 """The documents keep their word: their Python examples run, their links lead somewhere, the tests they name exist."""
 
-import dataclasses
-import functools
 import json
 import re
 import shlex
-import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 from shallow import shallow
+from studies.chance import Difference
+from studies.replication_cells import difference, read_records
+from studies.replication_plan import read_plan
 
 import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.chance import Difference
-from bkn_zoo.publishing.full_length import FullLength, drawn
-from bkn_zoo.publishing.replication import difference, read_plan, read_records
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -118,24 +111,8 @@ def test_named_tests_exist(document: Path) -> None:
     assert missing == []
 
 
-def test_the_measurements_in_the_documents_are_those_in_the_results(
-    load_script: Callable[[str], ModuleType],
-) -> None:
-    """`python scripts/report.py` writes them again."""
-    report = load_script("report")
-    assert report.PERFORMANCE.read_text() == report.performance()
-    assert report.RUNS.read_text() == report.trained()
-    assert report.IMAGENET.read_text() == report.imagenet()
-    assert report.CONVERSION.read_text() == report.conversion()
-    text = report.readme()  # which counts the parameters of networks, and takes a second
-    assert report.README.read_text() == text
-    assert len(report.shown()) >= 4
-    assert all(f"| {row.data}, `{row.network}` |" in text for row in report.shown())
-    assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
-
-
 def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -> None:
-    plan = read_plan(ROOT / "scripts" / "experiments.toml", ROOT / "recipes")
+    plan = read_plan()
     records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
@@ -191,69 +168,6 @@ def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -
         assert 0.5 <= longer.value < 0.75
     assert "ResNet101's lead over one seed of BN is not more than that by the rules of docs/results.md." in text
     assert lead("tiny_resnet_full", "bkn.256-4", "bn.256-4").verdict() == "within chance"
-
-
-def test_the_page_of_runs_says_what_running_averages_taken_anew_are_worth(
-    load_script: Callable[[str], ModuleType],
-) -> None:
-    def record(name: str, *rows: tuple[str, float, float]) -> dict[str, object]:
-        return {
-            "checkpoint": name,
-            "rows": [dict(zip(("statistics", "stored", "anew"), row, strict=True)) for row in rows],
-        }
-
-    said = functools.partial(load_script("report").anew, names=["one", "two", "three"])
-    records = [
-        record("two", ("expected", 60.0, 60.4)),
-        record("one", ("population", 60.0, 75.2), ("sample", 75.0, 75.0)),
-    ]
-    text = said(records).replace("\n", " ")
-    assert "`one` 75.00 (sample) and 75.20 (population); `two` 60.00 (expected) and 60.40 (expected)." in text
-    assert "The most that one gains is 0.40 points, so that none was published anew." in text
-    assert text.endswith("Not asked, for want of time: `three`. ")
-    text = said([*records, record("three", ("expected", 60.0, 60.5))]).replace("\n", " ")
-    assert text.endswith("is 0.50 points, which is worth a new version. ")
-
-
-def test_the_page_of_runs_says_whether_the_aim_was_reached(load_script: Callable[[str], ModuleType]) -> None:
-    aim = load_script("report").aim
-
-    def row(bn: float, bkn: float) -> FullLength:
-        return FullLength("Tiny ImageNet", "net", 4, 32, [50.0], [bkn], [bn])
-
-    assert "It was missed: `net`\nends at 66.40 with BN and groups of 32, and at 66.40 with" in aim([row(66.4, 66.4)])
-    assert "It was missed" in aim([row(67.0, 66.4)])
-    assert "-0.50 points (1 seed)" in aim([row(66.5, 66.0)])
-    assert "It was reached" in aim([row(60.0, 50.0), row(66.5, 66.0)])
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
-def test_the_processor_time_of_a_server_is_that_of_all_its_processes(
-    load_script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    work = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True)\ntime.sleep(60)"
-    first = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
-    script, log = load_script("benchmark_serve"), tmp_path / "log"
-    with script.serving([sys.executable, "-c", first], log, tmp_path) as process:
-        until = time.monotonic() + 60
-        while "done" not in log.read_text() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert 0.9 <= script.cpu_seconds(process.pid) < 2
-        assert script.resident_mb(process.pid) > 0
-
-
-def test_the_rest_between_engine_and_service_is_told_by_the_times_of_the_cores(
-    load_script: Callable[[str], ModuleType],
-) -> None:
-    def rows(model: str, engine: float, service: float, busy: float) -> list[dict[str, Any]]:
-        of = {"model": model, "input": 64, "clients": 4}
-        served = {"images_per_s": service, "fraction_of_engine": service / engine, "cpu_ms_per_image": busy}
-        return [of | {"server": "engine", "images_per_s": engine}, of | {"server": "service"} | served]
-
-    found = rows("large", 5.0, 4.9, 400.0) + rows("small", 50.0, 40.0, 47.0)
-    text = load_script("report").rest({"hardware": "a processor, 2 cores", "rows": found})
-    assert "`small`" in text
-    assert re.findall(r"([\d.]+) ms", text) == ["40.0", "50.0", "47.0", "7.0", "3.0"]
 
 
 def test_the_citation_is_of_this_version() -> None:

@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import io
 import json
-import runpy
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,18 +16,21 @@ import pytest
 import torch
 from PIL import Image
 from service_process import DIRECT, ServiceProcess
+from studies.records import read_run
 
 import bkn_zoo
-from bkn_zoo import InputError
+from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.cli.train import FINE_TUNING, _how_to_go_on, _stamp, alone, build, fitted, main, origin, parse, run_name
+from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.pictures import draw_curves
-from bkn_zoo.publishing.replication import read_run
-from bkn_zoo.publishing.results import environment
-from bkn_zoo.training.datasets import MEAN_STD
+from bkn_zoo.training.curves import draw_curves
+from bkn_zoo.training.fine_tuning import FINE_TUNING, fitted
 from bkn_zoo.training.interruption import Stopped
+from bkn_zoo.training.origin import build, find_origin
+from bkn_zoo.training.plan import make_plan
 from bkn_zoo.training.recipes import read_recipe
+from bkn_zoo.training.run import alone
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -38,16 +39,13 @@ Script = Callable[..., None]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
-    """Runs a script as the command line would, in an empty working directory; an exit code of 0 is no event."""
+    """Runs `bkn-zoo train` for train.py, and so on, in an empty working directory; an exit code of 0 is no event."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *arguments: Any) -> None:
-        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / name), *map(str, arguments)])
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
+        monkeypatch.setattr(sys, "argv", ["bkn-zoo", name.removesuffix(".py"), *map(str, arguments)])
+        if code := cli.main():
+            raise SystemExit(code)
 
     return run
 
@@ -173,7 +171,7 @@ def test_fine_tuning_ones_own_folder_leaves_a_checkpoint_and_a_record_that_evalu
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation"}
     assert {name: record[name] for name in facts} == facts
     assert record["seconds"] > 0
-    assert record["command"].startswith("python scripts/train.py")
+    assert record["command"].startswith("bkn-zoo train --data")
     assert "--init" in record["command"]
     assert record["processes"] == 1
     assert record["hardware"]
@@ -212,7 +210,7 @@ def test_averaged_weights_get_statistics_of_their_own_where_validation_images_sa
     script: Script, tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: bool
 ) -> None:
     goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
-    monkeypatch.setattr("bkn_zoo.cli.train.top1", lambda metrics: next(goodness))
+    monkeypatch.setattr("bkn_zoo.training.finish.top1", lambda metrics: next(goodness))
     more = ("--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--epochs", "1", "--ema", "0.9")
     script("train.py", "--data", tree, "--init", checkpoint, *more, "--name", "averaged")
     output = tmp_path / "runs" / "averaged"
@@ -374,19 +372,20 @@ def test_what_overrides_a_recipe_is_in_the_name_of_the_run(tmp_path: Path, monke
 
     def name(line: str) -> str:
         args, overrides = parse(line.split())
-        return run_name(args, overrides, SimpleNamespace(model="resnet101_bn"))
+        init = None if args.recipe or "model" in overrides else "torchvision:resnet18"
+        return make_plan(args.recipe, args.data, overrides, init=init, name=args.name).name
 
-    recipe = "recipes/resnet101_bkn.tiny_imagenet.toml --data D"
+    recipe = "resnet101_bkn.tiny_imagenet --data D"
     assert name(recipe) == "resnet101_bkn.tiny_imagenet"
     twin = f"{recipe} --statistics_batch None --model resnet101_bn"
     assert name(twin) == "resnet101_bkn.tiny_imagenet-model_resnet101_bn-statistics_batch_None"
     check_repository(f"me/{name(twin)}")
     assert name(f"{twin} --name twin") == "twin"
     assert name("--data some/photos --model resnet101_bn") == "resnet101_bn.photos"
-    assert name("--data some/photos --epochs 1") == "resnet101_bn.photos-epochs_1"
+    assert name("--data some/photos --epochs 1") == "torchvision_resnet18.photos-epochs_1"
     (tmp_path / "My photos").mkdir()
     monkeypatch.chdir(tmp_path / "My photos")
-    assert name("--data .") == "resnet101_bn.My_photos"  # which can be a folder, a model of the service, a repository
+    assert name("--data . --model resnet101_bn") == "resnet101_bn.My_photos"
 
 
 def test_a_classifier_is_kept_for_classes_of_the_same_names_alone(tmp_path: Path) -> None:
@@ -404,38 +403,36 @@ def test_a_classifier_is_kept_for_classes_of_the_same_names_alone(tmp_path: Path
 
 
 def test_stopped_before_it_saved_a_training_is_not_said_to_go_on_from_an_older_one(tmp_path: Path) -> None:
-    args, _ = parse(["--data", "D", "--output", str(tmp_path)])
+    plan = make_plan(None, "D", {"model": "inception_cifar_bkn"}, output=tmp_path)
     (tmp_path / "state.pt").write_bytes(b"an older one")
-    args.found = _stamp(tmp_path / "state.pt")
-    assert "begin again" in _how_to_go_on(KeyboardInterrupt(), "train", args)
+    found = stamp(plan)
+    assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
     (tmp_path / "new").write_bytes(b"its own")
     (tmp_path / "new").replace(tmp_path / "state.pt")
-    assert _how_to_go_on(KeyboardInterrupt(), "train", args).endswith("go on with:\ntrain --resume")
+    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("go on with:\ntrain --resume")
 
 
 @pytest.mark.parametrize(
-    ("processes", "prog", "told"),
+    ("processes", "told"),
     [
-        (1, None, "go on with:\npython scripts/train.py --data D --output {output} --resume\n"),
-        (1, "bkn-zoo train", "go on with:\nbkn-zoo train --data D --output {output} --resume\n"),
-        (2, None, "go on with:\ntorchrun --nproc-per-node=2 scripts/train.py --data D --output {output} --resume\n"),
-        (4, None, "go on with the same torchrun command and --resume, on each machine\n"),
+        (1, "go on with:\nbkn-zoo train {options} --resume\n"),
+        (2, "go on with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
+        (4, "go on with the same torchrun command and --resume, on each machine\n"),
     ],
 )
 def test_a_training_that_stopped_goes_on_with_as_many_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int, prog: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int, told: str
 ) -> None:
-    def stopped(args: Any, _: Any) -> None:
-        args.found = None
+    def stopped(plan: Any) -> None:
         (tmp_path / "state.pt").touch()
         raise Stopped(signal.SIGINT, "stopped at step 2 of 6; go on with --resume")
 
-    monkeypatch.setattr("bkn_zoo.cli.train.train", stopped)
-    monkeypatch.setattr("bkn_zoo.publishing.results.processes", lambda: processes)
+    monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(processes, 2)))
     with pytest.raises(SystemExit):
-        main(["--data", "D", "--output", str(tmp_path)], prog)
-    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(output=tmp_path)}"
+        main(options := ["--data", "D", "--model", "inception_cifar_bkn", "--output", str(tmp_path)])
+    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(options=' '.join(options))}"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +451,7 @@ def test_a_result_says_how_its_command_was_started(
     monkeypatch: pytest.MonkeyPatch, started: str, processes: int, here: int | None, told: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos"])
-    monkeypatch.setattr("bkn_zoo.publishing.results.processes", lambda: processes)
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     if here is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     found = environment(0)
@@ -498,7 +495,7 @@ def test_results_that_cannot_be_written_lose_no_training_nor_does_a_signal_leave
 
     before = sorted((tmp_path / "out").iterdir())
     with monkeypatch.context() as patched:
-        patched.setattr("bkn_zoo.cli.train.evaluate", measure)
+        patched.setattr("bkn_zoo.training.finish.evaluate", measure)
         with pytest.raises(SystemExit) as end:
             script(*command, "--resume")
     assert end.value.code == 128 + signal.SIGTERM
@@ -518,8 +515,8 @@ def test_of_processes_that_train_together_the_first_says_what_they_train_on(
     (tree / "dark" / "notes.heic").touch()
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda backend: None)
-    monkeypatch.setattr("bkn_zoo.cli.train.default_checkpoint", lambda: str(checkpoint))
-    monkeypatch.setattr("bkn_zoo.cli.train.fit", fit)
+    monkeypatch.setattr("bkn_zoo.training.plan.default_checkpoint", lambda: str(checkpoint))
+    monkeypatch.setattr("bkn_zoo.training.run.fit", fit)
     with pytest.raises(InputError, match="enough"):
         main(["--data", str(tree), "--device", "cpu", "--output", str(tmp_path / "out")])
     said = "".join(capsys.readouterr())
@@ -665,16 +662,8 @@ def test_fine_tuning_shows_images_as_the_checkpoint_saw_them_and_goes_on_so(
     script("evaluate.py", output, "--data", tree, "--split", "all", "--device", "cpu", "--output", "after.json")
     before, after = (json.loads((tmp_path / name).read_text())["rows"] for name in ("before.json", "after.json"))
     assert [row["loss"] for row in after] == pytest.approx([row["loss"] for row in before], abs=1e-3)
-    # A state of an earlier version says neither, and was trained with the data set's own.
     state = torch.load(output / "state.pt", weights_only=True)
     assert state["fingerprint"] == record["data_sha256"] != ""
-    torch.save(
-        {name: part for name, part in state.items() if name not in ("preprocessing", "fingerprint")},
-        output / "state.pt",
-    )
-    script(*start, "--name", "mine", "--lr", "0", "--freeze", "--resume")
-    assert "(bilinear), mean 0.485 0.456 0.406" in capsys.readouterr().out
-    assert bkn_zoo.from_pretrained(output).config.preprocessing == Preprocessing(8, *MEAN_STD["imagenet"])
 
 
 def test_other_images_or_images_of_other_classes_are_not_gone_on_with_nor_do_they_replace_a_run(
@@ -698,11 +687,11 @@ def test_what_a_training_started_from_has_a_name_for_others(
 ) -> None:
     monkeypatch.chdir(checkpoint)
     for path in (".", "../start", checkpoint):
-        assert origin(str(path)).name == "start"
+        assert find_origin(str(path)).name == "start"
     commit = "0123456789" * 4
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, revision: (checkpoint, commit))
     for name in ("owner/repo", "owner/repo@main"):
-        assert origin(name).name == f"owner/repo@{commit}"
+        assert find_origin(name).name == f"owner/repo@{commit}"
 
 
 def test_a_place_that_cannot_be_written_to_or_that_another_training_uses_is_refused_before_the_data_are_read(
@@ -761,38 +750,3 @@ def test_the_options_of_brn_reach_its_layers(script: Script, tree: Path, tmp_pat
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
     assert model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
-
-
-def test_a_variant_that_no_engine_knows_is_not_said_to_be_served(
-    script: Script, tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start = ("train.py", "--data", tree, "--model", "inception_cifar_bkn", "--size", "8", "--epochs", "1")
-    script(
-        *start, "--device", "cpu", "--gradient_batch", "8", "--norm_options.prediction_bias", "true", "--name", "odd"
-    )
-    said = capsys.readouterr().out
-    assert "saved to runs/odd/odd: a variant for ablations" in said
-    assert "bkn-zoo serve" not in said
-
-
-def test_the_cost_of_imagenet_follows_from_the_measured_speeds() -> None:
-    """Each row of docs/imagenet.md: 90 epochs of 99 % of the training images at the speeds of the benchmark."""
-    root = SCRIPTS.parent
-    files = [root / "results" / name for name in ("benchmark_train.json", "benchmark_train_inception.json")]
-    measured = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    speed = {
-        (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
-        for row in measured
-        if (row["norm"], row["mode"]) == ("bkn", "eager")
-    }
-    lines = [line for line in (root / "docs" / "imagenet.md").read_text().splitlines() if "| (256," in line]
-    assert len(lines) == 6
-    for line in lines:
-        _, name, sizes, graph, python, one, eight, large, _ = (cell.strip() for cell in line.split("|"))
-        key = name.strip("`").removesuffix("_bkn"), int(sizes.strip("()").partition(",")[2])
-        fast, slow = speed[*key, "graph"], speed[*key, "python"]
-        assert (int(graph), int(python)) == (round(fast), round(slow))
-        hours = [90 * 1_268_355 / images_per_s / 3600 for images_per_s in (fast, slow, 8 * slow)]
-        assert [float(cell.split(" h")[0]) for cell in (one, eight, large)] == [round(value, 1) for value in hours]
-        assert f"({8 * hours[1]:.0f} GPU-hours)" in eight
-        assert f"({8 * hours[2]:.0f} GPU-hours)" in large

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms import MODES
-from service.app import Server, Service, create_app
+from service.app import Service, create_app
 from service.batching import Line
 from service.errors import BadParameterError, InternalError, OverloadedError
 from service.metrics import Metrics
 from service.pool import Loaded
+from service.server import Server
 from service.settings import read_settings
 
 Result = TypeVar("Result")

@@ -1,6 +1,6 @@
 """The checkpoints of this tree: each can be trained again, was measured, and is of a size that a checkout can bear.
 
-That each loads, repeats its golden outputs and agrees with its card is shown by test_cards.py.
+That each loads, repeats its golden outputs and agrees with its card is shown by test_cards.py and test_report.py.
 """
 
 import json
@@ -10,29 +10,44 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from studies.replication_plan import CLASSES
+from studies.twins import but_for_twins, read_twins
 
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import Run, but_for_twins, read_runs, read_twins
-from bkn_zoo.publishing.replication import CLASSES
+from bkn_zoo.publishing.cards import read_record
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
-RUNS = read_runs(ROOT / "results" / "runs")
+NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json", "inception_cifar_bkn.cifar100_single.cuda.json"]
 
 each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+each_device = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
-def test_no_file_is_too_large_and_all_together_are_not() -> None:
+def evaluation(*words: str) -> dict[str, dict[str, Any]]:
+    """The rows of an evaluation on all test images, by statistics mode."""
+    path = RESULTS / "evaluate" / ".".join([*words, "json"])
+    assert path.exists() != (path.name in NOT_MEASURED), "measure it, or take it off the list if that is done"
+    if not path.exists():
+        pytest.skip("not measured yet")
+    found = json.loads(path.read_text())
+    assert ("NVIDIA" in found["hardware"], found.get("precision") or "f32") == (words[1] == "cuda", (*words, "f32")[2])
+    assert {row["images"] for row in found["rows"]} == {10_000}
+    return {row["statistics"]: row for row in found["rows"]}
+
+
+def test_checkpoint_files_stay_small() -> None:
     sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
     assert max(sizes) <= 45e6
     assert sum(sizes) <= 200e6
 
 
 @each
-def test_gains_that_are_stored_as_numbers_give_the_outputs_that_they_gave(folder: Path) -> None:
+def test_gains_stored_without_dimensions_give_equal_outputs(folder: Path) -> None:
     """The older files are of version 1 of the layer, whose gain had no dimensions: as in version 2, bit for bit."""
     files = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
     stored = {name: tensor for file in files for name, tensor in file.items() if name.endswith(".raw_gain")}
@@ -52,80 +67,47 @@ def test_gains_that_are_stored_as_numbers_give_the_outputs_that_they_gave(folder
 
 
 @each
-def test_its_recipe_is_the_one_in_the_repository(folder: Path) -> None:
-    stored = Config.read(folder / "config.json").training["recipe"]
-    assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == read_recipe(None, stored)
-
-
-@each
-def test_its_classes_are_those_that_the_readme_counts_parameters_with(folder: Path) -> None:
-    config = Config.read(folder / "config.json")
+def test_checkpoint_follows_from_recipe_and_record(folder: Path) -> None:
+    """Its recipe is in the repository, its classes are the data set's, its default was best on validation images."""
+    config, run = Config.read(folder / "config.json"), read_record(RESULTS, folder.name)
+    assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == read_recipe(None, config.recipe)
     assert CLASSES[config.recipe["dataset"]] == config.num_classes
+    validation = run.get("validation") or run["curve"][-1]["validation"]
+    assert validation[config.default_statistics]["top1"] == max(metrics["top1"] for metrics in validation.values())
 
 
 @each
-def test_its_card_shows_all_that_was_measured(folder: Path) -> None:
+def test_card_shows_all_that_was_measured(folder: Path) -> None:
     card = (folder / "README.md").read_text()
-    for section in ("## Accuracy", "### Against its twins", "## Speed", "## Training"):
-        assert section in card
+    assert all(f"## {title}" in card for title in ("Accuracy", "Against its twins", "Speed", "Training"))
 
 
 @each
-def test_its_twins_were_trained_by_the_same_recipe(folder: Path) -> None:
+def test_twins_were_trained_by_the_same_recipe(folder: Path) -> None:
     """BN at the same statistics batch, and at whole batches or groups of 32."""
-
-    def by(run: Run) -> dict[str, Any]:
-        return but_for_twins(run["recipe"]) | {"seed": run["seed"]}
-
-    ours = next(run for run in RUNS if run["name"] == folder.name)
-    network = ours["model"].removesuffix("_bkn")
-    twins = [run for run in read_twins(ROOT / "results") if run["model"] == f"{network}_bn" and by(run) == by(ours)]
-    groups = [run["statistics_batch"] for run in twins]
+    ours = read_record(RESULTS, folder.name)
+    twin = {"model": ours["model"].removesuffix("bkn") + "bn", "seed": ours["seed"]}
+    same = [run for run in read_twins(RESULTS) if but_for_twins(run["recipe"]) == but_for_twins(ours["recipe"])]
+    groups = [run["statistics_batch"] for run in same if twin.items() <= run.items()]
     assert ours["statistics_batch"] in groups
     assert any(group in (None, 32) for group in groups)
 
 
 @each
-def test_its_default_statistics_were_the_best_on_the_validation_images(folder: Path) -> None:
-    run = next(run for run in RUNS if run["name"] == folder.name)
-    validation = run.get("validation") or run["curve"][-1]["validation"]
-    best = max(metrics["top1"] for metrics in validation.values())
-    assert validation[Config.read(folder / "config.json").default_statistics]["top1"] == best
-
-
-@each
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_its_accuracy_is_that_of_the_evaluations_on_record(folder: Path, device: str) -> None:
-    """Two files of this tree agree. Measuring again takes the test images: scripts/evaluate.py, as the record says."""
-    record = ROOT / "results" / "evaluate" / f"{folder.name}.{device}.json"
-    if (folder.name, device) == ("inception_cifar_bkn.cifar100_single", "cuda") and not record.exists():
-        pytest.skip("measured on a GPU at the end of its training only")
-    measured = json.loads(record.read_text())
-    assert ("NVIDIA" in measured["hardware"]) == (device == "cuda")
+@each_device
+def test_accuracy_is_that_of_the_evaluations(folder: Path, device: str) -> None:
+    """Two files of this tree agree. Measuring again takes the test images: `bkn-zoo evaluate`, as the record says."""
     accuracy = Config.read(folder / "config.json").accuracy
-    assert [row["statistics"] for row in measured["rows"]] == list(accuracy)
-    for row in measured["rows"]:
-        assert row["images"] == 10_000
-        assert row["top1"] == pytest.approx(accuracy[row["statistics"]]["top1"], abs=0.1)
-
-
-NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json"]
+    measured = evaluation(folder.name, device)
+    assert list(measured) == list(accuracy)
+    assert all(row["top1"] == pytest.approx(accuracy[mode]["top1"], abs=0.1) for mode, row in measured.items())
 
 
 @each
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@each_device
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_less_precision_costs_at_most_a_fifth_of_a_point(folder: Path, device: str, precision: str) -> None:
+def test_lower_precision_costs_at_most_a_fifth_of_a_point(folder: Path, device: str, precision: str) -> None:
     """Else `precision="auto"` should not choose it for this checkpoint."""
-    record = ROOT / "results" / "evaluate" / f"{folder.name}.{device}.{precision}.json"
-    assert record.exists() != (record.name in NOT_MEASURED), "measure it, or take it off the list if that is done"
-    if not record.exists():
-        pytest.skip("not measured yet")
-    exact, measured = (json.loads(path.read_text()) for path in (record.with_name(f"{folder.name}.cpu.json"), record))
-    assert measured["precision"] == precision
-    assert ("NVIDIA" in measured["hardware"]) == (device == "cuda")
-    top1 = {row["statistics"]: row["top1"] for row in exact["rows"]}
-    assert [row["statistics"] for row in measured["rows"]] == list(top1)
-    for row in measured["rows"]:
-        assert row["images"] == 10_000
-        assert row["top1"] >= top1[row["statistics"]] - 0.2
+    measured, exact = evaluation(folder.name, device, precision), evaluation(folder.name, "cpu")
+    assert list(measured) == list(exact)
+    assert all(row["top1"] >= exact[mode]["top1"] - 0.2 for mode, row in measured.items())

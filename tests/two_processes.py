@@ -3,12 +3,11 @@
     python tests/two_processes.py FOLDER ARGUMENTS
 
 They are told what torchrun tells those that it starts, but one is forked from the other, since importing PyTorch takes
-seconds. First scripts/train.py with the arguments, then cases of their own.
+seconds. First `bkn-zoo train` with the arguments, then cases of their own.
 """
 
 import atexit
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo import BatchKalmanNorm2d, create_model
+from bkn_zoo.cli import main as command
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.training import loop
@@ -155,12 +155,9 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, *arguments: str) -> None:
-    sys.argv[:] = [str(Path(__file__).parent.parent / "scripts" / "train.py"), *arguments]
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
+    sys.argv[:] = ["bkn-zoo", "train", *arguments]
+    if code := command():
+        sys.exit(code)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from bkn_zoo.errors import CheckpointError, DamagedFileError
+from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
 from bkn_zoo.progress import bar
+from bkn_zoo.regular import open_regular
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
 CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
@@ -34,6 +35,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
+    if os.name == "nt":  # Windows does not open folders
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +76,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's file."""
     remedy = "restore it from the original checkpoint"
     try:
-        data = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        with open_regular(path) as file:
+            data = json.loads(file.read(), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: {remedy}.") from None
     except OSError as error:
@@ -148,7 +152,7 @@ def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
 def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
     """Of a file; `done` is called with the size of each part that was read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while part := file.read(CHUNK):
             digest.update(part)
             done(len(part))
@@ -164,3 +168,25 @@ def files_of(folder: Path) -> list[Path]:
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: save it again.")
     return sorted(files)
+
+
+def make_folder(folder: Path) -> None:
+    """Make one that results are to go to, and those above."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made for the results ({error.strerror}): name another place.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{folder} may not be written to: name another place for the results.")
+
+
+def lock(file: IO[bytes], taken: str) -> None:
+    """Hold an open file until it is closed; where another process does, the error says `taken`."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(taken) from None
+    except (ImportError, OSError):  # Windows, and file systems that have no locks
+        pass

@@ -1,5 +1,8 @@
 """From batch normalization to BKN."""
 
+import warnings
+from typing import Any
+
 from bkn_zoo.conversion.batchnorm import (
     BATCHNORM_GAIN,
     LEARNING_GAIN,
@@ -8,7 +11,7 @@ from bkn_zoo.conversion.batchnorm import (
 )
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.conversion.learning import Learned, learn_statistics
-from bkn_zoo.conversion.libraries import LibraryNetwork, create_model, from_library, is_model
+from bkn_zoo.conversion.libraries import LibraryNetwork, build, from_library, is_model
 from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
 
@@ -17,7 +20,7 @@ __all__ = [
     "Converted",
     "prove",
     "Proof",
-    "create_model",
+    "build",
     "from_library",
     "is_model",
     "LibraryNetwork",
@@ -32,3 +35,10 @@ __all__ = [
     "Learned",
     "Advice",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "create_model":
+        warnings.warn("bkn_zoo.conversion.create_model is now bkn_zoo.create_model", DeprecationWarning, stacklevel=2)
+        return build
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,8 @@ from bkn_zoo.conversion.measure import group_of, measure
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, check_gain
-from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered2d, start_near_batchnorm  # noqa: F401, for who looks here
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain
+from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, for who looks here
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
@@ -53,8 +53,8 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
         start_near_batchnorm(layer)
 
 
-def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm2d]:
-    return isinstance(layer, BatchKalmanNorm2d) and layer.has_prior
+def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
+    return isinstance(layer, BatchKalmanNorm) and layer.has_prior
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def start_near_population(
     Returns:
         The names of the norms that start so. Others were never trained; they start as `convert` has them.
     """
-    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered2d) and _is_trained(norm)}
+    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained one that bkn_zoo.convert made."

@@ -13,7 +13,7 @@ from bkn_zoo.conversion.batchnorm import start_near_population
 from bkn_zoo.conversion.measure import group_of
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
@@ -132,7 +132,7 @@ class Student:
 
     def __init__(self, model: nn.Module, statistics: Statistics, link: bool) -> None:
         self.model, self.statistics, self.now = model, statistics, statistics
-        self.norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm2d) and m.has_prior}
+        self.norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
         fixed = [name for name, norm in self.norms.items() if norm.gain.min() in (0, 1)]
         if fixed or not self.norms:
             raise InputError(
@@ -166,7 +166,7 @@ class Student:
             return hook
 
         wanted = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        every = {name: m for name, m in self.model.named_modules() if isinstance(m, BatchKalmanNorm2d)}
+        every = {name: m for name, m in self.model.named_modules() if isinstance(m, BatchKalmanNorm)}
         hooks = [norm.register_forward_pre_hook(watch(name)) for name, norm in every.items()]
         try:
             self.model.eval()  # which may return nothing, if the network has a train() of its own

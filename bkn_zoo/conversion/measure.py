@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
@@ -104,7 +104,7 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
         Nothing for a norm whose rows are not images: there the conversion could not follow which row is whose.
     """
     domains = images if isinstance(images, Mapping) else {"images": images}
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm2d) and m.track_running_stats}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
     if not norms:
         raise InputError("this network has no BKN norm to measure: pass one that bkn_zoo.convert made.")
     path = 0

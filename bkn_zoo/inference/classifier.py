@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.checkpoints.locate import find, list_checkpoints
-from bkn_zoo.conversion.libraries import is_model
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
@@ -26,7 +23,6 @@ from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.modes import choose_statistics
 
-PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
 GPU_BATCH = 32
 DECODERS = min(4, usable_cores())  # threads; each may hold a large image, which is why they are not more
 
@@ -49,6 +45,8 @@ class Classification:
         revision: the commit of the repository that it was downloaded from; None if it was on disk.
         statistics: the mode that normalized the image.
         engine: what ran the network, "torch" or "openvino".
+        uncertain: whether the likeliest label is less probable than 95 % of the right answers were on held-out images,
+            so that the image may show none of the classes; False where the checkpoint has no such threshold.
     """
 
     predictions: tuple[Prediction, ...]
@@ -56,6 +54,7 @@ class Classification:
     revision: str | None
     statistics: str
     engine: str
+    uncertain: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The same, for JSON."""
@@ -100,6 +99,7 @@ class Classifier:
         self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
         self.device = self.engine.device
         self._preprocessing = config.preprocessing
+        self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
         # On a CPU a batch gains next to nothing, and the first result would wait for the last.
         self._batch = GPU_BATCH if self.device.type == "cuda" else self.engine.streams
@@ -164,7 +164,8 @@ class Classifier:
                         yield image
                     else:
                         best = self.best(next(rows), top_k)
-                        yield Classification(best, self.name, self.revision, chosen, self.engine_name)
+                        uncertain = self.uncertain(best, chosen)
+                        yield Classification(best, self.name, self.revision, chosen, self.engine_name, uncertain)
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode that a call gets: the checkpoint's own unless it names one."""
@@ -186,6 +187,10 @@ class Classifier:
         row = scores.numpy()
         order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's, for so few
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
+
+    def uncertain(self, best: tuple[Prediction, ...], statistics: str) -> bool:
+        """Whether the likeliest of these predictions is below the checkpoint's threshold for this mode."""
+        return best[0].score < self._uncertain_below.get(statistics, 0.0)
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
         """Each image prepared, or what is wrong with it; in order, and a few before they are asked for."""
@@ -216,38 +221,6 @@ class Classifier:
 
 def _made_anew(kind: type[Classifier], made_of: bytes) -> Classifier:
     return kind(*pickle.loads(made_of))
-
-
-def default_checkpoint() -> str:
-    """The name of the checkpoint to use where none is named."""
-    return usable_checkpoints()[0]
-
-
-def usable_checkpoints() -> list[str]:
-    """The names of those that can classify images, in the order to prefer them in; an error if there is none.
-
-    The preferred one if it is there, then BKN networks before others, then those that tell most classes apart.
-    """
-    ranked = sorted(
-        (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, name)
-        for name, config in _usable(list_checkpoints())
-    )
-    if not ranked:
-        raise CheckpointError(
-            "there is no checkpoint here that classifies images: name one, a folder or owner/repo on the Hub "
-            "(by --model in a shell), or put some into a folder that the variable BKN_ZOO_CHECKPOINTS names."
-        )
-    return [rank[-1] for rank in ranked]
-
-
-def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
-    for name in names:
-        try:
-            config = Config.read(find(name) / CONFIG)
-        except CheckpointError:  # who asks for it by name will be told
-            continue
-        if config.preprocessing is not None and is_model(config.architecture):
-            yield name, config
 
 
 def _check_top_k(top_k: int) -> None:

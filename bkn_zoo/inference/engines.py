@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.conversion.converted import Converted
-from bkn_zoo.cores import allowed_cores, usable_cores
+from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
@@ -66,21 +66,6 @@ def create_engine(
     if streams != 1:
         raise InputError("streams are OpenVINO's: choose engine='openvino' and device='cpu', or leave them out.")
     return TorchEngine(model, device, precision)
-
-
-def check_device(device: str) -> None:
-    """Refuse one that PyTorch does not know or find, or that nothing can be read from, as "meta"."""
-    try:
-        torch.empty(0, device=device).cpu()
-    except (RuntimeError, AssertionError, ImportError):
-        there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
-
-
-def keep_to_quota() -> None:
-    """Let PyTorch start no more threads than a quota leaves cores: for programs, since it is of the whole process."""
-    if usable_cores() < min(allowed_cores(), torch.get_num_threads()):
-        torch.set_num_threads(usable_cores())
 
 
 class Engine:

@@ -38,8 +38,10 @@ def inverse_softplus(value: Tensor) -> Tensor:
     return (value + torch.log(-torch.expm1(-value))).clamp_min(RAW_ZERO)
 
 
-class BatchKalmanNorm2d(RunningNorm):
+class BatchKalmanNorm(RunningNorm):
     """Normalizes by a belief that joins what the layer observes with what the layer below believed.
+
+    The base of `BatchKalmanNorm1d`, `2d` and `3d`, which say in `dims` what inputs they take.
 
     With gain q = 1, or without a prior, this is batch normalization. With q = 0 it believes what it predicts, and none
     of A, R, q and center learns. The arguments not listed here are those of `RunningNorm` and, where it has them, of
@@ -59,8 +61,7 @@ class BatchKalmanNorm2d(RunningNorm):
             the mean is from there, so that its A relates deviations. None where there is no such mean.
     """
 
-    _version = 2  # 1: `raw_gain` was a number without dimensions, and infinite where q = 1
-    dims: tuple[int, ...] = (4,)
+    dims: tuple[int, ...]
     kalman: tuple[str, ...] = (*KALMAN, "center")
     initial_gain = INITIAL_GAIN  # where `reset_parameters` puts q
     kernels_predict = False  # whether the kernels can: they know a full A, and no center
@@ -246,14 +247,6 @@ class BatchKalmanNorm2d(RunningNorm):
         if x.ndim not in self.dims:
             raise InputError(f"{type(self).__name__} cannot take an input of {x.ndim} dimensions, {tuple(x.shape)}.")
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        name = f"{prefix}raw_gain"
-        if name in state_dict and (local_metadata.get("version") or 1) < 2:
-            state_dict[name] = of_version_2(state_dict[name])
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"
         return f"{text}, initial_belief=True" if self.has_prior and self.prior_features is None else text
@@ -264,21 +257,22 @@ def check_gain(gain: float) -> None:
         raise InputError(f"the gain must lie in [0, 1], not at {gain}.")
 
 
-class BatchKalmanNorm1d(BatchKalmanNorm2d):
-    """The same for fully connected features, (images, channels), or sequences, (images, channels, length)."""
+class BatchKalmanNorm1d(BatchKalmanNorm):
+    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length)."""
 
     dims = (2, 3)
 
 
-class BatchKalmanNorm3d(BatchKalmanNorm2d):
-    """The same for volumes and video, (images, channels, depth, height, width)."""
+class BatchKalmanNorm2d(BatchKalmanNorm):
+    """BKN for feature maps of images, (images, channels, height, width)."""
+
+    dims = (4,)
+
+
+class BatchKalmanNorm3d(BatchKalmanNorm):
+    """BKN for volumes and video, (images, channels, depth, height, width)."""
 
     dims = (5,)
-
-
-def of_version_2(raw_gain: Tensor) -> Tensor:
-    """A `raw_gain` as the layer has had it since version 2: of shape (1,), and finite where q = 1."""
-    return raw_gain.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if raw_gain.numel() == 1 else raw_gain
 
 
 def no_weight_decay(module: nn.Module) -> set[str]:
@@ -286,7 +280,7 @@ def no_weight_decay(module: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, layer in module.named_modules()
-        if isinstance(layer, BatchKalmanNorm2d)
+        if isinstance(layer, BatchKalmanNorm)
         for name, _ in layer.named_parameters()
         if name.partition(".")[0] in layer.kalman
     }

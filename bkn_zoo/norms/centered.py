@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.norms.batch_kalman import (
+    BatchKalmanNorm,
     BatchKalmanNorm1d,
     BatchKalmanNorm2d,
     BatchKalmanNorm3d,
@@ -23,7 +24,7 @@ SMALLEST_SLOPE = 1e-4
 
 
 @torch.no_grad()
-def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
+def start_near_batchnorm(layer: BatchKalmanNorm) -> None:
     """Put A, R, q and center of a layer with a prior where training starts from nearly batch normalization."""
     for block in layer.transition_blocks:
         block.zero_()
@@ -34,7 +35,7 @@ def start_near_batchnorm(layer: BatchKalmanNorm2d) -> None:
         layer.center.copy_(layer.running_mean)
 
 
-class Centered2d(BatchKalmanNorm2d):
+class Centered(BatchKalmanNorm):
     """BKN that gets a center, and as a first layer an initial belief, when it is to start near its population.
 
     A state dict that has a center brings it; with one of a batch norm, the layer starts near batch normalization.
@@ -68,12 +69,16 @@ class Centered2d(BatchKalmanNorm2d):
             self.set_center(torch.zeros_like(self.running_mean))
 
 
-class Centered1d(Centered2d, BatchKalmanNorm1d):
-    """The same for `BatchKalmanNorm1d`."""
+class Centered1d(Centered, BatchKalmanNorm1d):
+    """A `BatchKalmanNorm1d` with a center."""
 
 
-class Centered3d(Centered2d, BatchKalmanNorm3d):
-    """The same for `BatchKalmanNorm3d`."""
+class Centered2d(Centered, BatchKalmanNorm2d):
+    """A `BatchKalmanNorm2d` with a center."""
+
+
+class Centered3d(Centered, BatchKalmanNorm3d):
+    """A `BatchKalmanNorm3d` with a center."""
 
 
 def take_centers(model: nn.Module, names: Iterable[str]) -> None:
@@ -85,5 +90,5 @@ def take_centers(model: nn.Module, names: Iterable[str]) -> None:
                 norm = model.get_submodule(layer)
             except AttributeError:
                 continue  # which is for who compares the names to say
-            if isinstance(norm, Centered2d):
+            if isinstance(norm, Centered):
                 norm.take_center()

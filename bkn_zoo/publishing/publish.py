@@ -8,37 +8,24 @@ from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.checkpoints.hub import changes, check_reachable, check_repository, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.publishing.cards import (
-    check_agreement,
-    checkpoint_card,
-    read_evaluations,
-    read_runs,
-    read_speeds,
-    read_twins,
-)
+from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record
 
 
 def card_of(config: Config, name: str, results: Path) -> str:
     """The card of a checkpoint, from its config and the folder of results."""
-    runs, speeds, evaluations = read_twins(results), read_speeds(results), read_evaluations(results / "evaluate", name)
-    return checkpoint_card(config, name, runs, speeds, evaluations)
-
-
-def card_from_results(folder: Path, name: str, results: Path) -> str:
-    """The same for the config in a folder."""
-    return card_of(Config.read(folder / CONFIG), name, results)
+    return checkpoint_card(config, name, read_record(results, name))
 
 
 def validate(folder: Path, name: str, results: Path) -> None:
     """Refuse a folder that does not load, gives other outputs than it did, or disagrees with its card or results."""
     files_of(folder)
     verify_golden(folder)
-    config, card = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    check_agreement(config, name, read_runs(results / "runs"))
-    if not is_short_card(card, config) and card != card_of(config, name, results):
+    config, card, run = Config.read(folder / CONFIG), (folder / CARD).read_text(), read_record(results, name)
+    check_agreement(config, name, run)
+    if not is_short_card(card, config) and not is_card(card, config, name, run):
         raise CheckpointError(
-            f"{folder / CARD} is not what config.json and {results} say: name its results by --results, or publish the "
-            "folder as it is with bkn_zoo.push_to_hub (scripts/report.py writes the zoo's own cards again)."
+            f"{folder / CARD} is not what config.json and {results} say: name its results by --results, put sections "
+            "of your own between Accuracy and Training, or publish the folder as it is with bkn_zoo.push_to_hub."
         )
 
 

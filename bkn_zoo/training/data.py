@@ -16,7 +16,8 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, leave_group
+from bkn_zoo.training.image_sets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.training.interruption import leave_group
 
 
 def training_batches(
@@ -117,4 +118,4 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
 
     def _square(self, image: Image.Image) -> Tensor:
         p = self.preprocessing
-        return central_square(image, p.native_size or p.size, p.interpolation)
+        return central_square(image, p.native_size or p.size, p.interpolation, p.crop)

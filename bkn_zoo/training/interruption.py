@@ -55,3 +55,15 @@ def handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def leave_signals_to_parent(_: int = 0) -> None:
+    """For a process that helps another: Ctrl-C goes to both, and the other says when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def leave_group(_: int = 0) -> None:
+    """For one that ends by itself once the other is gone: no signal to the other's whole group reaches it."""
+    leave_signals_to_parent()
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)

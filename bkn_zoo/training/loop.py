@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.checkpoints.provenance import processes
+from bkn_zoo.errors import InputError, NonFiniteLossError
+from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, TrainingError, best_line, processes, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -36,74 +38,30 @@ def fit(
     the first epoch and the last, after those between if the last save is half a minute ago, every `save_minutes`, and
     when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a KeyboardInterrupt, at once.
     """
-    rank, ranks = dist.get_rank() if dist.is_initialized() else 0, processes()
-    local = local_batch(recipe)
+    local_batch(recipe)
     per_epoch = len(data.train) // recipe.gradient_batch
     if not per_epoch:
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
-    often = min(50, max(per_epoch // 4, 1))  # that the loss is shown, for which the host waits for the device
-    varied = _at_training_size(data, recipe)
+    first = _rank() == 0
     step = make_step(training, recipe, device)
-    interruption = Interruption(quiet=rank > 0)
-    saved = time.monotonic()
-    begun = saved - training.seconds  # as if what came before an interruption had come just before now
-
-    def save_if_needed(epoch_ended: bool = False) -> None:
-        nonlocal saved
-        patience = min(EPOCH_SECONDS, 60 * save_minutes) if epoch_ended else 60 * save_minutes
-        due = epoch_ended and (training.finished or len(training.history) == 1)
-        # 1 is to save, more the signal to stop for. Clocks and signals differ between processes, which must act as one.
-        wish = _largest(interruption.received or int(due or time.monotonic() - saved > patience))
-        if wish:
-            finite = _finite(losses, training.step)
-            if not epoch_ended:  # whose line has counted them
-                training.seconds, training.losses = time.monotonic() - begun, finite
-            if rank == 0:
-                save_state(training, recipe, folder)
-            saved = time.monotonic()
-        if wish > 1:
-            raise Stopped(wish, f"stopped at step {training.step} of {steps}; go on with --resume")
-
+    saves = _Saves(training, recipe, folder, save_minutes, steps)
     with (
-        interruption.awaited(),
+        saves.interruption.awaited(),
         # None is off where there is no terminal.
-        tqdm(total=steps, initial=training.step, unit="step", disable=True if quiet or rank > 0 else None) as bar,
+        tqdm(total=steps, initial=training.step, unit="step", disable=None if first and not quiet else True) as bar,
     ):
-        if rank == 0:
+        if first:
             write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
             save_state(training, recipe, folder)
         postfix: dict[str, str] = {}
         while training.step < steps and not training.finished:
-            epoch, skip = divmod(training.step, per_epoch)
-            losses = list(training.losses)  # of the steps before an interruption, which took this long
-            spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
-            started = time.monotonic() - spent
-            batches = training_batches(
-                varied, local, epoch, recipe.seed, recipe.augmentation, device, skip, rank, ranks, workers
-            )
-            for batch in batches:
-                for group in training.optimizer.param_groups:
-                    group["lr"].fill_(learning_rate(recipe, training.step, steps) * group["scale"])
-                losses.append(step(batch))
-                training.step += 1
-                bar.update()
-                if len(losses) % often == 0:
-                    postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
-                    bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
-                if training.step % per_epoch:  # after an epoch's last step only with its line in the history
-                    save_if_needed()
-            loss = _finite(losses, training.step).mean().item()
-            training.losses = torch.empty(0)
-            line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step, "loss": loss}
-            line["images_per_s"] = _speed(recipe, losses, started)
-            if isinstance(data.train, FileImages):
-                line["unreadable_images"] = len(data.train.unreadable)
+            line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
                 batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
-                what = None if quiet or rank > 0 else "validation"
+                what = "validation" if first and not quiet else None
                 line["validation"] = evaluate(training.result, batches, what=what, total=len(data.validation))
-            training.seconds = time.monotonic() - begun
+            training.seconds = saves.elapsed()
             line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
             best = best_line(training.history)
@@ -111,13 +69,90 @@ def fit(
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
             mode = max(line["validation"].values(), key=lambda metrics: metrics["top1"])
             postfix |= {"top1": f"{mode['top1']:.2f}"}
-            if not quiet and rank == 0:
-                bar.write(f"epoch {epoch + 1} of {recipe.epochs}: loss {loss:.3f}, validation top-1 {shown(mode)}")
-            if rank == 0:
+            if first and not quiet:
+                told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
+                bar.write(f"epoch {line['epoch']} of {recipe.epochs}: {told}")
+            if first:
                 write_log(training.history, folder)
             tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
-            save_if_needed(epoch_ended=True)
+            saves.after_epoch()
+
+
+def _train_epoch(
+    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int,
+    step: Callable[[Batch], Tensor], saves: "_Saves", bar: Any, postfix: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Take the steps that are left of the epoch; the beginning of its line in the log."""
+    per_epoch = saves.steps // recipe.epochs
+    often = min(50, max(per_epoch // 4, 1))  # that the loss is shown, for which the host waits for the device
+    epoch, skip = divmod(training.step, per_epoch)
+    losses = list(training.losses)  # of the steps before an interruption, which took this long
+    spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
+    started = time.monotonic() - spent
+    batches = training_batches(
+        _at_training_size(data, recipe), local_batch(recipe), epoch, recipe.seed, recipe.augmentation, device, skip,
+        _rank(), processes(), workers,
+    )  # fmt: skip
+    for batch in batches:
+        for group in training.optimizer.param_groups:
+            group["lr"].fill_(learning_rate(recipe, training.step, saves.steps) * group["scale"])
+        losses.append(step(batch))
+        training.step += 1
+        bar.update()
+        if len(losses) % often == 0:
+            postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
+            bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
+        if training.step % per_epoch:  # after an epoch's last step only with its line in the history
+            saves.within_epoch(losses)
+    loss = _finite(losses, training.step).mean().item()
+    training.losses = torch.empty(0)
+    line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step, "loss": loss}
+    line["images_per_s"] = _speed(recipe, losses, started)
+    if isinstance(data.train, FileImages):
+        line["unreadable_images"] = len(data.train.unreadable)
+    return line
+
+
+class _Saves:
+    """When the state is saved, and whether the training stops then; all processes decide as one."""
+
+    def __init__(self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int) -> None:
+        self.training, self.recipe, self.folder, self.steps = training, recipe, folder, steps
+        self.patience = 60 * minutes
+        self.interruption = Interruption(quiet=_rank() > 0)
+        self.last = time.monotonic()
+        self.begun = self.last - training.seconds  # as if what came before an interruption had come just before now
+
+    def elapsed(self) -> float:
+        """Seconds that the training has taken, without interruptions."""
+        return time.monotonic() - self.begun
+
+    def within_epoch(self, losses: list[Tensor]) -> None:
+        if wish := self._wish(self.patience):
+            finite = _finite(losses, self.training.step)
+            self.training.seconds, self.training.losses = self.elapsed(), finite
+            self._save(wish)
+
+    def after_epoch(self) -> None:
+        due = self.training.finished or len(self.training.history) == 1
+        if wish := self._wish(min(EPOCH_SECONDS, self.patience), due):
+            self._save(wish)
+
+    def _wish(self, patience: float, due: bool = False) -> int:
+        """1 is to save, more is the signal to stop for. Clocks and signals differ between processes."""
+        return _largest(self.interruption.received or int(due or time.monotonic() - self.last > patience))
+
+    def _save(self, wish: int) -> None:
+        if _rank() == 0:
+            save_state(self.training, self.recipe, self.folder)
+        self.last = time.monotonic()
+        if wish > 1:
+            raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; go on with --resume")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def further_images(
@@ -186,7 +221,7 @@ def _finite(losses: list[Tensor], steps: int) -> Tensor:
     good = values.isfinite()
     if not good.all():
         step = steps - len(losses) + int((~good).nonzero()[0, 0])
-        raise TrainingError(f"the loss was not finite at step {step}: {REMEDY}.")
+        raise NonFiniteLossError(f"the loss was not finite at step {step}: {REMEDY}.")
     return values
 
 

@@ -1,5 +1,6 @@
 """All that a training depends on beside the data, read from a file and checked."""
 
+import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,8 +8,10 @@ from typing import Annotated, Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
-from bkn_zoo.preprocessing import Side
+from bkn_zoo.images.preprocessing import Side
 from bkn_zoo.training.augmentation import Augmentation
+
+SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
@@ -72,6 +75,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def find_recipe(recipe: str | os.PathLike[str]) -> Path:
+    """The file of a recipe, by its path or, in a checkout, by the name that it has in recipes/."""
+    named = SOURCE_TREE / f"{os.fspath(recipe)}.toml"
+    return named if named.is_file() and not Path(recipe).is_file() else Path(recipe)
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:

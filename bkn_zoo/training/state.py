@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from bkn_zoo.errors import BknZooError, CheckpointError, InputError
+from bkn_zoo.checkpoints.provenance import processes
+from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 
 STATE, LOG = "state.pt", "log.jsonl"
 REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
-
-
-class TrainingError(BknZooError):
-    """A training that cannot go on."""
 
 
 @dataclass
@@ -83,11 +79,6 @@ def classifier(model: Network) -> nn.Module:
     raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
 
 
-def processes() -> int:
-    """How many train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
     """That of the epoch whose best mode had the highest top-1 on the validation images; of several, the lowest loss."""
 
@@ -106,7 +97,7 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     """Write everything that going on needs: complete, or not at all."""
     for name, parameter in training.model.named_parameters():
         if not parameter.isfinite().all():
-            raise TrainingError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
+            raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
@@ -159,12 +150,8 @@ def find_state(folder: Path) -> Path:
     return path
 
 
-def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device, held_out: bool = True) -> None:
-    """Go on with the training in a folder, and with its preprocessing, which earlier versions did not keep.
-
-    Args:
-        held_out: as `Data` has it.
-    """
+def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
+    """Continue the training in a folder, with its preprocessing; refuse one of another recipe, data or start."""
     path = find_state(folder)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
@@ -176,30 +163,51 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     if changed:
         name = changed[0]
         raise CheckpointError(
-            f"{path} is of a training with {name} = {theirs.get(name)!r}, not {ours[name]!r}: give the same options, "
+            f"{path} is of a training with {name} = {theirs[name]!r}, not {ours[name]!r}: give the same options, "
             "or another --name."
         )
+    _check_same(path, state, training)
+    try:
+        training.model.load_state_dict(state["model"])
+        if training.averaged is not None:
+            training.averaged.load_state_dict(state["averaged"])
+        here = [group.get("capturable") for group in training.optimizer.param_groups]
+        training.optimizer.load_state_dict(state["optimizer"])
+        for group, capturable in zip(training.optimizer.param_groups, here, strict=True):
+            if capturable is not None:  # the device's, not the training's
+                group["capturable"] = capturable
+    except (RuntimeError, ValueError, KeyError):
+        raise CheckpointError(
+            f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
+        ) from None
+    training.step, training.seconds = state["step"], state["seconds"]
+    training.finished, training.best = state["finished"], state["best"]
+    training.losses = state["losses"]
+    training.history = json.loads(state["history"])
+    if state["preprocessing"] is not None:
+        training.preprocessing = Preprocessing(**state["preprocessing"])
+
+
+def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
+    """Refuse a state of a training from another start, with other processes or on other data."""
     if _other_init(state, training):
         raise CheckpointError(
             f"{path} is of a training that started from {_named(state['init'])}, not {_named(training.init)}: give the "
             "same --init, or another --name."
         )
-    together = state.get("processes", processes())  # which earlier versions did not keep
-    if together != processes():  # whose groups and augmentation are each process's own
+    together = state["processes"]
+    if together != processes():  # groups and augmentation differ between processes
         how = "1 process" if together == 1 else f"{together} processes"
         resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
         raise CheckpointError(f"{path} is of a training by {how}, not {processes()}: resume {resume}.")
-    images = state.get("images")
-    if images is None and not held_out:  # earlier versions took others for that
-        raise CheckpointError(f"{path} is of a training that did not choose by the images of val: start anew.")
-    if images is not None and training.images is not None and images != training.images:
-        (train, chosen), (now, chosen_now) = images, training.images
+    if None not in (state["images"], training.images) and state["images"] != training.images:
+        (train, chosen), (now, chosen_now) = state["images"], training.images or []
         raise CheckpointError(
             f"{path} is of a training on {train} images with {chosen} to choose by, not {now} and {chosen_now}: resume "
             "with its own data."
         )
     # Where there are fewer or more, tensors differ, too.
-    for old, new in zip(state.get("label_names") or [], training.label_names or [], strict=False):
+    for old, new in zip(state["label_names"] or [], training.label_names or [], strict=False):
         if old != new:
             raise CheckpointError(
                 f"{path} is of a training on a class {old!r}, not {new!r}: resume with its own data, or give another "
@@ -210,36 +218,16 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
             f"{path} is of a training on other images, or on some of them in other classes: resume with its own data, "
             "or give another --name."
         )
-    try:
-        training.model.load_state_dict(state["model"])
-        if training.averaged is not None:
-            training.averaged.load_state_dict(state["averaged"])
-        here = [group.get("capturable") for group in training.optimizer.param_groups]
-        training.optimizer.load_state_dict(state["optimizer"])
-        for group, capturable in zip(training.optimizer.param_groups, here, strict=True):
-            if capturable is not None:  # the device's, not the training's
-                group["capturable"] = capturable
-        _reshape_gains(training.optimizer)
-    except (RuntimeError, ValueError, KeyError):
-        raise CheckpointError(
-            f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
-        ) from None
-    training.step, training.seconds = state["step"], state["seconds"]
-    training.finished, training.best = state.get("finished", False), state.get("best")
-    training.losses = state.get("losses", training.losses)  # which earlier versions did not keep
-    training.history = json.loads(state["history"])
-    preprocessing = state.get("preprocessing")
-    training.preprocessing = None if preprocessing is None else Preprocessing(**preprocessing)
 
 
 def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
     """Refuse a folder whose training a new one would replace: not finished, or of another recipe, data or start."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
-        begun, finished = state["step"] > 0, state.get("finished", False)
+        begun, finished = state["step"] > 0, state["finished"]
         changed = [
             *_changed(json.loads(state["recipe"]), recipe),
-            *(["data"] if state.get("data", training.data) != training.data or _other_images(state, training) else []),
+            *(["data"] if state["data"] != training.data or _other_images(state, training) else []),
             *(["init"] if _other_init(state, training) else []),
         ]
     except Exception:  # there is none, or none to go on from
@@ -258,14 +246,12 @@ def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
 
 def _other_init(state: dict[str, Any], training: Training) -> bool:
     """Whether a state is of a training from another checkpoint, as far as both say."""
-    theirs = state.get("init", "")  # which earlier versions did not keep
-    return "" not in (theirs, training.init) and theirs != training.init
+    return "" not in (state["init"], training.init) and state["init"] != training.init
 
 
 def _other_images(state: dict[str, Any], training: Training) -> bool:
     """Whether a state is of a training on other images, as far as both say."""
-    theirs = state.get("fingerprint", "")  # which earlier versions did not keep
-    return "" not in (theirs, training.fingerprint) and theirs != training.fingerprint
+    return "" not in (state["fingerprint"], training.fingerprint) and state["fingerprint"] != training.fingerprint
 
 
 def _named(init: str | None) -> str:
@@ -275,13 +261,4 @@ def _named(init: str | None) -> str:
 def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
     """The fields in which another recipe, as a state has it, differs."""
     ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    free = ("graph", "compile", *(ours.keys() - theirs.keys()))  # those that it lacks are younger than it
-    return [name for name in ours if name not in free and ours[name] != theirs[name]]
-
-
-def _reshape_gains(optimizer: torch.optim.Optimizer) -> None:
-    """What the optimizer remembers of gains in the shape that they have had since version 2 of the layer."""
-    for parameter, remembered in optimizer.state.items():
-        for name, tensor in remembered.items():
-            if parameter.shape == (1,) and isinstance(tensor, torch.Tensor) and name != "step":
-                remembered[name] = tensor.reshape(1)
+    return [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]

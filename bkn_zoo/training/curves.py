@@ -1,0 +1,42 @@
+"""A picture of a training."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str) -> None:
+    """Loss and accuracy of each epoch, of which the weights of one are kept; nothing without matplotlib but a line."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        print("no curves.png, which needs matplotlib: pip install 'bkn-zoo[train]'", file=sys.stderr)
+        return
+    epochs = [line["epoch"] for line in history]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    losses = [line["loss"] for line in history]
+    left.plot(epochs, losses, "o-", color="black", markersize=4)
+    left.set(ylabel="training loss", ylim=(0, 1.05 * max(losses) or 1))  # room for the marker at the top
+    # Modes often agree: the lower a line lies, the wider it is drawn.
+    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
+    for mode, colour, width, marker in looks:
+        lines = [line["validation"][mode] for line in history]
+        right.plot(
+            epochs, [m["top1"] for m in lines], "o-", color=colour, linewidth=width, markersize=marker, label=mode,
+            solid_capstyle="round",
+        )  # fmt: skip
+        if all("top1_low" in m for m in lines):
+            right.fill_between(
+                epochs, [m["top1_low"] for m in lines], [m["top1_high"] for m in lines], color=colour, alpha=0.1
+            )
+    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
+    right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.axvline(kept, color="grey", linestyle=":")
+        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(0.5, epochs[-1] + 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,48 @@
+"""The recipe of a training on one's own images, where no recipe file is given."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bkn_zoo.training.origin import LIBRARY_SIZE, Origin
+from bkn_zoo.training.recipes import Recipe
+
+FINE_TUNING = {
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.003, "precision": "float32",
+    "keep": "best", "augmentation.crop": 0.1,
+}  # fmt: skip
+"""Defaults; the checkpoint to start from and the number of images change some of them."""
+
+LEAST_STEPS = 400
+"""A small data set is passed more often, until there are this many steps."""
+
+MOST_EPOCHS = 100
+"""But no more often than this: with a handful of images an epoch is a single step, and its validation half as long."""
+
+
+def like(source: Origin, model: str | None) -> dict[str, Any]:
+    """The fields of the recipe that the checkpoint to start from decides, given the `model` that the caller named."""
+    config = source.config
+    if config is None:
+        return {"model": source.init, "size": LIBRARY_SIZE, "statistics_batch": None}
+    size = {"size": config.preprocessing.size} if config.preprocessing else {}
+    options = {f"norm_options.{name}": value for name, value in config.norm_options.items()}
+    same = model in (None, config.architecture)
+    groups = {"statistics_batch": config.statistics_batch_size}
+    return {"model": config.architecture, **groups, **size, **(options if same else {})}
+
+
+def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
+    """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
+
+    Fields in `given` stay as they are.
+    """
+    batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
+    batch = recipe.gradient_batch if "gradient_batch" in given else batch
+    fields: dict[str, Any] = {"gradient_batch": batch}
+    enough = math.ceil(LEAST_STEPS / max(images // batch, 1))
+    fields["epochs"] = max(recipe.epochs, min(enough, MOST_EPOCHS))
+    if recipe.statistics_batch is not None:
+        fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
+    return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

@@ -1,0 +1,139 @@
+"""The end of a training: choose what to keep, save it, measure what is stored, and record the run."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bkn_zoo.checkpoints.config import norm_of
+from bkn_zoo.checkpoints.folder import save_pretrained
+from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.models import Network
+from bkn_zoo.norms.baselines import BatchRenorm2d
+from bkn_zoo.norms.recalibration import recalibrate
+from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.progress import waiting
+from bkn_zoo.training.curves import draw_curves
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import Data, FileImages
+from bkn_zoo.training.evaluation import batch_size, evaluate
+from bkn_zoo.training.loop import further_images
+from bkn_zoo.training.plan import Plan
+from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import Training, kept_line
+
+STATISTICS_BATCHES = 64
+"""Training batches, at most, for the statistics of averaged weights."""
+
+ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
+"""What config.json says of it."""
+
+Metrics = dict[str, dict[str, float]]
+"""For each statistics mode, what `measure` says."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training leaves.
+
+    Attributes:
+        model: the network with the weights as they are stored, in evaluation mode, on the device of the training.
+        record: what results/runs/NAME.json says: recipe, accuracy, curve, command, hardware, versions.
+        folder: of the checkpoint.
+    """
+
+    model: Network
+    record: dict[str, Any]
+    folder: Path
+
+
+def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> TrainingResult:
+    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run.
+
+    Args:
+        recipe: the plan's, with the fields that the number of images decided.
+    """
+    device = torch.device(plan.device)
+    kept = kept_line(training.history, recipe)
+    model, validation, anew = _best_statistics(training, recipe, data, device, plan.workers)
+    best = max(validation, key=lambda mode: validation[mode]["top1"])
+    split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
+    facts = {
+        "name": plan.name,
+        "epochs": len(training.history),
+        "kept_epoch": kept["epoch"],
+        "test_images": split,
+        "statistics_anew": validation is anew,
+        "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
+        **environment(recipe.seed),
+    }
+    record = facts | {
+        "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
+        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "seed": recipe.seed,
+        "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "validation_anew": anew,
+        "curve": training.history, "data_sha256": training.fingerprint,
+    }  # fmt: skip
+    result: list[Network] = []
+
+    def measure(stored: Network) -> tuple[Metrics, str]:
+        """The accuracy of what is stored, and the card that says so, from the record of the run."""
+        stored = stored.to(device).to(memory_format=torch.channels_last)
+        batches = evaluation_batches(data, images, batch_size(device), device, plan.workers)
+        record["test"] = evaluate(stored, batches, what=f"measuring the {split} images", total=len(images))
+        (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        accuracy = {mode: {k: round(metrics[k], 3) for k in ACCURACY} for mode, metrics in record["test"].items()}
+        stored.config = dataclasses.replace(stored.config, accuracy=accuracy)
+        result.append(stored)
+        return accuracy, plan.card(stored.config, plan.name, plan.results.parent)
+
+    save_pretrained(
+        model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing,
+        default_statistics=best, measure=measure,
+        training=facts | {"init": plan.source and plan.source.name, "validation_split": _validation_split(data)},
+    )  # fmt: skip
+    with waiting("drawing curves.png"):
+        draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
+    for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
+        if isinstance(part, FileImages):
+            part.say_left_out(kind)
+    return TrainingResult(result[0], record, plan.folder)
+
+
+def _best_statistics(
+    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int
+) -> tuple[Network, Metrics, Metrics | None]:
+    """The network to keep, its metrics on the validation images, and those with recalibrated statistics, if any.
+
+    Averaged weights have averaged running averages, which describe weights of many steps ago. A copy with statistics of
+    its own is kept if it is better on the validation images.
+    """
+    model = training.result
+    validation: Metrics = kept_line(training.history, recipe)["validation"]
+    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    # Frozen norms took no statistics; BRN normalizes by its running averages in training, too.
+    if not recipe.ema or recipe.freeze or not norms or any(isinstance(norm, BatchRenorm2d) for norm in norms):
+        return model, validation, None
+    copied = copy.deepcopy(model).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
+        with waiting("taking the statistics of the averaged weights"):
+            recalibrate(copied, further_images(recipe, data, device, STATISTICS_BATCHES, workers))
+        batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
+        anew = evaluate(copied, batches, what="validation", total=len(data.validation))
+    return (copied, anew, anew) if top1(anew) > top1(validation) else (model, validation, anew)
+
+
+def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
+    """In the best mode."""
+    return max(each["top1"] for each in metrics.values())
+
+
+def _validation_split(data: Data) -> str:
+    """Where the validation images come from: `evaluate` finds them again by it."""
+    if not data.held_out:
+        return "its own"
+    return "of each class" if data.name == "folder" else "of all"

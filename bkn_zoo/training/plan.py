@@ -1,0 +1,150 @@
+"""What a training is going to do, decided before any data are read."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bkn_zoo.checkpoints.card import short_card
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.preferred import default_checkpoint
+from bkn_zoo.cores import default_device
+from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.progress import speaks
+from bkn_zoo.training.fine_tuning import FINE_TUNING, like
+from bkn_zoo.training.origin import Origin, find_origin
+from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
+
+NAME = re.compile(r"[^\W_][\w.=-]*")
+"""Of a run: also the name of its folder, of its checkpoint in the service, and of its repository."""
+
+Card = Callable[[Config, str, Path], str]
+"""Writes README.md from a checkpoint's config, its name and the folder of results that holds runs/NAME.json."""
+
+
+def _short_card(config: Config, name: str, results: Path) -> str:
+    return short_card(config, name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training that `bkn_zoo.training.run.carry_out` can start.
+
+    Attributes:
+        recipe: with all overrides; `given` are those that the caller chose.
+        fine_tuning: whether no recipe was named, so that the number of images decides some of its fields.
+        source: what the weights start from; None for new weights.
+        output: folder of the run. The checkpoint goes to `output / name`.
+        results: folder of the record, `results / NAME.json`.
+    """
+
+    recipe: Recipe
+    given: Mapping[str, Any]
+    fine_tuning: bool
+    source: Origin | None
+    data: Path
+    name: str
+    output: Path
+    results: Path
+    device: str
+    resume: bool = False
+    workers: int = 0
+    save_minutes: float = 5.0
+    quiet: bool = False
+    card: Card = _short_card
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return self.output / self.name
+
+
+def make_plan(
+    recipe: str | os.PathLike[str] | Recipe | None,
+    data: str | os.PathLike[str],
+    overrides: Mapping[str, Any],
+    *,
+    init: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    results: str | os.PathLike[str] | None = None,
+    device: Any = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Plan:
+    """Read the recipe, find what to start from, and choose name and folders; nothing is written.
+
+    Args:
+        recipe: None to fine-tune, with `FINE_TUNING` as the recipe.
+        overrides: fields of the recipe; those of its tables by dotted names, or as dictionaries.
+        options: further fields of `Plan`. All others are those of `bkn_zoo.train`.
+    """
+    given = _flat(overrides)
+    fine_tuning = recipe is None
+    if fine_tuning and init is None and "model" not in given:
+        init = _default_init(quiet)
+    source = None if init is None else find_origin(os.fspath(init))
+    path = find_recipe(recipe) if isinstance(recipe, str | os.PathLike) else None
+    if isinstance(recipe, Recipe):
+        fields = _flat(dataclasses.asdict(recipe)) | given
+    elif fine_tuning:
+        fields = FINE_TUNING | (like(source, given.get("model")) if source else {}) | given
+    else:
+        fields = given
+    chosen = read_recipe(path, fields)
+    root = Path(data)
+    name = _checked(name) if name else _derived_name(path, root, given, chosen)
+    folder = Path("runs") / name if output is None else Path(output)
+    return Plan(
+        chosen, given, fine_tuning, source, root, name, folder,
+        results=folder / "results" / "runs" if results is None else Path(results),
+        device=default_device() if device is None else str(device), quiet=quiet, **options,
+    )  # fmt: skip
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With dotted names in place of dictionaries, so that they override field by field."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _default_init(quiet: bool) -> str:
+    """The checkpoint to start from where the caller names nothing."""
+    try:
+        name = default_checkpoint()
+    except CheckpointError:
+        raise InputError(
+            "there is nothing to train: add --init CHECKPOINT (a folder, or owner/repo on the Hub) to start from one, "
+            "--model NAME for new weights, or a recipe."
+        ) from None
+    if speaks() and not quiet:
+        print(f"starting from {name}, since nothing else was named by --init, --model or a recipe")
+    return name
+
+
+def _checked(name: str) -> str:
+    if not NAME.fullmatch(name) or name == "results":
+        raise InputError(
+            f"a run cannot be called {name!r}: give it a name of letters, digits and -_.= that begins with a "
+            "letter or digit, and is not results."
+        )
+    return name
+
+
+def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
+    """A name that says what was overridden, so that a variant of a run does not replace the run."""
+    told = dict(given)
+    if path is None:
+        name = f"{recipe.model}.{data.resolve().name}"
+        told.pop("model", None)
+    else:
+        name = path.stem
+    name += "".join(f"-{field}_{value}" for field, value in sorted(told.items()))
+    return re.sub(r"[^\w.-]+", "_", name)

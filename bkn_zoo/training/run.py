@@ -1,0 +1,241 @@
+"""Training as a Python API: from a recipe or a folder of images to a trained network, its record and its checkpoint.
+
+    result = bkn_zoo.fine_tune("photos")                                       # a folder of images for each class
+    result = bkn_zoo.train("recipes/inception_cifar_bkn.cifar10.toml", data="cifar", epochs=5)
+    result.model, result.record, result.folder
+
+`bkn-zoo train` is this in a shell.
+"""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bkn_zoo.checkpoints.files import lock, make_folder
+from bkn_zoo.cores import check_device, keep_to_quota
+from bkn_zoo.errors import CheckpointError, InputError, TrainingError
+from bkn_zoo.progress import speaks, waiting
+from bkn_zoo.training.datasets import Data, fingerprint, load_data
+from bkn_zoo.training.fine_tuning import fitted
+from bkn_zoo.training.finish import TrainingResult, finish
+from bkn_zoo.training.interruption import Stopped, handled
+from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
+from bkn_zoo.training.origin import build
+from bkn_zoo.training.plan import Plan, make_plan
+from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import LOG, Training, begin, find_state, load_state, refuse_to_replace
+from bkn_zoo.training.tree import keep_apart
+
+
+def train(
+    recipe: str | os.PathLike[str] | Recipe,
+    data: str | os.PathLike[str],
+    *,
+    init: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    results: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    resume: bool = False,
+    workers: int = 0,
+    save_minutes: float = 5.0,
+    quiet: bool = False,
+    **overrides: Any,
+) -> TrainingResult:
+    """Train a network by a recipe; its checkpoint, state, log and record go to the output folder.
+
+    Ctrl-C and SIGTERM save the state after the current step and raise `SystemExit`; `resume=True` continues from there
+    with the same result as without the interruption. Started by torchrun, all processes train together; the record of
+    all but the first is empty. Errors name options as `bkn-zoo train` does: `--name` is `name` here.
+
+    Args:
+        recipe: a TOML file, the name of one in recipes/ of a checkout, or a `Recipe`.
+        data: the folder that holds the data set.
+        init: a checkpoint to start from (a name, a folder or "owner/repo"), "torchvision:NAME" or "timm:NAME"; its
+            classifier is kept for the same classes. By default new weights.
+        name: of the run and its checkpoint; by default the recipe's, with what is overridden.
+        output: folder of the run; by default runs/NAME. The checkpoint goes to its subfolder NAME.
+        results: folder of the record; by default results/runs in the output folder.
+        device: by default a GPU if there is one.
+        resume: continue the training in the output folder, with the same options.
+        workers: processes that decode image files.
+        save_minutes: between saved states.
+        quiet: print no lines and show no progress bar while it trains.
+        overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
+
+    Raises:
+        NonFiniteLossError: the training diverged.
+        TrainingError: it cannot continue for another reason, such as a full disk.
+        InputError: a recipe, an option or data that cannot be used.
+        CheckpointError: a checkpoint or a saved state that cannot be used.
+    """
+    plan = make_plan(
+        recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
+        workers=workers, save_minutes=save_minutes, quiet=quiet,
+    )  # fmt: skip
+    return carry_out(plan)
+
+
+def fine_tune(
+    data: str | os.PathLike[str],
+    *,
+    init: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    results: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    resume: bool = False,
+    workers: int = 0,
+    save_minutes: float = 5.0,
+    quiet: bool = False,
+    **overrides: Any,
+) -> TrainingResult:
+    """Train a pretrained network on one's own images, without a recipe; all else is as in `train`.
+
+    Batches, groups and the number of epochs follow from the checkpoint and the number of images.
+
+    Args:
+        data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
+        init: what to start from, as in `train`; by default the checkpoint that `bkn-zoo classify` uses.
+        name: of the run and its checkpoint; by default the network's and the data folder's, with what is overridden.
+        output, results, device, resume, workers, save_minutes, quiet: as in `train`.
+        overrides: fields of the recipe, such as `epochs=5` or `freeze=True`; `model="resnet101_bkn"` without `init`
+            trains new weights.
+    """
+    plan = make_plan(
+        None, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
+        workers=workers, save_minutes=save_minutes, quiet=quiet,
+    )  # fmt: skip
+    return carry_out(plan)
+
+
+def carry_out(plan: Plan) -> TrainingResult:
+    """Train as planned. What can be refused is refused before the data are read."""
+    joined = _join_processes(plan.device)
+    check_device(plan.device)
+    keep_to_quota()
+    torch.manual_seed(plan.recipe.seed)
+    if not plan.fine_tuning or "statistics_batch" in plan.given:  # otherwise `fitted` chooses a batch that it divides
+        local_batch(plan.recipe)
+    if plan.recipe.dataset == "folder":
+        keep_apart(plan.data, {"--output": plan.folder, "--results": plan.results / plan.name})
+    if plan.resume:
+        find_state(plan.output)
+    with _repeatable(), alone(plan.output):
+        make_folder(plan.results)
+        result = _train(plan)
+    if joined:
+        dist.destroy_process_group()
+    return result
+
+
+def _train(plan: Plan) -> TrainingResult:
+    device = torch.device(plan.device)
+    data = load_data(plan.recipe.dataset, plan.data, plan.recipe.size, plan.recipe.validation).to(device)
+    recipe = fitted(plan.recipe, len(data.train), plan.given) if plan.fine_tuning else plan.recipe
+    training = _begin(plan, recipe, data, device)
+    if plan.resume:
+        load_state(training, recipe, plan.output, device)
+    else:
+        refuse_to_replace(plan.output, recipe, training)
+    data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
+    if plan.fine_tuning and speaks() and not plan.quiet:
+        print(_described(recipe, data))
+    fit(training, recipe, data, plan.output, device, plan.save_minutes, plan.workers, plan.quiet)
+    if training.best is not None:
+        training.result.load_state_dict(training.best)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return TrainingResult(training.result.eval(), {}, plan.folder)
+    try:
+        with handled(_stop, signal.SIGTERM):
+            return finish(training, recipe, data, plan)
+    except OSError as error:
+        raise TrainingError(
+            f"the results could not be written ({error}): make room, and repeat the command with --resume."
+        ) from error
+    except CheckpointError as error:  # which says what to do first
+        raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
+
+
+def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Training:
+    """A training at its first step, with all that distinguishes it from others in the same folder."""
+    source = plan.source
+    with waiting(f"preparing {recipe.model}"):
+        training = begin(recipe, build(recipe, source and source.init, data.label_names), device)
+    training.data = str(plan.data.resolve())
+    training.images = [len(data.train), len(data.validation)]
+    training.label_names = list(data.label_names)
+    training.fingerprint = fingerprint(data, plan.data)
+    training.init = source and source.key
+    training.preprocessing = data.preprocessing
+    if source and source.preprocessing:  # that of its weights; the size is the recipe's
+        p = source.preprocessing
+        training.preprocessing = dataclasses.replace(
+            data.preprocessing, mean=p.mean, std=p.std, interpolation=p.interpolation
+        )
+    return training
+
+
+def _described(recipe: Recipe, data: Data) -> str:
+    """What is trained on, and how, in a line."""
+    images = (
+        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
+        + ("" if data.test is None else f" and {len(data.test)} to test by")
+    )
+    p = data.preprocessing
+    mean, std = (" ".join(f"{value:g}" for value in values) for values in (p.mean, p.std))
+    groups = recipe.statistics_batch or images_at_a_time(recipe)
+    return (
+        f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
+        f"{recipe.gradient_batch} in groups of {groups}"
+    )
+
+
+def _join_processes(device: str) -> bool:
+    """Join the other processes that torchrun started, unless the caller has; whether it did."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        return False
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return True
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Within it, cuDNN uses only algorithms that repeat their results, chosen by rule and not by timing."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Create a training's folder if needed, and hold it so that no other training uses it at the same time."""
+    make_folder(folder)
+    if not speaks():  # the first process holds it for all, and is the one that writes
+        yield
+        return
+    try:
+        file = (folder / LOG).open("ab")
+    except OSError as error:
+        raise InputError(f"{folder / LOG} cannot be written ({error.strerror}): choose another --output.") from None
+    with file:
+        lock(file, f"another training uses {folder}: wait for its end, or choose another --name or --output.")
+        yield
+
+
+def _stop(number: int, frame: Any) -> None:
+    """On a signal that would otherwise end the process at once and leave half-written results."""
+    raise Stopped(number, "stopped before all results were written; go on with --resume")

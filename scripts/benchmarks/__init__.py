@@ -1,0 +1,1 @@
+"""The subcommands of scripts/benchmark.py, a file each."""

@@ -1,0 +1,104 @@
+"""Images through the engines, with all statistics: `benchmark.py infer`."""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.race import Contestant, calibrated, photographs, timed
+from bkn_zoo.inference import engines
+from bkn_zoo.norms import MODES
+from bkn_zoo.publishing.results import table, write_results
+
+COLUMNS = [
+    "model", "size", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
+    "ratio_to_population", "ratio_to_bn_folded", "ratio_to_torch",
+]  # fmt: skip
+
+
+def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor) -> list[Contestant]:
+    """BKN at all statistics, and BN at the population's: eager as they are, then prepared by every engine."""
+    device = images.device.type
+    names = ["torch"] if device == "cuda" else ["torch", "openvino"]
+    if engines.ov is None and "openvino" in names:
+        print("openvino is not installed, and left out")
+        names.remove("openvino")
+    contestants = []
+    for norm, modes in (("bkn", MODES), ("bn", MODES[:1])):
+        model = calibrated(f"{network}_{norm}", samples)
+        eager = torch.inference_mode()(model)
+        runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {("eager", "f32"): eager}
+        for name in names:
+            for precision in ("f32", "auto"):  # one and the same where the hardware has nothing faster
+                engine = engines.create_engine(model, name, device, precision)
+                runs[name, engine.precision] = engine
+        for (name, precision), run in runs.items():
+            for mode in modes:
+                start = time.perf_counter()
+                logits = run(images, mode).cpu()
+                row = {
+                    "model": network, "norm": norm, "engine": name, "precision": precision, "statistics": mode,
+                    "batch": len(images), "size": images.shape[-1], "first_call_s": time.perf_counter() - start,
+                    "max_difference": (logits - eager(images, mode).cpu()).abs().max().item(),
+                }  # fmt: skip
+                contestants.append(Contestant(row, partial(run, images, mode)))
+    return contestants
+
+
+def race_engines(contestants: list[Contestant], rounds: int) -> None:
+    """As `race`, with turns of about a tenth of a second, and with the ratios that matter at inference."""
+    steps = [max(1, round(100 / timed(contestant.step, 1))) for contestant in contestants]
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(rounds):
+        for contestant, count, taken in zip(contestants, steps, times, strict=True):
+            taken.append(timed(contestant.step, count))
+    fields = ("norm", "engine", "precision", "statistics")
+    found = {tuple(c.row[field] for field in fields): taken for c, taken in zip(contestants, times, strict=True)}
+    for (norm, engine, precision, mode), taken, contestant in zip(found, times, contestants, strict=True):
+
+        def ratio(rival: tuple[str, ...], taken: list[float] = taken) -> float:
+            return statistics.median(a / b for a, b in zip(taken, found[rival], strict=True))
+
+        contestant.row.update(
+            ms_per_image=statistics.median(taken) / contestant.row["batch"],
+            spread_ms=(max(taken) - min(taken)) / contestant.row["batch"],
+            ratio_to_population=ratio((norm, engine, precision, "population")),
+            ratio_to_bn_folded=None if engine == "eager" else ratio(("bn", engine, precision, "population")),
+            ratio_to_torch=ratio((norm, "torch", "f32", mode)),
+        )
+
+
+def infer(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    rows: list[dict[str, Any]] = []
+    for case in args.cases:
+        network, side = case.split(":")
+        samples = photographs(int(side)).to(args.device)
+        for batch in args.batches:
+            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples)
+            race_engines(contestants, args.rounds)
+            rows += [contestant.row for contestant in contestants]
+            write_results(args.output, rows, args.seed)
+    print(table(rows, COLUMNS))
+
+
+def add(commands: Any) -> None:
+    """The subcommand."""
+    command = commands.add_parser("infer", help="images through the engines: BKN at all statistics, BN folded")
+    command.add_argument(
+        "--cases", nargs="+",
+        default=["resnet101:224", "resnet101:128", "inception_v2:224", "inception_v2:128", "inception_cifar:32"],
+        help="network and size of its input",
+    )  # fmt: skip
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    command.add_argument("--batches", nargs="+", type=int, default=[1])
+    command.add_argument("--rounds", type=int, default=25)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_infer.{platform.machine()}.json"))
+    command.set_defaults(run=infer)

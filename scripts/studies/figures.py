@@ -1,0 +1,52 @@
+"""Plots as PNG files that hold what they show, so that a test can compare them with the records."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def save_figures(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """As PNG files; what has no figure (None) has no file either, nor keeps one of before.
+
+    What is plotted is in the file, too, so that a test can hold the picture against the results.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        if figure is None:
+            path.unlink(missing_ok=True)
+            continue
+        figure.savefig(path, dpi=130, metadata={"Software": None, "Description": json.dumps(plotted(figure))})
+        drawn.append(path)
+    return drawn
+
+
+def plotted(figure: Any) -> list[dict[str, Any]]:
+    """What a figure shows: its words and, of each of its axes, words and values, rounded. Nothing is rendered."""
+    import numpy as np
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    def rounded(values: Any) -> Any:
+        values = np.ma.filled(values)
+        return (np.round(values, 3) if values.dtype.kind == "f" else values).tolist()
+
+    found: list[dict[str, Any]] = [{"texts": [text.get_text() for text in figure.texts]}]
+    for axes in figure.axes:
+        words = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), *axes.get_legend_handles_labels()[1]]
+        words += [text.get_text() for text in axes.texts]
+        for axis in (axes.xaxis, axes.yaxis):
+            words += getattr(axis.get_major_formatter(), "seq", [])  # ticks that were given names
+        spreads = [each for each in axes.collections if isinstance(each, LineCollection | PolyCollection)]
+        found.append({
+            "texts": words,
+            "lines": [[rounded(line.get_xdata()), rounded(line.get_ydata())] for line in axes.lines],
+            # Of a band or bar, its corners: in which order they are drawn is matplotlib's.
+            "spreads": [
+                sorted(map(list, {tuple(corner) for path in each.get_paths() for corner in rounded(path.vertices)}))
+                for each in spreads
+            ],
+            "maps": [rounded(image.get_array()) for image in axes.images if image.get_array().ndim == 2],
+        })  # fmt: skip
+    return found

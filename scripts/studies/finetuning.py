@@ -1,0 +1,211 @@
+"""Holds the defaults of fine-tuning against other choices, on small slices of public data sets: docs/finetuning.md.
+
+DATA is what --pack makes, in a few megabytes, of a folder that holds imagewoof2-320, imagenette2-320 and
+tiny-imagenet-200. Each run is `bkn-zoo train` with nothing but the options of its arm, on 20 images of each class, of
+which its seed says which; all are measured on the same test images.
+"""
+
+import argparse
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.cli.train import main
+from bkn_zoo.publishing.results import table
+from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.evaluation import measure
+from bkn_zoo.training.state import classifier
+from studies.base import DOCS, RESULTS, Record, Run, Study, device
+from studies.finetuning_data import SEEDS, pack, tree_of
+
+CHECKPOINT = "inception_v2_bkn.tiny_imagenet"
+SETS = {"imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes"}
+DEFAULTS, PROBE, ORIGINAL = "defaults", "linear probe", "original head"
+
+ARMS: dict[str, tuple[str, ...]] = {
+    DEFAULTS: (),
+    PROBE: (),
+    ORIGINAL: (),
+    "groups of 1": ("--statistics_batch", "1"),
+    "5 epochs": ("--epochs", "5"),
+    "last epoch": ("--keep", "last"),
+    "frozen backbone": ("--freeze",),
+    "frozen backbone at lr 0.01": ("--freeze", "--lr", "0.01"),
+    "lr 0.001": ("--lr", "0.001"),
+    "lr 0.01": ("--lr", "0.01"),
+}
+"""What each changes of `bkn-zoo train`, in the order in which they are run; the second and third are no trainings."""
+
+NOT_RUN = "not run yet"
+UNKNOWN = "does not know them"
+KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics", "seconds", "test_images")
+"""Of the record of a training."""
+
+
+@dataclass(frozen=True)
+class FineTuning(Run):
+    dataset: str
+    arm: str
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.dataset, self.arm
+
+    @property
+    def data(self) -> str:
+        return self.dataset
+
+    @property
+    def like(self) -> str:
+        return f"{self.dataset}, {self.arm}"
+
+
+def planned(dataset: str, arm: str, seed: int) -> FineTuning:
+    return FineTuning(f"{dataset}.{arm.replace(' ', '_')}.seed={seed}", seed, dataset, arm)
+
+
+class Defaults(Study):
+    name = "finetuning"
+    results = plots = RESULTS / "finetune"
+
+    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
+        return [planned(dataset, arm, seed) for arm in ARMS for dataset in SETS for seed in SEEDS]
+
+    def key(self, record: Record) -> str:
+        return planned(record["dataset"], record["arm"], record["seed"]).key
+
+    def pack(self, args: argparse.Namespace) -> None:
+        pack(args.data, args.pack, CHECKPOINT)
+
+    def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
+        assert isinstance(run, FineTuning)
+        memory = Path("/dev/shm")  # for states, which nobody will need
+        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+            data, started = tree_of(args.data / run.dataset, run.seed, Path(scratch)), time.monotonic()
+            if run.arm in (PROBE, ORIGINAL):
+                found = probe(data, device(args), restricted=run.arm == ORIGINAL)
+            else:
+                changes = [word for field, value in args.changes.items() for word in (f"--{field}", json.dumps(value))]
+                found = fine_tune(data, [*ARMS[run.arm], *changes], run.seed, device(args), Path(scratch))
+        about = {"dataset": run.dataset, "arm": run.arm, "checkpoint": CHECKPOINT}
+        return {**about, **found, "whole_seconds": round(time.monotonic() - started, 1)}
+
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
+        return {DOCS / "finetuning.md": {"study": study_table(list(records.values()))}}
+
+
+STUDY = Defaults()
+
+
+def fine_tune(data: Path, options: list[str], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
+    """By the command, as a user would."""
+    faster = ["--graph", "true"] if device.type == "cuda" else []
+    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run", *faster, *options]
+    main(["--data", str(data), "--output", str(scratch / "out"), *chosen])
+    record = json.loads((scratch / "out" / "results" / "runs" / "run.json").read_text())
+    validation = [max(m["top1"] for m in line["validation"].values()) for line in record["curve"]]
+    return {
+        "options": options,
+        "trained_by": shlex.join(["bkn-zoo", "train", "--data", data.name, *chosen]),
+        **{name: record[name] for name in KEPT},
+        "test": {mode: _rounded(metrics) for mode, metrics in record["test"].items()},
+        "validation": [round(top1, 2) for top1 in validation],
+    }
+
+
+def _rounded(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in metrics.items()}
+
+
+def probe(data: Path, device: torch.device, restricted: bool) -> dict[str, Any]:
+    """The checkpoint's own features and its default statistics, with another classifier, or with its own.
+
+    The classifier is a logistic regression whose weight decay is chosen on the validation images, of those that
+    fine-tuning holds out; or the checkpoint's own, restricted to the classes that both know.
+    """
+    model = from_pretrained(CHECKPOINT).to(device)
+    found = load_data("folder", data, model.config.preprocessing.size)
+    assert found.test is not None
+    features: list[torch.Tensor] = []
+    classifier(model).register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+
+    @torch.no_grad()
+    def of(images: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features, logits and labels."""
+        features.clear()
+        logits, labels = [], []
+        for batch in evaluation_batches(found, images, 250, device):
+            logits.append(model(batch.images))
+            labels.append(batch.targets.argmax(1))
+        return tuple(torch.cat(parts).cpu().clone() for parts in (features, logits, labels))  # type: ignore[return-value]
+
+    mode = model.default_statistics
+    _, logits, labels = tested = of(found.test)
+    if restricted:
+        known = model.config.label_names
+        if not set(found.label_names) <= set(known):
+            return {"reason": "the checkpoint does not know these classes"}
+        columns = [known.index(name) for name in found.label_names]
+        return {"chosen_statistics": mode, "test": {mode: _rounded(measure(logits[:, columns], labels))}}
+    train, validation = of(found.train), of(found.validation)
+    fits = {decay: logistic_regression(train[0], train[2], decay) for decay in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
+    decay = min(fits, key=lambda decay: measure(fits[decay](validation[0]), validation[2])["loss"])
+    return {
+        "chosen_statistics": mode,
+        "weight_decay": decay,
+        "test": {mode: _rounded(measure(fits[decay](tested[0]).detach(), labels))},
+    }
+
+
+def logistic_regression(features: Any, labels: Any, decay: float) -> Any:
+    """A classifier of features, which it takes to mean 0 and variance 1 first."""
+    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
+    classes = int(labels.max()) + 1
+    layer = torch.nn.Linear(features.shape[1], classes)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=300, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(layer((features - mean) / std), labels) + decay / 2 * layer.weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return lambda others: layer((others - mean) / std)
+
+
+def top1(record: Record) -> float:
+    """On the test images, by the statistics that were chosen without them."""
+    return record["test"][record["chosen_statistics"]]["top1"]
+
+
+def study_table(records: Sequence[Record]) -> str:
+    """A row for each arm, a column for each data set: the mean over seeds, and ± their standard deviation."""
+
+    def cell(arm: str, dataset: str) -> str:
+        found = [record for record in records if (record["arm"], record["dataset"]) == (arm, dataset)]
+        values = [top1(record) for record in found if "test" in record]
+        if not values:
+            return UNKNOWN if found else NOT_RUN
+        few = "" if len(values) == len(SEEDS) else f" ({len(values)} of {len(SEEDS)} seeds)"
+        return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "") + few
+
+    rows = [
+        {"arm": arm, "options": f"`{' '.join(options)}`" if options else ""}
+        | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
+        for arm, options in ARMS.items()
+    ]
+    return table(rows, list(rows[0]))

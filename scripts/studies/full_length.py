@@ -1,0 +1,147 @@
+"""The README's second table and its picture: runs at the full length of the published recipes, each with its twins.
+
+BKN with few images per statistics group, BN with as few, and BN with many. The first table, of one network with more
+norms, is `headline` of replication_page.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from bkn_zoo.models import build
+from bkn_zoo.publishing.cards import DATASETS, Run
+from bkn_zoo.publishing.results import table
+from studies.chance import spread
+from studies.records import counted, least_to_most
+from studies.replication_plan import CLASSES
+from studies.twins import but_for_twins, chosen_top1, is_plain, sizes, to_the_end
+
+BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
+
+
+@dataclass(frozen=True)
+class FullLength:
+    """One network on one data set, each norm by the same recipe: top-1 on the test images, of each seed.
+
+    Attributes:
+        few: images per statistics group of `bkn` and `bn_few`.
+        many: of `bn_many`.
+    """
+
+    data: str
+    network: str
+    few: int
+    many: int
+    bn_few: list[float]
+    bkn: list[float]
+    bn_many: list[float]
+
+    @property
+    def seeds(self) -> list[int]:
+        """How many each of the three has."""
+        return [len(arm) for arm in (self.bn_few, self.bkn, self.bn_many)]
+
+
+def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
+    """One for each network, data set and size of groups whose runs allow the comparison.
+
+    Of several recipes, that of most epochs and, of those, the one that was run most often.
+
+    Args:
+        runs: as `read_twins` gives them. Options of a norm are not compared here, and leave a run out.
+    """
+    alike: dict[tuple[str, str, str], list[Run]] = {}
+    for run in (run for run in to_the_end(runs) if is_plain(run, {})):
+        key = json.dumps(but_for_twins(run["recipe"]), sort_keys=True, default=str)
+        alike.setdefault((run["dataset"], run["model"].rpartition("_")[0], key), []).append(run)
+    found: dict[tuple[str, str], list[FullLength]] = {}
+    for (dataset, network, _), members in sorted(alike.items(), key=lambda item: (item[1][0]["epochs"], len(item[1]))):
+        of: dict[tuple[str, int], list[Run]] = {}
+        for run in members:
+            of.setdefault((run["norm"], sizes(run)[1]), []).append(run)
+        many = max((group for norm, group in of if norm == "bn"), default=0)
+        both = sorted(group for norm, group in of if norm == "bkn" and ("bn", group) in of and group < many)
+        if both:
+            found[dataset, network] = [
+                FullLength(str(DATASETS[dataset].shown), network, few, many, *map(chosen_top1, three))
+                for few in both
+                for three in [(of["bn", few], of["bkn", few], of["bn", many])]
+            ]
+    return [row for key in sorted(found) for row in found[key]]
+
+
+def full_length_table(rows: Iterable[FullLength]) -> str:
+    """The rows, with what A costs in parameters."""
+    classes = {DATASETS[name].shown: count for name, count in CLASSES.items()}
+
+    def line(row: FullLength) -> dict[str, str]:
+        bn, bkn = (parameters(f"{row.network}_{norm}", classes[row.data]) / 1e6 for norm in ("bn", "bkn"))
+        return {
+            "data, network": f"{row.data}, `{row.network}`",
+            "images per group": str(row.few),
+            "BN": spread(row.bn_few),
+            "**BKN**": f"**{spread(row.bkn)}**",
+            "BN with many": f"{spread(row.bn_many)} ({row.many} per group)",
+            "seeds": least_to_most(row.seeds),
+            "parameters, BN to BKN": f"{bn:.1f}M to {bkn:.1f}M",
+        }
+
+    lines = [line(row) for row in rows]
+    return table(lines, list(lines[0]))
+
+
+def parameters(name: str, classes: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(name, classes).parameters())
+
+
+def draw_full_length(rows: list[FullLength], path: Path) -> None:
+    """One line per row: how far it is from BN to BKN with few images per group, and where BN is with many.
+
+    The figures are in the file, too, so that a test can hold the picture against the results.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    large = sorted({row.many for row in rows})
+    spread = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
+    for y, row in enumerate(reversed(rows)):
+        bn_few, bkn, bn_many = map(mean, (row.bn_few, row.bkn, row.bn_many))
+        axes.plot([bn_few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
+        for arm, colour in ((row.bn_few, BN_FEW), (row.bkn, BKN), (row.bn_many, BN_MANY)):
+            if len(arm) > 1:
+                axes.errorbar(mean(arm), y, xerr=stdev(arm), color=colour, capsize=4, zorder=2)
+        axes.scatter(bn_few, y, s=110, color=BN_FEW, label="" if y else "BN", zorder=2)
+        axes.scatter(bkn, y, s=45, color=BKN, label="" if y else "BKN", zorder=3)
+        axes.scatter(
+            bn_many,
+            y,
+            s=260,
+            marker="|",
+            color=BN_MANY,
+            label="" if y else f"BN with {spread} images per group",
+            zorder=4,
+        )
+        axes.annotate(f"{bkn - bn_few:+.1f}", ((bn_few + bkn) / 2, y), (0, 10), ha="center",
+                      textcoords="offset points", color=BKN)  # fmt: skip
+    groups = [f"{row.few} image{'s' * (row.few > 1)} per group, {counted(*row.seeds)}" for row in reversed(rows)]
+    labels = [f"{row.data}, {row.network}\n{group}" for row, group in zip(reversed(rows), groups, strict=True)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(-0.6, len(rows) - 0.3)
+    axes.set_xlabel("top-1 accuracy on the test images (%), mean and standard deviation over seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None, "Description": json.dumps(list(map(asdict, rows)))})
+
+
+def drawn(path: Path) -> list[Mapping[str, object]]:
+    """The figures that a picture was drawn from."""
+    from PIL import Image
+
+    return json.loads(Image.open(path).info["Description"])

@@ -1,0 +1,199 @@
+"""The plan of the replication, read from replication.toml.
+
+A planned run and a record belong together if their recipes are the same; names are for people.
+"""
+
+import dataclasses
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.training.recipes import Recipe, read_recipe
+from studies.base import OFFICIAL, ROOT, Run
+from studies.records import NORMS, recipe_key
+
+PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
+CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
+"""How many a data set has, by its name in a recipe."""
+WORDS = {
+    "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
+    "gain_per_channel=True": "a gain per channel", "shared_process_noise=False": "R per channel",
+}  # fmt: skip
+HELD = f"{NORMS['bkn']}, {WORDS['link=False']}"
+"""How an arm of BKN without the link between layers is called."""
+
+
+@dataclass(frozen=True)
+class Training(Run):
+    """A recipe, and what a recipe does not say.
+
+    Attributes:
+        width: factor of the network's channels.
+        every: the training images are each `every`-th of the data set's.
+        experiments: those that show it.
+    """
+
+    recipe: Recipe
+    width: float = 1.0
+    every: int = 1
+    experiments: tuple[str, ...] = ()
+
+    @cached_property
+    def key(self) -> str:
+        return recipe_key(self.recipe, self.width, self.every)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.experiments
+
+    @property
+    def data(self) -> str:
+        return OFFICIAL[self.recipe.dataset]
+
+    @property
+    def like(self) -> str:
+        recipe = self.recipe
+        return f"{recipe.dataset}, {recipe.model.rpartition('_')[0]}, {recipe.gradient_batch}, {self.every}"
+
+    @property
+    def epochs(self) -> int:
+        return self.recipe.epochs
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ by their seeds alone: a cell of a table.
+
+    Attributes:
+        ablation: it is there to be compared with another, which has the same norm and the same batches.
+    """
+
+    name: str
+    setting: str
+    label: str
+    gradient: int
+    group: int
+    runs: tuple[Training, ...]
+    paper: float | None = None
+    ablation: bool = False
+
+    @property
+    def batches(self) -> str:
+        """Gradient and statistics batch, to show."""
+        return f"{self.gradient}, {self.group}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table: its arms, and the differences between them that it is about."""
+
+    name: str
+    title: str
+    setting: str
+    place: str | None
+    seeds: int
+    arms: tuple[Arm, ...]
+    differences: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    settings: Mapping[str, Mapping[str, Any]]
+    experiments: tuple[Experiment, ...]
+    claims: tuple[Mapping[str, Any], ...]
+
+    @cached_property
+    def arms(self) -> dict[str, Arm]:
+        """By name."""
+        return {arm.name: arm for experiment in self.experiments for arm in experiment.arms}
+
+    def runs(self) -> list[Training]:
+        """Each run once, in the order of the file: a row with all its seeds, then the next."""
+        first: dict[str, Training] = {}
+        shown: dict[str, list[str]] = {}
+        for experiment in self.experiments:
+            for run in (run for arm in experiment.arms for run in arm.runs):
+                first.setdefault(run.key, run)
+                shown.setdefault(run.key, []).append(experiment.name)
+        return [dataclasses.replace(run, experiments=tuple(shown[key])) for key, run in first.items()]
+
+
+def read_plan(path: Path = PLAN, recipes: Path = RECIPES, overrides: Mapping[str, Any] | None = None) -> Plan:
+    """The experiments of a file, with fields of all recipes overridden."""
+    try:
+        content = tomllib.loads(path.read_text())
+        settings = content["settings"]
+        experiments = tuple(_experiment(each, settings, recipes, overrides or {}) for each in content["experiments"])
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): name a file of experiments.") from None
+    except KeyError as error:
+        raise InputError(f"{path} lacks {error}: write it as the comment at its head says.") from None
+    return Plan(settings, tuple(_with_all_seeds(experiments)), tuple(content.get("claims", [])))
+
+
+def _with_all_seeds(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
+    """An arm has as many seeds as the experiment that asks for most of them."""
+    every = [arm for experiment in experiments for arm in experiment.arms]
+    seeds = {arm.name: arm.runs for arm in sorted(every, key=lambda arm: len(arm.runs))}
+    for each in experiments:
+        arms = tuple(dataclasses.replace(arm, runs=seeds[arm.name]) for arm in each.arms)
+        yield dataclasses.replace(each, arms=arms)
+
+
+def _experiment(
+    content: Mapping[str, Any], settings: Mapping[str, Any], recipes: Path, overrides: Mapping[str, Any]
+) -> Experiment:
+    arms = []
+    for row in content["rows"]:
+        unknown = set(row) - {"norm", "groups", "gradient", "options", "fields", "seeds", "width", "paper"}
+        if unknown:
+            raise InputError(f"experiment {content['name']}: a row does not take {sorted(unknown)[0]!r}.")
+        options, fields, seeds = row.get("options", {}), row.get("fields", {}), row.get("seeds", content["seeds"])
+        lists = [listed(row["groups"]), *map(listed, options.values()), *map(listed, fields.values())]
+        for group, *values in itertools.product(*lists):
+            chosen = dict(zip([*options, *fields], values, strict=True))
+            own, changed = ({name: chosen[name] for name in names} for names in (options, fields))
+            arms.append(_arm(row, content["setting"], settings, recipes, seeds, group, own, changed, overrides))
+    name, title, setting, seeds = (content[field] for field in ("name", "title", "setting", "seeds"))
+    about = tuple(content.get("differences", []))
+    return Experiment(name, title, setting, content.get("place"), seeds, tuple(arms), about)
+
+
+def _arm(
+    row: Mapping[str, Any], name: str, settings: Mapping[str, Any], recipes: Path, seeds: int, group: int,
+    options: dict[str, Any], fields: dict[str, Any], overrides: Mapping[str, Any],
+) -> Arm:  # fmt: skip
+    setting = dict(settings[name])
+    file, every, schedule = recipes / f"{setting.pop('recipe')}.toml", setting.pop("every", 1), setting.pop("brn", {})
+    base = read_recipe(file)
+    gradient, width = row.get("gradient", base.gradient_batch), row.get("width", 1.0)
+    if row["norm"] == "brn":  # with smaller gradient batches it has more steps
+        options_in_steps = {key: round(steps * base.gradient_batch / gradient) for key, steps in schedule.items()}
+    else:
+        options_in_steps = {}
+    changes = {
+        **setting, "model": f"{base.model.rpartition('_')[0]}_{row['norm']}", "gradient_batch": gradient,
+        "statistics_batch": None if group == gradient else group, **fields,
+        **{f"norm_options.{option}": value for option, value in (options_in_steps | options).items()}, **overrides,
+    }  # fmt: skip
+    own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items())]
+    wide = ["wide"] if width != 1 else []
+    arm = ".".join([name, row["norm"], f"{gradient}-{group}", *([",".join(own)] if own else []), *wide])
+    runs = tuple(
+        Training(f"{arm}.seed={seed}", seed, read_recipe(file, {**changes, "seed": seed}), width, every)
+        for seed in range(seeds)
+    )
+    shown = [WORDS.get(each, each.replace("=", " = ").replace("_", " ")) for each in own]
+    shown += ["widened"] if wide else []
+    label = ", ".join([NORMS[row["norm"]], *shown])
+    ablation = bool(options) or width != 1 or (bool(fields) and gradient == base.gradient_batch)
+    return Arm(arm, name, label, gradient, group, runs, row.get("paper"), ablation)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

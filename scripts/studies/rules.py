@@ -1,0 +1,150 @@
+"""What a trained network is asked beside its accuracy: other rules for inference, and how steady its beliefs are.
+
+The rules stand beside the mode `expected`, and like it give an observation from an image's own statistics and what the
+layers remember; BN normalizes by it, BKN takes it through predict and update.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bkn_zoo import kernels
+from bkn_zoo.models import Network
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
+from bkn_zoo.norms.statistics import observe, pool
+from bkn_zoo.training.comparisons import layers
+
+Rule = Callable[[RunningNorm, Belief, int], Belief]
+"""From a layer, the statistics of the images and the group met in training, what is observed of each image."""
+
+
+@contextmanager
+def observing_by(model: Network, rule: Rule) -> Iterator[None]:
+    """Within it, the mode `expected` of `model` observes by `rule`. For measurements: nobody else may use it then."""
+
+    def bind(layer: RunningNorm) -> Callable[[Belief, int], Belief]:
+        return lambda images, group: rule(layer, images, group)
+
+    for layer in layers(model):
+        layer.expect = bind(layer)  # type: ignore[method-assign, assignment]
+    try:
+        with kernels.use("pytorch"):  # fused kernels know no other rule than their own
+            yield
+    finally:
+        for layer in layers(model):
+            del layer.expect
+
+
+def example_weighing(share: float) -> Rule:
+    """Summers & Dinneen (2020): moments of the image and of all images, mixed by a share that is tuned.
+
+    At a share of 1/n this is `expected` but for the term V (n-1)/n^2, by which it is wider.
+    """
+
+    def rule(layer: RunningNorm, images: Belief, group: int) -> Belief:
+        everyone, spread = layer.partners()
+        mean = torch.lerp(everyone.mean, images.mean, share)
+        within = torch.lerp(everyone.var + spread, images.var, share)
+        return Belief(mean, within + share * (1 - share) * (images.mean - everyone.mean).square())
+
+    return rule
+
+
+@torch.no_grad()
+def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
+    """Singh & Shrivastava (2019): mean and variance mixed apart, by two shares a layer, fitted to training groups.
+
+    Theirs are learned by gradient descent during training; these are the least squares that it aims at, over channels
+    in units of their own variance.
+    """
+    group = model.statistics_batch_size or 1
+    sums: dict[RunningNorm, Tensor] = {}
+
+    def population(layer: RunningNorm) -> Belief:
+        everyone, spread = layer.partners()
+        return Belief(everyone.mean, everyone.var + (1 - 1 / group) * spread)
+
+    def watch(layer: RunningNorm, images: Belief) -> None:
+        usual, observed = remembered[layer], pool(images, group)
+        unit = usual.var + layer.eps
+        terms = []
+        for own, shared, centre, scale in zip(images, observed, usual, (unit.sqrt(), unit), strict=True):
+            own, shared = (own - centre) / scale, ((shared - centre) / scale).repeat_interleave(group, 0)
+            terms += [(own * shared).sum(), own.square().sum()]
+        sums[layer] = sums.get(layer, 0) + torch.stack(terms).double()
+
+    trained, model = model, copy.deepcopy(model)  # whose running averages move
+    remembered = {layer: population(layer) for layer in layers(model)}
+    _in_training(model, batches, lambda layer, x, belief: watch(layer, observe(x)))
+    shares = {}
+    for layer, copied in zip(layers(trained), layers(model), strict=True):
+        both, alone, both_var, alone_var = sums[copied].tolist()
+        shares[layer] = both / max(alone, 1e-12), both_var / max(alone_var, 1e-12)
+
+    def rule(layer: RunningNorm, images: Belief, group: int) -> Belief:
+        usual, (of_mean, of_var) = population(layer), shares[layer]
+        return Belief(torch.lerp(usual.mean, images.mean, of_mean), torch.lerp(usual.var, images.var, of_var))
+
+    return rule
+
+
+@torch.no_grad()
+def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]) -> Network:
+    """A copy whose A are each `smaller` of what they were."""
+    model = copy.deepcopy(model)
+    for layer in layers(model):
+        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
+            layer.transition.copy_(smaller(layer.transition))
+    return model
+
+
+def coarse(transition: Tensor, bits: int) -> Tensor:
+    """Rounded to `bits` bits, a scale for each row."""
+    step = transition.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return torch.round(transition / step.clamp_min(1e-30)) * step
+
+
+def low_rank(transition: Tensor, rank: int) -> Tensor:
+    """The nearest matrix of that rank."""
+    u, s, v = torch.linalg.svd(transition.float(), full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
+@torch.no_grad()
+def variance_gaps(model: Network, batches: Iterable[Tensor]) -> list[Tensor]:
+    """For each layer, the logarithm of each group's variance over the running one: (groups, channels)."""
+    model = copy.deepcopy(model)
+    running = {layer: layer.running_var.clone() for layer in layers(model)}
+    gaps: dict[RunningNorm, list[Tensor]] = {layer: [] for layer in layers(model)}
+
+    def watch(layer: RunningNorm, x: Tensor, belief: Belief | None) -> None:
+        var = pool(observe(x), model.statistics_batch_size).var if belief is None else belief.var
+        gaps[layer].append(torch.log((var + layer.eps) / (running[layer] + layer.eps)).cpu())
+
+    _in_training(model, batches, watch)
+    return [torch.cat(parts) for parts in gaps.values()]
+
+
+def _in_training(
+    model: Network, batches: Iterable[Tensor], watch: Callable[[RunningNorm, Tensor, Belief | None], None]
+) -> None:
+    """Pass batches as training does; `watch` sees every layer's input and belief."""
+
+    def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        watch(layer, args[0].detach(), output[1])
+
+    hooks = [layer.register_forward_hook(hook) for layer in layers(model)]
+    try:
+        with left_in_its_modes(model):
+            model.train()
+            for images in batches:
+                model(images.contiguous(memory_format=torch.channels_last))
+    finally:
+        for handle in hooks:
+            handle.remove()

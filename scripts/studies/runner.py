@@ -1,0 +1,143 @@
+"""The command of all studies: --list, --data, --pack, --table and --plot."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bkn_zoo.errors import InputError
+from studies.base import Record, Run, Study
+from studies.work import Work
+
+
+def studies() -> list[str]:
+    """Their names."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [file.stem for file in files if re.search(r"^STUDY\b", file.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+def load(name: str) -> Study:
+    return import_module(f"studies.{name}").STUDY
+
+
+def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, list[Study]]:
+    """The options, and the studies that they are about."""
+    names = studies()
+    chosen = [load(name) for name in (arguments[:1] if arguments[:1] and arguments[0] in names else names)]
+    parser = argparse.ArgumentParser(
+        "study.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", nargs="?", choices=names, help="default: all, for --list, --table and --plot")
+    parser.add_argument("--list", action="store_true", help="show what is done and what is missing")
+    parser.add_argument("--table", action="store_true", help="write the study's pages")
+    parser.add_argument("--plot", action="store_true", help="draw the study's pictures")
+    parser.add_argument("--data", type=Path, help="train what is missing, on the data sets in this folder")
+    parser.add_argument("--pack", type=Path, help="instead, put what is needed of them into this folder")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs, or parts of the plan")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after as many")
+    parser.add_argument("--device", default=None, help="default: cuda where there is one")
+    parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="for unfinished runs, decoded images")
+    parser.add_argument("--results", type=Path, help="where the records go; default: the study's folder in results/")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="change all recipes: for another --results"
+    )
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # what the runner starts itself
+    for study in chosen if len(chosen) == 1 else []:
+        study.add_options(parser)
+    args = parser.parse_args(arguments)
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    if not (args.list or args.table or args.plot or args.data):
+        parser.error("nothing to do: --list, --data, --table or --plot")
+    if not args.study and (args.data or args.results):
+        parser.error(f"--data and --results are for one study: {', '.join(names)}")
+    args.changes = dict(map(change, args.set))
+    args.arguments = arguments
+    return args, chosen
+
+
+def change(text: str) -> tuple[str, Any]:
+    """A field and its value, read as JSON where it is some."""
+    field, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"--set takes fields as FIELD=VALUE, not {text!r}.")
+    try:
+        return field, json.loads(value)
+    except json.JSONDecodeError:
+        return field, value
+
+
+def main(arguments: list[str], about: str | None = None) -> int:
+    args, chosen = parse(arguments, about)
+    failed = 0
+    for study in chosen:
+        failed += carry_out(study, args)
+    return min(failed, 1)
+
+
+def carry_out(study: Study, args: argparse.Namespace) -> int:
+    """Do with a study what the options ask for; returns how many runs failed."""
+    results, failed = args.results or study.results, 0
+    if args.data and not args.data.is_dir():
+        raise InputError(f"there is no folder {args.data}: name the one that holds the data sets.")
+    if args.pack:
+        study.pack(args)
+        return 0
+    if args.run:
+        known = study.planned(study.records(results), args.changes)
+        leave_record(study, next(run for run in known if run.name == args.run), args)
+        return 0
+    if args.data:
+        failed = Work(study, args).through()
+    records = study.records(results)
+    if args.list:
+        print(listing(study, records))
+    if args.plot:
+        from studies.figures import save_figures
+
+        save_figures(study.figures(records), study.plots)
+    if args.table:
+        for path, text in pages(study, records).items():
+            path.write_text(text, encoding="utf-8")
+    return failed
+
+
+def pages(study: Study, records: Mapping[str, Record]) -> dict[Path, str]:
+    """The study's pages as its records have them."""
+    from studies.regions import filled
+
+    return {path: filled(path, contents) for path, contents in study.regions(records).items()}
+
+
+def listing(study: Study, records: Mapping[str, Record]) -> str:
+    """A line for each arm: runs that differ by their seeds alone."""
+    arms: dict[str, list[Run]] = {}
+    planned = study.planned(records, {})
+    for run in planned:
+        arms.setdefault(run.name.partition(".seed=")[0], []).append(run)
+    lines = [f"{study.name}:"]
+    for arm, runs in arms.items():
+        done, rest = ([run.seed for run in runs if (run.key in records) is there] for there in (True, False))
+        lines.append(f"  {arm:<60} done: {done or '-'}  missing: {rest or '-'}")
+    count = sum(run.key in records for run in planned)
+    return "\n".join([*lines, f"{count} of {len(planned)} runs are done"])
+
+
+def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
+    """Train a run, and write what it found with all that says where it comes from."""
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
+
+    folder = args.output / study.name / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    found = study.train(run, args)
+    words = ["python", "scripts/study.py", study.name, "--data", args.data.name, "--only", run.name]
+    words += ["--set", *args.set] if args.set else []
+    origin = {"jobs": args.jobs, **environment(run.seed), "command": shlex.join(words)}
+    text = json.dumps({"name": run.name, **found, **origin}, separators=(",", ":"))
+    write_record((args.results or study.results) / f"{run.name}.json", text)

@@ -1,0 +1,46 @@
+"""The tables of MODEL_CARD.md: all checkpoints, and what all trainings cost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.modes import MODES
+from bkn_zoo.publishing.cards import Run, dataset_name, duration
+from bkn_zoo.publishing.results import table
+
+POWER_LIMIT = {"NVIDIA H200": 700}
+"""Watts that a board may draw, by the name that PyTorch gives it: with the time, a bound on the energy of a run."""
+
+
+def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str, str]:
+    """The regions of MODEL_CARD.md.
+
+    Args:
+        checkpoints: the configs of all checkpoints, by name.
+        runs: the records of all runs.
+    """
+    rows = [_checkpoint(name, config) for name, config in sorted(checkpoints.items())]
+    return {"checkpoints": table(rows, list(rows[0])), "training": _training(runs)}
+
+
+def _checkpoint(name: str, config: Config) -> dict[str, Any]:
+    def top1(mode: str) -> str | None:
+        value = config.accuracy.get(mode, {}).get("top1")
+        if value is None:
+            return None
+        return f"**{value:.2f}**" if mode == config.default_statistics else f"{value:.2f}"
+
+    about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
+    group = config.statistics_batch_size or "whole batch"
+    return about | {"classes": config.num_classes, "group": group} | {mode: top1(mode) for mode in MODES}
+
+
+def _training(runs: Sequence[Run]) -> str:
+    rows = []
+    for hardware in sorted({run["hardware"] for run in runs}):
+        seconds = sum(run["seconds"] for run in runs if run["hardware"] == hardware)
+        power = POWER_LIMIT.get(hardware)
+        energy = f"{seconds / 3600 * power / 1000:.1f} kWh" if power else "not known"
+        count = sum(run["hardware"] == hardware for run in runs)
+        rows.append({"hardware": hardware, "runs": count, "time": duration(seconds), "energy, at most": energy})
+    return table(rows, list(rows[0]))

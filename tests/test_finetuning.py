@@ -1,0 +1,74 @@
+"""The study of fine-tuning: the small data sets that it packs, its runs, and its table."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from studies import finetuning, finetuning_data
+from studies.finetuning import ARMS, DEFAULTS, ORIGINAL, PROBE, STUDY, planned, study_table
+from studies.finetuning_data import SEEDS, tree_of
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the study takes of two data sets, for a network that a processor trains in seconds: few, small images."""
+    monkeypatch.setattr(finetuning, "CHECKPOINT", "inception_cifar_bkn.cifar10")
+    for name, value in {"PER_CLASS": 10, "TESTED": 4, "SIDE": 16}.items():
+        monkeypatch.setattr(finetuning_data, name, value)
+    rng = np.random.default_rng(0)
+    for folder, names in {"imagewoof2-320": ("cat", "dog"), "imagenette2-320": ("car", "sun")}.items():
+        for split, count in (("train", 35), ("val", 6)):
+            for label, name in enumerate(names):
+                place = tmp_path / "official" / folder / split / name
+                place.mkdir(parents=True)
+                for k in range(count):
+                    pixels = rng.integers(100 * label, 100 * label + 100, (40, 60, 3), dtype=np.uint8)
+                    Image.fromarray(pixels).save(place / f"{k}.png")
+    STUDY.pack(Namespace(data=tmp_path / "official", pack=tmp_path / "small"))
+    return tmp_path / "small"
+
+
+def test_every_seed_trains_on_images_of_its_own(packed: Path, tmp_path: Path) -> None:
+    assert Image.open(packed / "imagewoof" / "train" / "cat" / "000.jpg").size == (16, 16)
+    trees = [tree_of(packed / "imagewoof", seed, tmp_path / str(seed)) for seed in SEEDS]
+    trained = [{path.resolve() for path in tree.glob("train/*/*")} for tree in trees]
+    assert [len(paths) for paths in trained] == [20, 20, 20]
+    assert len(set.union(*trained)) == 60
+    assert len({path.resolve() for tree in trees for path in tree.glob("val/*/*")}) == 8
+
+
+def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
+    def record(dataset: str, arm: str) -> dict[str, Any]:
+        found = STUDY.train(planned(dataset, arm, 0), Namespace(data=packed, device="cpu", changes={"epochs": 2}))
+        assert found.items() >= {"dataset": dataset, "arm": arm, "checkpoint": finetuning.CHECKPOINT}.items()
+        assert STUDY.key({**found, "seed": 0}) == planned(dataset, arm, 0).key
+        return found
+
+    trained = record("imagewoof", DEFAULTS)
+    assert (trained["statistics_batch"], trained["epochs"], trained["test_images"]) == (2, 2, "test")
+    assert len(trained["validation"]) == 2
+    assert trained["trained_by"].startswith("bkn-zoo train --data imagewoof --init ")
+    assert trained["trained_by"].endswith(" --epochs 2")
+    assert trained["test"].keys() == {"population", "sample", "expected"}
+    probed = record("imagewoof", PROBE)
+    assert probed["test"][probed["chosen_statistics"]]["top1"] == 100  # of dark and light images
+    restricted = record("imagewoof", ORIGINAL)
+    assert 0 <= restricted["test"][restricted["chosen_statistics"]]["top1"] <= 100
+    assert record("imagenette", ORIGINAL)["reason"] == "the checkpoint does not know these classes"
+
+
+def test_table_tells_what_was_not_run_from_what_cannot_be() -> None:
+    def record(arm: str, dataset: str, top1: float) -> dict[str, Any]:
+        return {"arm": arm, "dataset": dataset, "chosen_statistics": "sample", "test": {"sample": {"top1": top1}}}
+
+    records = [record(DEFAULTS, "imagewoof", top1) for top1 in (50.0, 52.0, 54.0)]
+    records += [record(PROBE, "imagewoof", 40.0), {"arm": ORIGINAL, "dataset": "imagewoof", "reason": "no"}]
+    lines = study_table(records).splitlines()
+    assert len(lines) == 2 + len(ARMS)
+    assert lines[2] == "| defaults |  | 52.0 ± 2.0 | not run yet | not run yet |"
+    assert lines[3] == "| linear probe |  | 40.0 (1 of 3 seeds) | not run yet | not run yet |"
+    assert lines[4] == "| original head |  | does not know them | not run yet | not run yet |"
+    assert "`--statistics_batch 1`" in lines[5]

@@ -1,0 +1,186 @@
+"""What the replication asks of networks: variants of BKN for ablations, other rules for inference, smaller A."""
+
+from typing import Any
+
+import pytest
+import torch
+from studies.rules import (
+    coarse,
+    evalnorm,
+    example_weighing,
+    low_rank,
+    observing_by,
+    variance_gaps,
+    with_smaller_transitions,
+)
+from studies.variants import BatchKalmanVariant2d, create_variant
+from torch import nn
+
+import bkn_zoo
+from bkn_zoo.errors import InputError
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
+from bkn_zoo.norms.statistics import observe, pool
+from bkn_zoo.training.comparisons import layers, recalibrated
+
+
+def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:
+    """A network for images of 4 px, trained for a step in groups of two."""
+    model = create_variant(f"inception_cifar_{norm}", 3, **options)
+    model.statistics_batch_size = 2
+    model(torch.randn(8, 3, 4, 4))
+    return model
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
+
+
+def test_the_initial_gain_is_that_of_every_layer() -> None:
+    for more in ({}, {"prediction_bias": True}):
+        gains = [each.gain for each in layers(small(initial_gain=0.3, **more)) if getattr(each, "prior_features", None)]
+        assert len(gains) > 10
+        torch.testing.assert_close(torch.stack([gain.reshape(()) for gain in gains]), torch.full((len(gains),), 0.3))
+
+
+def test_without_a_link_gain_and_noise_move_and_a_does_not() -> None:
+    for more in ({}, {"prediction_bias": True}):
+        model = small(link=False, **more)
+        before = state(model)
+        model(torch.randn(8, 3, 4, 4)).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for name, value in model.named_parameters():
+            kind = name.rpartition(".")[2]
+            assert kind != "transition" or not value.any()
+            assert kind not in ("raw_gain", "raw_process_noise") or (value != before[name]).all(), name
+
+
+def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief: Any) -> None:
+    layer = BatchKalmanVariant2d(4, 3, prediction_bias=True, gain_per_channel=True).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
+    _, belief = layer(x, prior, Statistics("batch", 2))
+    predicted = predict(prior, layer.transition, layer.process_noise)
+    predicted = Belief(predicted.mean + layer.prediction_bias, predicted.var)
+    right = update(predicted, pool(observe(x), 2), torch.sigmoid(layer.raw_gain))
+    torch.testing.assert_close(belief, right)
+    assert layer.raw_gain.shape == (4,)
+    assert not layer.fusible  # no kernel knows it
+
+
+def test_a_variant_without_its_additions_is_bkn(make_belief: Any) -> None:
+    plain, variant = BatchKalmanNorm2d(4, 3).double(), BatchKalmanVariant2d(4, 3).double()
+    nn.init.normal_(plain.transition)
+    variant.load_state_dict(plain.state_dict())
+    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
+    ours, theirs = (layer(x, prior, Statistics("batch", 2)) for layer in (variant, plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("option", ["prediction_bias", "gain_per_channel"])
+def test_all_of_a_variant_learns_and_no_engine_takes_it(option: str) -> None:
+    model = small(**{option: True})
+    model(torch.randn(4, 3, 4, 4)).square().sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+    engine = create_engine(model.eval(), "torch", "cpu")
+    with pytest.raises(InputError, match="no engine knows BatchKalmanVariant2d but with statistics='population'"):
+        engine(torch.randn(1, 3, 4, 4), statistics="sample")
+    with pytest.raises(InputError, match=f"does not take the options '{option}'"):
+        bkn_zoo.create_model("inception_cifar_bkn", **{option: True})
+    bkn_zoo.create_model("inception_cifar_bkn", **{option: False})  # as a checkpoint's config has it
+
+
+def test_variants_are_of_the_small_network_alone() -> None:
+    with pytest.raises(InputError, match="resnet101 cannot be varied"):
+        create_variant("resnet101_bn", 10, width=1.1)
+
+
+def test_bn_widened_has_as_many_parameters_as_bkn() -> None:
+    bkn, bn = (
+        sum(parameter.numel() for parameter in create_variant(f"inception_cifar_{norm}", 100, width).parameters())
+        for norm, width in (("bkn", 1.0), ("bn", 1.14))
+    )
+    assert bkn <= bn <= 1.01 * bkn
+
+
+# Other rules for inference.
+
+
+def test_example_weighing_at_one_nth_is_nearly_expected() -> None:
+    """But for the variance of the group's mean."""
+    layer = BatchNorm2d(5)
+    for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
+        buffer.uniform_(0.5, 1.5)
+    images, n = observe(torch.randn(7, 5, 3, 3)), 4
+    ours, theirs = layer.expect(images, n), example_weighing(1 / n)(layer, images, n)
+    torch.testing.assert_close(theirs.mean, ours.mean)
+    torch.testing.assert_close(theirs.var, ours.var + layer.image_spread * (n - 1) / n**2)
+
+
+def test_evalnorm_finds_one_nth_as_the_share_of_a_mean() -> None:
+    model = small("bn")
+    model.statistics_batch_size = 4
+    images = [torch.randn(64, 3, 4, 4) * torch.rand(64, 3, 1, 1) + torch.randn(64, 3, 1, 1) for _ in range(8)]
+    for batch in images:
+        model(batch)
+    before = state(model)
+    rule = evalnorm(model.eval(), images)
+    first = layers(model)[0]
+    usual = first.partners()[0].mean
+    observed = rule(first, Belief(usual + 1, torch.ones(5, 32)), 4)
+    torch.testing.assert_close(observed.mean - usual, torch.full((32,), 0.25), atol=0.03, rtol=0)
+    assert_same(state(model), before)
+
+
+def test_a_rule_holds_within_its_context_only() -> None:
+    model = small().eval()
+    images = torch.randn(2, 3, 4, 4)
+    expected, sample = model(images, "expected"), model(images, "sample")
+    with observing_by(model, lambda layer, own, group: own):
+        torch.testing.assert_close(model(images, "expected"), sample)
+    torch.testing.assert_close(model(images, "expected"), expected)
+    assert not torch.allclose(expected, sample)
+
+
+def test_recalibrating_takes_the_mean_of_batches_in_a_copy() -> None:
+    model = small("bn")
+    before = state(model)
+    batches = [torch.randn(8, 3, 4, 4) for _ in range(5)]
+    fresh = recalibrated(model, batches)
+    means = torch.stack([model.conv.conv(batch).mean((0, 2, 3)) for batch in batches])
+    torch.testing.assert_close(fresh.conv.norm.running_mean, means.mean(0))
+    assert [layer.momentum for layer in layers(fresh)] == [layer.momentum for layer in layers(model)]
+    assert_same(state(model), before)
+
+
+def test_transitions_are_made_smaller_in_a_copy() -> None:
+    model = small()
+    before = state(model)
+    smaller = with_smaller_transitions(model, torch.ones_like)
+    linked = [each for each in layers(smaller) if isinstance(each, BatchKalmanNorm2d) and each.prior_features]
+    assert linked
+    assert all((layer.transition == 1).all() for layer in linked)
+    assert_same(state(model), before)
+
+
+def test_eight_bits_are_close_and_a_low_rank_is_the_nearest() -> None:
+    a = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    b, c = coarse(a, 8), low_rank(a, 4)
+    assert ((a - b).abs() <= 0.51 * a.abs().amax(1, keepdim=True) / 127).all()
+    assert not torch.equal(a, b)
+    assert torch.linalg.matrix_rank(c) == 4
+    torch.testing.assert_close((a - c).norm(), torch.linalg.svdvals(a)[4:].norm())
+
+
+def test_variance_gaps_are_zero_at_the_running_variance() -> None:
+    image = torch.randn(1, 3, 4, 4).expand(8, -1, -1, -1)
+    first, *_ = variance_gaps(recalibrated(small("bn"), [image]), [image, 3 * image])
+    assert first.shape == (8, 32)
+    bessel = 8 / 7  # 2 images of 2 x 2 positions
+    torch.testing.assert_close(first[:4], torch.full((4, 32), 1 / bessel).log(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(first[4:], torch.full((4, 32), 9 / bessel).log(), atol=1e-3, rtol=0)

@@ -1,0 +1,172 @@
+"""Studies: the runner, on one of its own, and what holds for all that there are."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studies.base import Record, Run, Study
+from studies.figures import plotted
+from studies.full_length import drawn
+from studies.runner import carry_out, listing, load, main, pages, parse, studies
+from studies.work import Work
+
+from bkn_zoo.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+SLEEP = "import time; time.sleep({})"
+
+
+class Toy(Study):
+    """Three seeds of one arm and, once these are done, one of another; a run's process does what `does` says."""
+
+    name = "toy"
+
+    def __init__(self, folder: Path, does: Callable[[Run], str]) -> None:
+        self.results, self.does = folder / "results", does
+
+    def planned(self, records: Any, changes: Any) -> list[Run]:
+        first = [Run(f"one.seed={seed}", seed) for seed in range(3)]
+        return [*first, *([Run("two.seed=0", 0)] if all(run.key in records for run in first) else [])]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work]:
+    """Work on a toy; the processes wait, or do what they are told, and leave records."""
+
+    def make(does: str | Callable[[Run], str] = "", jobs: int = 2, minutes: float = 5, **options: Any) -> Work:
+        toy = Toy(tmp_path, does if callable(does) else lambda _: does)
+        toy.results.mkdir(exist_ok=True)
+        (tmp_path / "data").mkdir(exist_ok=True)
+        base = {"data": tmp_path / "data", "output": tmp_path / "runs", "results": None, "only": None, "changes": {}}
+        made = Work(toy, Namespace(**{**base, "jobs": jobs, "minutes": minutes, "arguments": [], **options}))
+
+        def command(run: Run) -> list[str]:
+            record = f"open({str(toy.results / run.name) + '.json'!r}, 'w').write({json.dumps({'name': run.name})!r})"
+            return [sys.executable, "-S", "-c", f"{toy.does(run)}\n{record}"]
+
+        monkeypatch.setattr(made, "command", command)
+        return made
+
+    return make
+
+
+def left(work: Work) -> list[str]:
+    return sorted(path.stem for path in work.study.results.iterdir())
+
+
+def test_runs_are_trained_once_and_may_decide_on_more(work: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert work().through() == 0
+    assert "4 runs done, 0 failed, 0 left" in capsys.readouterr().out
+    again = work()
+    assert again.through() == 0
+    assert "0 runs to train" in capsys.readouterr().out
+    assert Work.command(again, Run("one", 0)) == [sys.executable, str(ROOT / "scripts" / "study.py"), "--run", "one"]
+    assert left(again) == ["one.seed=0", "one.seed=1", "one.seed=2", "two.seed=0"]
+
+
+def test_no_run_starts_that_would_end_too_late(work: Any) -> None:
+    late = work(SLEEP.format(1.0), minutes=1.6 / 60)
+    late.through()
+    assert left(late) == ["one.seed=0", "one.seed=1"]
+
+
+@pytest.mark.parametrize("by", ["the time", "SIGTERM"])
+def test_what_still_runs_at_the_end_is_stopped(work: Any, by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    if by == "SIGTERM":
+        threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGTERM)).start()
+    stopped = work(SLEEP.format(60), jobs=3, minutes=0.01 if by == "the time" else 5)
+    assert stopped.through() == 0
+    assert time.monotonic() - begun < 30
+    assert "one.seed=0 is stopped after 0 of 1 epochs" in capsys.readouterr().out
+    assert left(stopped) == []
+
+
+def test_a_failed_run_is_told_and_others_go_on(work: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = work(lambda run: "print('it broke'); raise SystemExit(1)" if run.seed == 0 else "")
+    assert broken.through() == 1
+    output = capsys.readouterr().out
+    assert "one.seed=0 failed (1): it broke" in output
+    assert "2 runs done, 1 failed, 0 left" in output
+
+
+def test_runs_are_chosen_by_name_and_by_their_data(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = work(only=["one.seed=1"])
+    chosen.through()
+    assert left(chosen) == ["one.seed=1"]
+    assert "one                                                          done: [1]  missing: [0, 2]" in listing(
+        chosen.study, chosen.study.records(chosen.study.results)
+    )
+    with pytest.raises(InputError, match="there is no run or part of the plan 'three'"):
+        work(only=["three"]).through()
+    monkeypatch.setattr(Run, "data", "cats")
+    assert work().through() == 0
+    assert "some are left out, since there is no cats in data" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in [
+        ([], "nothing to do: --list, --data, --table or --plot"),
+        (["replication", "--list", "--jobs", "0"], "--jobs must be at least 1"),
+        (["--data", "x"], "--data and --results are for one study"),
+    ]:
+        with pytest.raises(SystemExit):
+            parse(arguments, None)
+        assert says in capsys.readouterr().err
+    for arguments, says in [
+        (["--data", str(tmp_path / "none")], "there is no folder"),
+        (["--list", "--set", "epochs"], "--set takes fields as FIELD=VALUE, not 'epochs'"),
+        (["--data", str(tmp_path), "--pack", "x"], "replication takes the data sets as they are"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            main(["replication", *arguments])
+
+
+# All studies.
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, tuple[Study, dict[str, Record]]]:
+    found = [load(name) for name in studies()]
+    return {study.name: (study, study.records(study.results)) for study in found}
+
+
+@pytest.mark.parametrize("name", studies())
+def test_pages_are_those_of_the_records(name: str, known: Any) -> None:
+    """`python scripts/study.py --table` writes them again."""
+    study, records = known[name]
+    assert study.name == name
+    for path, text in pages(study, records).items():
+        assert path.read_text(encoding="utf-8") == text, path.name
+
+
+@pytest.mark.parametrize("name", ["replication", "pretrained"])
+def test_pictures_are_those_of_the_records(name: str, known: Any) -> None:
+    """`python scripts/study.py --plot` draws them again."""
+    pytest.importorskip("matplotlib")
+    study, records = known[name]
+    anew = {name: plotted(figure) for name, figure in study.figures(records).items() if figure is not None}
+    assert {path.stem: drawn(path) for path in study.plots.glob("*.png")} == anew
+
+
+def test_tables_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure.subplots().plot([1, 2])
+    toy = Toy(tmp_path, lambda _: "")
+    toy.plots, page = tmp_path, tmp_path / "page.md"
+    page.write_text("Of <!-- begin: runs -->0<!-- end: runs --> runs.")
+    monkeypatch.setattr(Toy, "regions", lambda *_: {page: {"runs": "3"}})
+    for drawing, there in ((figure, True), (None, False)):
+        monkeypatch.setattr(Toy, "figures", lambda *_, drawing=drawing: {"plot": drawing})
+        carry_out(toy, parse(["--plot", "--table"], None)[0])
+        assert (tmp_path / "plot.png").exists() is there
+    assert page.read_text() == "Of <!-- begin: runs -->3<!-- end: runs --> runs."
