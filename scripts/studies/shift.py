@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bkn_zoo import kernels
 from bkn_zoo.training.recipes import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ PUBLISHED = {
 }
 OTHER = {"cifar10": "cifar100", "cifar100": "cifar10"}
 """Data sets whose images are of unknown classes."""
-WEIGHTS, CHOICES = "weights.pt", "validation.json"
+WEIGHTS = "weights.pt"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -54,7 +55,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--published", nargs="*", help="checkpoints to measure; default: all of the data set")
     parser.add_argument("--images", type=int, default=10_000, help="test images, at most")
     parser.add_argument("--chunk", type=int, default=1000, help="test images between two records")
-    parser.add_argument("--tuning", type=int, default=2000, help="validation images that rules are tuned on")
+    parser.add_argument("--tuning", type=int, default=1000, help="validation images that rules are tuned on")
+    parser.add_argument("--validation", type=float, help="their share of the data; default: that of the trainings")
     parser.add_argument("--fitted", type=int, default=1000, help="training images that rules are fitted on")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after as many")
@@ -93,10 +95,10 @@ def device_of(args: argparse.Namespace) -> Any:
 
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> None:
-    """Train one network, or resume, and keep its weights and what it scored on validation images."""
+    """Train one network, or resume, and keep its weights."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
     from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, begin, load_state
@@ -109,7 +111,6 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
     if (folder / STATE).exists():
         load_state(training, recipe, folder, device)
     fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
-    (folder / CHOICES).write_text(json.dumps({"seconds": training.seconds, **training.history[-1]["validation"]}))
     torch.save(training.result.state_dict(), folder / f"{WEIGHTS}.tmp")
     os.replace(folder / f"{WEIGHTS}.tmp", folder / WEIGHTS)
     (folder / STATE).unlink(missing_ok=True)
@@ -117,32 +118,36 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
 
 def measure(group: str, args: argparse.Namespace) -> None:
     """Evaluate the networks of one seed, or the published ones, and write a record for each."""
-    import torch
 
-    from bkn_zoo.publishing.results import environment, write_record
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
     from bkn_zoo.training.datasets import load_data
     from studies.shift_evaluate import evaluate, part
 
     deadline, begun = time.monotonic() + args.seconds, time.monotonic()
     device = device_of(args)
-    torch.backends.cudnn.benchmark = True
     root = args.data / "tiny-imagenet-200" if args.dataset == "tiny_imagenet" else args.data
     size = 128 if args.dataset == "tiny_imagenet" else None
-    data = load_data(args.dataset, root, size, 0.1 if size is None else 0.5).to(device)
+    held = args.validation or (0.02 if group == "published" else 0.1)  # what a network was not trained on
+    data = load_data(args.dataset, root, size, held).to(device)
     other = OTHER.get(args.dataset)
     unknown = None
     if other and (args.data / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[other]).is_dir():
         unknown = test_images(other, args.data)
     networks = published(args, device) if group == "published" else trained(int(group), args, data, device)
     benches = {name: bench(network, about, data, args) for name, (network, about) in networks.items()}
-    for each in benches.values():
+    for name, each in benches.items():
         each.tune(part(data.validation, args.tuning, 0))
+        print(f"{name}: tuned, {time.monotonic() - begun:.0f} s", flush=True)
+
+    here = environment(0)
+    here["command"] = here["command"].replace("python shift.py", "python -m studies.shift")
 
     def save(images: int) -> None:
         for name, each in benches.items():
             record = {
                 "name": name, "dataset": args.dataset, **networks[name][1], "images": images,
-                "seconds": round(time.monotonic() - begun, 1), **each.result(), **environment(0),
+                "seconds": round(time.monotonic() - begun, 1), **each.result(), **here,
             }  # fmt: skip
             write_record(args.results / f"{args.dataset}.{name}.json", json.dumps(record, separators=(",", ":")))
         print(f"{group}: {images} images, {time.monotonic() - begun:.0f} s", flush=True)
@@ -174,27 +179,26 @@ def trained(seed: int, args: argparse.Namespace, data: Any, device: Any) -> dict
     """The networks of a seed whose trainings are done, by name, with what records say of them."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
+    from bkn_zoo.training.data import evaluation_batches
+    from bkn_zoo.training.evaluation import evaluate
 
     found = {}
     for arm in args.arms:
         recipe, folder = recipe_of(arm, seed, args), folder_of(arm, seed, args)
         if not (folder / WEIGHTS).exists():
             continue
-        validation = json.loads((folder / CHOICES).read_text())
-        seconds = validation.pop("seconds")
         model = create_model(recipe.model, len(data.label_names), **recipe.norm_options)
         model.load_state_dict(torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True))
         model.statistics_batch_size = recipe.statistics_batch
+        model = model.to(device).to(memory_format=torch.channels_last).requires_grad_(False)
+        validation = evaluate(model, evaluation_batches(data, data.validation, 500, device))
         top = {mode: round(metrics["top1"], 2) for mode, metrics in validation.items()}
         about = {
             "arm": arm, "network_seed": seed, "norm": ARMS[arm]["norm"], "mode": max(top, key=lambda mode: top[mode]),
-            "validation": top, "training_seconds": round(seconds, 1), "recipe": dataclasses.asdict(recipe),
+            "validation": top, "recipe": dataclasses.asdict(recipe),
         }  # fmt: skip
-        found[f"{arm}.seed={seed}"] = (
-            model.to(device).to(memory_format=torch.channels_last).requires_grad_(False),
-            about,
-        )
+        found[f"{arm}.seed={seed}"] = model, about
     return found
 
 
@@ -212,10 +216,10 @@ def published(args: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Start every training and evaluation, each when it can begin; returns how many failed."""
+    """Start every training and then every evaluation, several at a time; returns how many failed."""
     begun = time.monotonic()
     deadline = begun + 60 * args.minutes
-    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "logs").mkdir(parents=True, exist_ok=True)
     trainings = [
         (arm, seed) for seed in args.seeds for arm in args.arms if not (folder_of(arm, seed, args) / WEIGHTS).exists()
     ]
@@ -223,8 +227,11 @@ def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
     running: dict[str, subprocess.Popen[bytes]] = {}
     failed = 0
 
+    def log_of(name: str) -> Path:
+        return args.output / "logs" / f"{args.dataset}.{name.replace(' ', '.')}.txt"
+
     def start(name: str, *words: str) -> None:
-        with (args.output / f"{args.dataset}.{name}.log").open("ab") as log:
+        with log_of(name).open("ab") as log:
             command = [sys.executable, "-m", "studies.shift", *arguments, *words]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"} if args.jobs > 1 else None
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -234,16 +241,15 @@ def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
             if process.poll() is not None:
                 del running[name]
                 failed += process.returncode != 0
-                tail = (args.output / f"{args.dataset}.{name}.log").read_text(errors="replace").splitlines()[-3:]
+                tail = log_of(name).read_text(errors="replace").splitlines()[-3:]
                 print(f"{time.monotonic() - begun:5.0f} s  {name}: {process.returncode} {' | '.join(tail)}", flush=True)
         while trainings and len(running) < args.jobs:
             arm, seed = trainings.pop(0)
             folder_of(arm, seed, args).mkdir(parents=True, exist_ok=True)
             start(f"train {arm}.seed={seed}", "--train", f"{arm}.seed={seed}")
         for group in list(groups):
-            waits = any(name.startswith("train") and name.endswith(f"seed={group}") for name in running)
-            waits |= any(str(seed) == group for _, seed in trainings)
-            waits |= group == "published" and bool(trainings) and args.jobs > 1
+            # Not beside trainings, which would have a small share of the GPU then.
+            waits = bool(trainings) or any(name.startswith("train") for name in running)
             if not waits and len(running) < args.jobs:
                 groups.remove(group)
                 left = max(deadline - time.monotonic() - 5, 1.0)
@@ -266,7 +272,8 @@ def main() -> None:
         arm, _, seed = args.train.rpartition(".seed=")
         train(arm, int(seed), args)
     elif args.evaluate:
-        measure(args.evaluate, args)
+        with kernels.use("pytorch"):  # rules need it, and compiling fused kernels would take longer than they save
+            measure(args.evaluate, args)
     else:
         sys.exit(1 if run_all(args, arguments) else 0)
 

@@ -172,10 +172,10 @@ def gaussian(x: Tensor, sigma: float, truncate: float = 4.0, edge: str = "neares
 
 
 def filtered(x: Tensor, kernel: Tensor, edge: str) -> Tensor:
-    """Each channel correlated with one kernel of odd sides."""
+    """Each channel correlated with one kernel of odd sides, in float64: a GPU would round float32 to 10 bits here."""
     rows, columns = (reflected(x.shape[-1], size // 2, edge, x.device) for size in kernel.shape)
     wide = x.flatten(0, 1)[:, None, rows][..., columns]
-    return F.conv2d(wide, kernel[None, None].to(x.dtype)).view_as(x)
+    return F.conv2d(wide.double(), kernel[None, None].double()).to(x.dtype).view_as(x)
 
 
 def reflected(side: int, margin: int, edge: str, device: torch.device) -> Tensor:
