@@ -127,6 +127,8 @@ def learn(lite: str, folder: Path, args: argparse.Namespace) -> None:
     learned = learn_statistics(model, batches, **options, loss=agreement)
     print(f"loss by epoch: {[round(value, 4) for value in learned.losses]}")
     print(f"largest changes: {learned.moved}")
+    if args.check:
+        print(f"agreement with population on {args.check}: {agreement_with_population(model, args.check)}")
     facts = {
         "method": "learn_statistics",
         "images": len(pixels),
@@ -136,6 +138,22 @@ def learn(lite: str, folder: Path, args: argparse.Namespace) -> None:
     }
     training = {"learned": facts, **environment(args.seed)}
     bkn_zoo.save_pretrained(model.cpu(), folder, training=training, default_statistics="population")
+
+
+@torch.inference_mode()
+def agreement_with_population(model: Network, folder: Path) -> dict[str, float]:
+    """The share of images, in percent, that a mode and `population` give the same label."""
+    device = next(model.parameters()).device
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    same = dict.fromkeys(MODES, 0)
+    model.eval()
+    for start in range(0, len(paths), 50):
+        images = [preprocess(open_image(path), model.config.preprocessing) for path in paths[start : start + 50]]
+        x = torch.stack(images).to(device).contiguous(memory_format=torch.channels_last)
+        wanted = model(x, statistics="population").argmax(1)
+        for mode in MODES:
+            same[mode] += int((model(x, statistics=mode).argmax(1) == wanted).sum())
+    return {mode: round(100 * count / len(paths), 2) for mode, count in same.items()}
 
 
 @torch.inference_mode()
@@ -189,6 +207,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("lite", choices=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("runs/imagenet"), help="folder of unfinished checkpoints")
     parser.add_argument("--images", type=Path, help="learn: a folder of photographs")
+    parser.add_argument("--check", type=Path, help="learn: a folder of other photographs, to compare the modes on")
     parser.add_argument("--data", type=Path, help="finish: the folder of the sets to measure on")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
