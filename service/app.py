@@ -222,10 +222,14 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     """
     service = Service(settings)
 
+    async def start(app: FastAPI) -> None:
+        await service.pool.start()
+        await asyncio.to_thread(app.openapi)  # which is kept: making it would block the loop
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health answers from the first moment.
-        tasks = [asyncio.create_task(service.pool.start()), asyncio.create_task(service.pool.watch())]
+        tasks = [asyncio.create_task(start(app)), asyncio.create_task(service.pool.watch())]
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:

@@ -34,7 +34,7 @@ PARTS_PER_IMAGE = 4  # a comma in the list and one in a data URI, and some
 MAX_NAMES = 32  # in a query or a JSON object: each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop, which others use, are not
-SMALL_JSON = 16_384  # bytes that are parsed on the event loop, in less time than a thread takes to begin
+SMALL_JSON = 65_536  # bytes that are parsed on the event loop, which takes half a millisecond
 BASE64_SLICE = 2**16  # letters that are decoded at once, since that holds Python's lock
 
 

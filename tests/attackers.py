@@ -5,7 +5,6 @@ import base64
 import io
 import json
 import random
-import socket
 import struct
 import time
 import zlib
@@ -17,22 +16,8 @@ from functools import cache, partial
 
 import http_fuzzer
 import numpy as np
+from http_client import chunked, connect, head, post
 from PIL import Image, ImageFile
-
-# Requests
-
-
-def head(method: str, target: str, *headers: str) -> bytes:
-    return "\r\n".join([f"{method} {target} HTTP/1.1", "Host: a", *headers, "", ""]).encode()
-
-
-def post(body: bytes, *headers: str, target: str = "/v1/classify") -> bytes:
-    return head("POST", target, f"Content-Length: {len(body)}", *headers) + body
-
-
-def chunked(*headers: str) -> bytes:
-    return head("POST", "/v1/classify", "Transfer-Encoding: chunked", *headers)
-
 
 # Images
 
@@ -165,6 +150,7 @@ def large_json() -> bytes:
     return post(body, "Content-Type: application/json")
 
 
+FORM = "Content-Type: multipart/form-data; boundary=x"
 FILE = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
 ROWS: dict[str, Callable[[], bytes]] = {
     "1 chunks of 17 bytes": chunks_of_17,
@@ -194,7 +180,7 @@ OTHERS: dict[str, Callable[[], bytes]] = {
     "large PNG": lambda: post(large_png()),
     "PNG of many chunks": lambda: post(png(9, 9, *[(b"eXIf", b"")] * 30_000, pixels=bytes(90))),
     "GIF of many blocks": lambda: post(encoded(picture(), "GIF")[:-1] + b"\x21\xfe" + b"\x01a" * 130_000 + b"\0;"),
-    "form of near boundaries": lambda: post(FILE + b"\r\n--" * 2_000_000, "Content-Type: multipart/form-data; boundary=x"),
+    "form of near boundaries": lambda: post(FILE + b"\r\n--" * 2_000_000, FORM),
 }  # fmt: skip
 
 
@@ -209,7 +195,7 @@ def attack(port: int, name: str, until: float) -> int:
     sent = 0
     while (left := until - time.monotonic()) > 0:
         data = long_method() if name.startswith("2 ") else prepared(name)
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=left) as connection:
+        with suppress(OSError), connect(port, left) as connection:
             connection.sendall(data)
             connection.recv(65_536)
         sent += 1
@@ -226,7 +212,7 @@ def damage(port: int, until: float, seed: int) -> int:
             data[generator.randrange(len(data))] = generator.randrange(256)
         with suppress(OSError):
             http_fuzzer.talk(port, http_fuzzer.damage(http_fuzzer.valid(generator, sent), generator), generator)
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with connect(port, 10) as connection:
                 connection.sendall(post(bytes(data)))
                 connection.recv(65_536)
         sent += 2

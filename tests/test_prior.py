@@ -299,6 +299,41 @@ def test_the_measured_gain_is_that_of_known_t_and_v(shift: float, spread: float,
     assert found.between == 0
 
 
+def test_norms_on_a_path_share_what_is_taken_away() -> None:
+    """Four norms, and a side path that is shorter: what is left of an image's mean is 1 - Q of it."""
+    shift, spread = 0.2, 0.3
+
+    class Path(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(5))
+            for norm in self.norms:
+                norm.running_var += 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            side = self.norms[4](x)
+            for norm in self.norms[:4]:
+                x = norm(x)
+            return torch.cat([x, side], 1)
+
+    network = convert(Path().eval(), statistics_batch_size=1)
+    images = domain(200, shift, spread)
+    found = measure(network, images)
+    assert {norm.path for norm in found.values()} == {4}
+    start_near_population(network, images=images)
+    x = torch.cat(images)
+    means, kept = (y.detach().mean((2, 3)) for y in (x, network(x, statistics="sample")[:, :CHANNELS]))
+    slope = float((means * kept).sum() / means.square().sum())
+    assert slope == pytest.approx(spread / (shift + spread), rel=0.1)
+    domain_mean = means.mean(0)
+    error = (kept - (means - domain_mean)).square().mean()
+    assert error < 0.7 * min(shift, spread)  # of frozen BN and of instance normalization; at best 0.6
+    for norm in found:
+        network.get_submodule(norm).set_gain(found[norm].share(1))
+    alone = network(x, statistics="sample")[:, :CHANNELS].mean((2, 3))
+    assert error < 0.8 * (alone - (means - domain_mean)).square().mean()
+
+
 def test_t_is_measured_without_the_noise_of_a_domain_s_mean() -> None:
     found = [measure(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
     assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N

@@ -75,11 +75,11 @@ def start_near_population(
     frozen batch normalization, in all modes and in training. `population` outputs stay what they are. Make the
     optimizer afterwards, since there are new parameters.
 
-    With `images`, each norm's gain is measured (`bkn_zoo.conversion.measure`): q = nT / (nT + V) for groups of n
-    images. One gain serves mean and variance: at this q, the update's term p q (xbar - m')^2 also restores in
-    expectation the V/n that the variance of a group lacks. `sample` uses the same gain as training; since it has n = 1,
-    it is the right one for `group=1`, and too trusting for larger groups. `expected` makes an observation that is as
-    steady as a group's, so that the gain for the group suits it.
+    With `images`, each norm's gain is measured (`bkn_zoo.conversion.measure`): nT / (nT + V) for groups of n images, or
+    such a gain that the norms on a path take that share away together. One gain serves mean and variance: the update's
+    term p q (xbar - m')^2 also restores in expectation the V/n that the variance of a group lacks. `sample` uses the
+    same gain as training; since it has n = 1, it is the right one for `group=1`, and too trusting for larger groups.
+    `expected` makes an observation that is as steady as a group's, so that the gain for the group suits it.
 
     Args:
         model: from `convert`, or one with a part that is.

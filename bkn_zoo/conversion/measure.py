@@ -8,9 +8,13 @@ the population's variance plus eps and averaged over channels. Then the expected
     BN, which takes the mean of a group of n images                  V/n
     BKN, which takes (1 - q) of the first and q of the second        (1 - q)^2 T + q^2 V/n
 
-The last is smallest at q(n) = nT / (nT + V), where it is the product of the first two over their sum: below the smaller
+The last is smallest at Q(n) = nT / (nT + V), where it is the product of the first two over their sum: below the smaller
 of them, but never below half of it, and only near that where T is close to V/n. The positions of one image are not
 independent samples, so only the means of whole images are counted.
+
+A norm hands what is left of a deviation on to the norm above, which takes a share of it away again. Of a deviation that
+passes L norms with a gain of q each, (1 - q)^L is left; it should be 1 - Q. So the gain of a norm is 1 - (1 - Q)^(1/L),
+with L the norms on the longest path through the network.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.norms.statistics import observe
@@ -45,17 +50,23 @@ class Shift(NamedTuple):
             images: 0 with one domain.
         spread: V, the variance of the images' means around their domain's mean.
         images: how many there are.
+        path: L, how many norms stand on the longest path through the network.
     """
 
     shift: float
     between: float
     spread: float
     images: int
+    path: int = 1
 
-    def gain(self, group: int, adapted: bool = False) -> float:
-        """The gain q for groups of so many images, of a network as it was or after AdaBN on these images."""
+    def share(self, group: int, adapted: bool = False) -> float:
+        """Q, the share of a group's deviation to be taken away in all, of a network as it was or after AdaBN."""
         shift = self.between if adapted else self.shift
         return group * shift / (group * shift + self.spread) if shift > 0 else 0.0
+
+    def gain(self, group: int, adapted: bool = False) -> float:
+        """The gain q with which the norms on a path take away this share together."""
+        return 1 - (1 - self.share(group, adapted)) ** (1 / self.path)
 
 
 class _Deviations:
@@ -96,31 +107,44 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
     norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
     if not norms:
         raise InputError("this network has no BKN norm to measure: pass one that bkn_zoo.convert made.")
-    seen = {name: _watch(model, norms, batches) for name, batches in domains.items()}
+    path = 0
+    seen = {}
+    for name, batches in domains.items():
+        seen[name], length = _watch(model, norms, batches)
+        path = max(path, length)
     for name, deviations in seen.items():
         if min((each.images for each in deviations.values()), default=0) < 2:
             raise InputError(f"{name} has fewer than two images to measure: pass a few hundred.")
     common = [name for name in norms if all(name in deviations for deviations in seen.values())]
-    return {name: _shift([deviations[name] for deviations in seen.values()]) for name in common}
+    return {name: _shift([deviations[name] for deviations in seen.values()], path) for name in common}
 
 
-def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> dict[str, _Deviations]:
-    """What the norms see of a domain's images."""
+def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> tuple[dict[str, _Deviations], int]:
+    """What the norms see of a domain's images, and how many norms stand on the longest path."""
     found: dict[str, _Deviations] = {}
-    count = 0
+    count, path = 0, 0
 
-    def watch(name: str) -> Any:
+    def before(name: str) -> Any:
         def hook(norm: Any, args: tuple[Any, ...]) -> Any:
-            x = args[0]
+            x, prior = args[:2]
             if x.shape[0] == count:
                 scale = torch.rsqrt(norm.running_var + norm.eps)
                 deviations = (observe(x).mean - norm.running_mean) * scale
                 found.setdefault(name, _Deviations()).add(deviations.double().cpu())
-            return x, None, Statistics("population"), *args[3:]
+            return x, prior, Statistics("population"), *args[3:]
 
         return hook
 
-    hooks = [norm.register_forward_pre_hook(watch(name)) for name, norm in norms.items()]
+    def after(norm: Any, args: tuple[Any, ...], result: tuple[Any, Any]) -> Any:
+        """With population statistics no belief travels: a count of the norms below takes its place."""
+        nonlocal path
+        length = 1 if args[1] is None else 1 + int(args[1].mean.max())
+        path = max(path, length)
+        counted = torch.full((1, norm.num_features), float(length), device=result[0].device)
+        return result[0], Belief(counted, counted)
+
+    hooks = [norm.register_forward_pre_hook(before(name)) for name, norm in norms.items()]
+    hooks += [norm.register_forward_hook(after) for norm in norms.values()]
     device = next(model.parameters()).device
     try:
         with left_in_its_modes(model):
@@ -132,10 +156,10 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> d
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return found, path
 
 
-def _shift(domains: list[_Deviations]) -> Shift:
+def _shift(domains: list[_Deviations], path: int) -> Shift:
     images = sum(domain.images for domain in domains)
     spread = sum(domain.scatter() for domain in domains) / (images - len(domains))
     # A domain's mean is itself known to V/N only, by which the squared distances come out too large.
@@ -143,7 +167,7 @@ def _shift(domains: list[_Deviations]) -> Shift:
     means = torch.stack([domain.mean for domain in domains])
     shift = max(float(means.square().mean()) - unrest, 0.0)
     between = max(float(means.var(0).mean()) - unrest, 0.0) if len(domains) > 1 else 0.0
-    return Shift(shift, between, spread, images)
+    return Shift(shift, between, spread, images, path)
 
 
 class Advice(NamedTuple):

@@ -116,8 +116,12 @@ class BatchKalmanNorm(RunningNorm):
             raw_process_noise = new_process_noise(self.num_features, like.device, like.dtype)
         self.raw_process_noise = raw_process_noise
         self.raw_gain = nn.Parameter(like.new_zeros(1))
-        self.has_prior = True
         self.set_gain(self.initial_gain)
+
+    @property
+    def has_prior(self) -> bool:
+        parameters = self._parameters  # as in `own`
+        return parameters["raw_gain"] is not None if "raw_gain" in parameters else hasattr(self, "raw_gain")
 
     def set_center(self, center: Tensor) -> None:
         """Predict this mean where A adds nothing; an optimizer has to be told of the new parameter."""

@@ -65,7 +65,6 @@ class RunningNorm(nn.Module):
     carries_belief = True  # takes the prior and the statistics beside the features, and returns its belief with them
     fusible = True  # the kernels know this layer's `believe`, and that it leaves `scale_and_shift` as it is
     prior_features: int | None = None  # channels of the layer below, whose belief this one takes
-    has_prior = False  # whether it predicts something that its observation is joined with
     reported_steps = 0  # of those that were skipped, how many a warning has told of
     weight: Tensor
     bias: Tensor
@@ -109,6 +108,11 @@ class RunningNorm(nn.Module):
             self.register_buffer(name, buffer(torch.full((num_features,), start, **kind)))
         self.register_buffer("num_batches_tracked", buffer(torch.tensor(0, device=device)))
         self.register_buffer("skipped_steps", buffer(torch.tensor(0, device=device)), persistent=False)
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether it predicts something, with which it joins what it observes."""
+        return False
 
     def reset_running_stats(self) -> None:
         """Forget all that was remembered."""

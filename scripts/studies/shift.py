@@ -151,7 +151,8 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
 def measure(group: str, args: argparse.Namespace) -> None:
     """Evaluate the networks of one seed, or the published ones, and write a record for each."""
 
-    from bkn_zoo.publishing.results import environment, write_record
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
     from bkn_zoo.training.datasets import load_data
     from studies.shift_evaluate import evaluate, part
 

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.conversion import convert
 from bkn_zoo.conversion.learning import learn_statistics, relative_error
 from bkn_zoo.images import normalize, per_channel
-from bkn_zoo.publishing.results import environment, write_record
+from bkn_zoo.publishing.results import write_record
 from bkn_zoo.training.augmentation import Augmentation, generator
 from bkn_zoo.training.capture import captured
 from bkn_zoo.training.data import training_batches
