@@ -14,7 +14,7 @@ import torch
 
 import bkn_zoo
 from bkn_zoo.publishing.results import write_results
-from studies.shift import ROOT
+from studies.base import RESULTS
 from studies.shift_rules import Adaptive, Watch, augmented, believing_by, instance_aware, mixed, tent_single
 
 ROUNDS = 15
@@ -70,7 +70,7 @@ def main() -> None:
         {"method": name, "ms": round(1000 * value, 2), "ratio": round(value / middle["population"], 2)}
         for name, value in middle.items()
     ]
-    write_results(ROOT / "results" / "shift_cost.json", rows, seed=0, rounds=ROUNDS)
+    write_results(RESULTS / "shift_cost.json", rows, seed=0, rounds=ROUNDS)
 
 
 if __name__ == "__main__":
