@@ -214,7 +214,10 @@ def decision(records: Sequence[Record]) -> str:
 
 
 def cost() -> str:
-    record = json.loads((RESULTS / "shift_cost.json").read_text())
+    path = RESULTS / "shift_cost.json"
+    if not path.exists():
+        return "Not measured yet."
+    record = json.loads(path.read_text())
     rows = [[row["method"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}"] for row in record["rows"]]
     return table(["method", "ms", "relative to `population`"], rows)
 
