@@ -38,7 +38,7 @@ from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from bkn_zoo.training.state import Training, begin, kept_line, load_state, refuse_to_replace, save_state
+from bkn_zoo.training.state import SAVED, Training, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import make_step, parallel
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -847,6 +847,11 @@ def test_unusable_state_is_refused_in_one_sentence(tmp_path: Path) -> None:
     refused("state.pt does not exist")
     save_state(started(), RECIPE, tmp_path)
     refused("perhaps for other classes", classes=5)
+    state = torch.load(path, weights_only=True)
+    assert state.keys() == set(SAVED)
+    torch.save({name: state[name] for name in SAVED if name != "losses"}, path)
+    refused(r"state.pt cannot be read \('losses'\)")
+    torch.save(state, path)
     for content in (path.read_bytes()[:-1000], b""):
         path.write_bytes(content)
         refused("state.pt cannot be read")
