@@ -1,12 +1,12 @@
 # The service in a container, by `docker build --tag bkn-zoo .`; for NVIDIA's GPUs add `--target gpu`.
 FROM python:3.12-slim AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
-    BKN_HOST=0.0.0.0 BKN_PORT=8000 BKN_ZOO_CHECKPOINTS=/checkpoints \
+    BKN_ZOO_HOST=0.0.0.0 BKN_ZOO_PORT=8000 BKN_ZOO_CHECKPOINTS=/checkpoints \
     HOME=/tmp HF_HOME=/tmp/huggingface BKN_ZOO_CACHE=off
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
-    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['BKN_PORT']), timeout=4); c.request('GET', '/health/ready'); sys.exit(c.getresponse().status != 200)"]
+    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['BKN_ZOO_PORT']), timeout=4); c.request('GET', '/health/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["bkn-zoo"]
 CMD ["serve"]
 

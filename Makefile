@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.installed
 
-.PHONY: test lint types unit coverage serve clean
+.PHONY: test lint types unit coverage dist serve clean
 
 test: lint types unit
 
@@ -34,5 +34,10 @@ coverage: $(READY)
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve
 
+# Needs the package `build`. The workflow for releases calls it; `python -m twine check --strict dist/*` checks the result.
+dist:
+	rm -rf dist
+	$(PYTHON) -m build
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info

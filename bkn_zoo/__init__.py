@@ -21,16 +21,25 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, create_model
+    from bkn_zoo.conversion import convert, learn_statistics
+    from bkn_zoo.create import create_model
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
-    from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, KalmanSequential, recalibrate
+    from bkn_zoo.norms import (
+        BatchKalmanNorm,
+        BatchKalmanNorm1d,
+        BatchKalmanNorm2d,
+        BatchKalmanNorm3d,
+        KalmanSequential,
+        recalibrate,
+    )
     from bkn_zoo.training.finish import TrainingResult
     from bkn_zoo.training.recipes import Recipe
     from bkn_zoo.training.run import fine_tune, train
 
 __all__ = [
+    "BatchKalmanNorm",
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",
@@ -39,6 +48,7 @@ __all__ = [
     "list_models",
     "create_model",
     "convert",
+    "learn_statistics",
     "list_checkpoints",
     "from_pretrained",
     "save_pretrained",
@@ -60,6 +70,7 @@ __all__ = [
 ]
 
 ROOMS = {
+    "BatchKalmanNorm": "bkn_zoo.norms",
     "BatchKalmanNorm1d": "bkn_zoo.norms",
     "BatchKalmanNorm2d": "bkn_zoo.norms",
     "BatchKalmanNorm3d": "bkn_zoo.norms",
@@ -69,10 +80,11 @@ ROOMS = {
     "Recipe": "bkn_zoo.training.recipes",
     "TrainingResult": "bkn_zoo.training.finish",
     "convert": "bkn_zoo.conversion",
-    "create_model": "bkn_zoo.conversion",
+    "create_model": "bkn_zoo.create",
     "export": "bkn_zoo.inference.export",
     "fine_tune": "bkn_zoo.training.run",
     "from_pretrained": "bkn_zoo.checkpoints.folder",
+    "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
     "push_to_hub": "bkn_zoo.checkpoints.hub",

@@ -33,22 +33,32 @@ Amount = Annotated[float, Rule(lambda value: value >= 0, "a number of at least 0
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 
 
-def make(kind: type[Made], data: dict[str, Any], prefix: str = "") -> Made:
-    """The dataclass that a file describes, which must say everything it has to and nothing else; those in it too."""
+def refuse_unknown(name: str) -> NoReturn:
+    raise InputError(f"the field {name} is unknown: correct or remove it.")
+
+
+def make(
+    kind: type[Made], data: dict[str, Any], prefix: str = "", *, unknown: Callable[[str], object] = refuse_unknown
+) -> Made:
+    """The dataclass that a file describes, and those in it; a required field that is missing is an error.
+
+    Args:
+        unknown: called with the name of each field that the dataclass does not have, which is then left out.
+    """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
             raise InputError(f"the field {prefix}{name} is missing: add it.")
-    made = dict(data)
+    made = {}
     for name, value in data.items():
         if name not in fields:
-            raise InputError(
-                f"the field {prefix}{name} is unknown: correct or remove it, or upgrade bkn_zoo if it is a newer one's."
-            )
+            unknown(f"{prefix}{name}")
+            continue
         inner = next((hint for hint in (fields[name].type, *get_args(fields[name].type)) if _is_dataclass(hint)), None)
         if inner is not None and isinstance(value, dict):
-            made[name] = make(inner, value, f"{prefix}{name}.")
+            value = make(inner, value, f"{prefix}{name}.", unknown=unknown)
+        made[name] = value
     return kind(**made)
 
 

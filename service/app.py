@@ -4,18 +4,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import math
-import multiprocessing
-import os
-import signal
-import sys
-import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -23,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import bkn_zoo
-from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.errors import BknZooError
 
 from .batching import FAILED
-from .connections import Connection, Edge
 from .decoding import Decoders
+from .edge import Edge
 from .envelope import Envelope
 from .errors import (
     CODES,
@@ -40,7 +32,6 @@ from .errors import (
     of_the_image,
     respond,
 )
-from .logs import failed
 from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
@@ -58,7 +49,6 @@ from .schemas import (
 )
 from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
-from .workers import listen
 
 Answers = dict[int | str, dict[str, Any]]
 ERRORS: Answers = {  # of those who send an image
@@ -81,7 +71,7 @@ DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Norm
 statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
 (those that the image would have met in training)."""
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 Result = TypeVar("Result")
 
 
@@ -115,7 +105,7 @@ class Service:
             model: where the path names it.
         """
         async with self._until(self._deadline()):
-            image, options = await read_upload(request, field)
+            image, options = await read_upload(request, field, self.decoders.work)
             loaded = await self.pool.get(options.model if model is None else model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
             return await _unless_gone(request, self._run(loaded, image, options))
@@ -124,7 +114,7 @@ class Service:
         """The same for several images: of each, in their order, the answer or the error."""
         deadline = self._deadline()
         async with self._until(deadline):
-            images, options = await read_uploads(request, "images", self.settings.max_images)
+            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.work)
             loaded = await self.pool.get(options.model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
@@ -197,6 +187,7 @@ class Service:
                 "revision": classifier.revision,
                 "statistics": statistics,
                 "engine": classifier.engine_name,
+                "uncertain": classifier.uncertain(best, statistics),
                 "timing_ms": timing,
             }
         )
@@ -231,10 +222,14 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     """
     service = Service(settings)
 
+    async def start(app: FastAPI) -> None:
+        await service.pool.start()
+        await asyncio.to_thread(app.openapi)  # which is kept: making it would block the loop
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health answers from the first moment.
-        tasks = [asyncio.create_task(service.pool.start()), asyncio.create_task(service.pool.watch())]
+        tasks = [asyncio.create_task(start(app)), asyncio.create_task(service.pool.watch())]
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:
@@ -262,7 +257,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
         code = CODES.get(error.status_code, "malformed_request")
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}; /docs lists what there is."
+        message = f"{request.method[:20]} {request.url.path[:200]}: {error.detail}; /docs lists what there is."
         answer = error_response(error.status_code, code, message)
         answer.headers.update(error.headers or {})
         return answer
@@ -332,91 +327,5 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-class Server(uvicorn.Server):
-    """uvicorn with our connections, which says where it serves, drains when asked to stop, and stops without models.
-
-    It listens from the first moment, so that /health answers, and names its address once the first models are loaded.
-
-    After SIGTERM it goes on for `drain_seconds`, during which /health/ready says 503 and every answer asks its client
-    to close the connection. Then it listens no more, gives up unfinished uploads, and answers what it has accepted.
-    """
-
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
-        self.service: Service = app.state.service
-        edge = self.service.edge
-        config = uvicorn.Config(
-            app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
-            proxy_headers=False, ws="none",
-            http=cast(Any, partial(Connection, edge)), backlog=min(256, edge.most),
-            timeout_graceful_shutdown=math.ceil(settings.deadline),
-        )  # fmt: skip
-        super().__init__(config)
-        self._announced = False
-        self._drained: float | None = None
-        # Not by getppid(), which has another answer already if the parent died while this process was starting.
-        self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
-
-    async def startup(self, sockets: Any = None) -> None:
-        if self._parent is not None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # now that `handle_exit` is there to meet it
-            if self.should_exit:
-                return
-        await super().startup(sockets)
-
-    def _announce(self) -> None:
-        self._announced = True
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        by = "" if self._parent is None else f", by process {os.getpid()}"
-        try:
-            print(f"bkn_zoo serves {', '.join(self.service.pool.names)} at http://{shown}:{port}{by}", flush=True)
-        except OSError:  # who started it reads no more, which is no reason not to serve
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left would fail at the end
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.service.pool.started and not self._announced:
-            self._announce()
-        drained = self._drained is not None and time.monotonic() >= self._drained
-        orphaned = self._parent is not None and not self._parent.is_alive()
-        return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        again, self.service.edge.draining = self.service.edge.draining, True
-        if sig == signal.SIGTERM and not again:
-            self._drained = time.monotonic() + self.service.settings.drain_seconds
-        else:
-            super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        self.service.edge.draining = True
-        self.service.bodies.give_up_unfinished()
-        await super().shutdown(sockets)
-
-
-def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
-    try:
-        app = create_app(settings, one_of_many=settings.workers > 1)
-    except BknZooError as error:
-        return failed(error)
-    server = Server(app, settings)
-    # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
-    before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
-    failure: Exception | None = None
-    try:
-        server.run(None if settings.workers == 1 else [listen(settings)])
-    except (SystemExit, OSError):  # uvicorn's way to say that it could not listen, or start
-        failure = InputError(f"it cannot listen on {settings.host}:{settings.port}: choose another.")
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
-    failure = app.state.service.pool.failure or failure
-    code = 0 if failure is None else failed(failure)
-    if app.state.service.pool.loading or app.state.service.decoders.busy:  # for the end of which Python would wait
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -20,7 +20,7 @@ from .errors import InternalError, OverloadedError, of_the_image
 from .logs import request_id
 from .metrics import Metrics
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 FAILED = "the image could not be classified: try again, and if that fails too, tell whoever runs this service."
 

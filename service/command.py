@@ -1,17 +1,21 @@
 """The command. What serving takes is imported by who serves: not by the process that only has others do it."""
 
 import gc
+import os
 import sys
+import warnings
 
 from bkn_zoo.errors import BknZooError
 
 from .logs import failed, set_up_logs
-from .settings import Settings, read_settings
+from .settings import OLD_PREFIX, Settings, read_settings
 from .workers import supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
+    _open_standard_streams()
+    warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python shows none otherwise
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
@@ -20,11 +24,22 @@ def main(arguments: list[str] | None = None) -> int:
         return failed(error)
 
 
+def _open_standard_streams() -> None:
+    """Open those that are closed, as by `2>&-`: other files would get their numbers, and be written to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def serve(settings: Settings) -> int:
     """The same in this process alone."""
     gc.disable()  # nearly all that is imported stays: to look through it again and again takes half a second
     try:
-        from . import app
+        from . import server
     finally:
         gc.enable()
-    return app.serve(settings)
+    return server.serve(settings)

@@ -1,137 +1,117 @@
-"""The HTTP edge: a small state machine for each connection, and every limit on what its client may cost.
+"""The HTTP edge: one state machine per connection, and every limit on what its client may cost.
 
-h11 reads and writes HTTP; how long and how much a client may take is decided here, except for bodies, which `uploads`
-counts. Of uvicorn this uses what it hands to a protocol class: the application, its sets of connections and of tasks,
-and the headers of every answer.
+h11 parses and writes HTTP. It is written in Python, so the work that one client can cause per turn of the event loop is
+bounded here: a head is parsed once it is complete and within its limits, a body is parsed in slices, and connections
+with more to parse share a few milliseconds per turn. `uploads` counts the bytes of bodies.
 """
 
 import asyncio
 import http
 import logging
+import re
 import socket
-from typing import Any, cast
+from typing import cast
 from urllib.parse import unquote
 
 import h11
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
+from .edge import RESERVE, Edge, Host
 from .envelope import QUIET, Envelope
 from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
-from .metrics import Metrics
-from .settings import Settings
+from .exchange import CONTINUE, Exchange
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
-MAX_HEAD = 16_384
-MAX_PIPELINED = 32  # requests in a row that came before their turn
-MAX_BUFFERED = 65_536  # bytes of a body that nobody has asked for yet
-TINY_CHUNKS, TINY = 1000, 16  # so many chunks of fewer bytes than this on average keep Python busy for nothing
-RESERVE = 16  # connections beyond the most, for those who ask after the service's health
-SPARE_FILES = 64  # descriptors for the engines, the listener, the log and the page
-LINGER = 3  # times the seconds of a stall, to read on when an answer came before the end of what it answers
-LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between looks for the reset of a client that has gone: a round trip
-CLOSE = (b"connection", b"close")
-CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-NOT_HTTP = f"this is not HTTP/1.1, or its headers are longer than {MAX_HEAD} bytes: send a request such as /docs shows."
+MAX_HEAD = 16_384  # bytes of the request line and all headers, with separators
+MAX_HEADERS = 100
+MAX_PIPELINED = 32  # requests in a row that arrived before the previous answer
+SLICE = 8192  # bytes of a chunked body (or its trailers) that h11 gets at once
+WHOLE_SLICE = 262_144  # the same for a body with a length, which is a single event
+EVENTS = 16  # of h11 per slice; a request without chunks has three
+FREE_CHUNKS, MIN_CHUNK = 1000, 256  # after so many chunks, their average must be this many bytes
+LINGER = 3  # times `stall_seconds`: how long to read on after an answer that came before the end of its request
+LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between looks for the reset of a client that has gone
+END_OF_HEAD = re.compile(rb"\n\r?\n")
+AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)  # of a target in absolute form
+NOT_HTTP = (
+    f"this is not HTTP/1.1, or it has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them: "
+    "send a request such as /docs shows."
+)
 BROKEN_BODY = "the body is not framed as HTTP asks for: send Content-Length, or chunks of a sensible size."
-
-
-class Edge:
-    """What all connections share.
-
-    Attributes:
-        most: connections at once; more are let in only for health checks.
-        awaited: connections whose client has to act next, those first that have been silent for longest.
-        draining: whether answers ask their clients to close the connection.
-    """
-
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        self.settings, self.metrics = settings, metrics
-        self.most = max(1, min(settings.max_connections, _files_allowed() - SPARE_FILES - RESERVE))
-        self.awaited: dict[Connection, None] = {}
-        self.draining = False
-
-    def make_room(self) -> None:
-        """Close the connection that has been silent for longest, if any is."""
-        if self.awaited:
-            next(iter(self.awaited)).cut("made room")
 
 
 class Connection(asyncio.Protocol):
     """One client's connection, with at most one request at a time.
 
-    It is waiting for a head, or answering, or lingering: when it closes before it has read all that was sent, it reads
-    on for a while, since the client might otherwise never see the answer.
+    It waits for a head, or answers, or lingers: a connection that ends before all input is read goes on reading for a
+    while, because a reset could otherwise overtake the answer.
     """
 
-    def __init__(
-        self, edge: Edge, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None
-    ) -> None:
-        self.edge, self.settings = edge, edge.settings
-        self.app, self.state, self.app_state = config.loaded_app, server_state, app_state
-        self.loop: asyncio.AbstractEventLoop = _loop or asyncio.get_running_loop()
+    def __init__(self, edge: Edge, host: Host, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.edge, self.settings, self.host = edge, edge.settings, host
+        self.loop = loop or asyncio.get_running_loop()
         self.http = h11.Connection(h11.SERVER, MAX_HEAD)
         self.transport: asyncio.Transport
         self.exchange: Exchange | None = None
         self.writable = asyncio.Event()
         self.writable.set()
         self.closing = False
-        self.ahead = False  # whether a request has come before its turn
+        self._input = bytearray()  # received, and not given to h11 yet
+        self._is_queued = False  # for a turn to parse it
+        self._is_hungry = True  # whether h11 has used all that it was given
         self._heard = False  # whether any of the next head has come
         self._in_a_row = 0
-        self._surplus = False  # whether there is more after the last request, or after what was none
+        self._surplus = False  # whether input follows the last request, or something that was none
         self._ended = False  # whether the client has ended its side
         self._paused = False
         self._lingers_until: float | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._write_patience: asyncio.TimerHandle | None = None
 
-    # What the transport and uvicorn call
+    # Called by the transport and by the server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.addresses = [tuple(transport.get_extra_info(end) or ("", 0))[:2] for end in ("sockname", "peername")]
-        self.state.connections.add(self)
+        self.host.connections.add(self)
         self.edge.metrics.connections.inc()
-        if len(self.state.connections) > self.edge.most:
+        if len(self.host.connections) > self.edge.most:
             self.edge.make_room()
-        if len(self.state.connections) > self.edge.most + RESERVE:
+        if len(self.host.connections) > self.edge.most + RESERVE:
             return self.cut("too many")
         self._wait(self.settings.head_seconds)
 
     def data_received(self, data: bytes) -> None:
-        if self in self.edge.awaited:  # and is now the last to have been silent
+        if self in self.edge.awaited:  # move it to the end
             del self.edge.awaited[self]
             self.edge.awaited[self] = None
         self._in_a_row = 0
         if self._lingers_until is not None:
             return self._wait(min(self.settings.stall_seconds, self._lingers_until - self.loop.time()))
-        if self._surplus or self.http.their_state is h11.MUST_CLOSE:
-            self._surplus = True
+        if self._surplus:
             return
-        if self.exchange is None and not self._heard:
-            self._heard = True
-            self._wait(self.settings.head_seconds)
-        self.http.receive_data(data)
-        self._advance()
+        self._input += data
+        if not self._is_queued:
+            self._parse()
 
     def eof_received(self) -> bool:
-        """Whether the connection stays open, since only the client's side has ended, and it waits for an answer."""
+        """Whether the connection stays open, because the client may still wait for an answer.
+
+        All input is parsed by now, since reading is paused while any is left.
+        """
         self._ended = True
         exchange = self.exchange
         if exchange is None or not exchange.whole or self._lingers_until is not None:
             return False
-        if not self._surplus:
-            self.http.receive_data(b"")
         if not exchange.started and exchange.scope["http_version"] == "1.1":
-            # To one that has closed its socket anything is answered with a reset; to one that still listens, this says
-            # nothing that it has to heed.
+            # A closed socket answers this with a reset; a client that still listens ignores it.
             self.transport.write(self.http.send(CONTINUE) or b"")
             self._look(exchange, LOOKS)
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.state.connections.discard(self)
+        self.host.connections.discard(self)
         self.edge.metrics.connections.dec()
         self.edge.awaited.pop(self, None)
         for timer in (self._patience, self._write_patience):
@@ -155,90 +135,146 @@ class Connection(asyncio.Protocol):
             self.edge.awaited.pop(self, None)
 
     def shutdown(self) -> None:
-        """Close as soon as what was asked is answered."""
+        """Close as soon as the current request is answered."""
         self.closing = True
         if self.exchange is None:
             self.transport.abort() if self._lingers_until is not None else self._close()
 
-    # What happens to a connection
+    # Called by exchanges and by the edge
 
-    def answered(self, exchange: "Exchange") -> None:
+    def answered(self, exchange: Exchange) -> None:
         """Go on to the next request, or end."""
         self.exchange = None
-        self.state.total_requests += 1
         if self.transport.is_closing():
             return
         again = exchange.whole and not self.closing and not self._surplus
         if not again or self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
             return self._end(exchange.whole)
-        self.http.start_next_cycle()
-        self.ahead = False
-        self._heard = bool(self.http.trailing_data[0])
-        self._wait(self.settings.head_seconds if self._heard else self.settings.idle_seconds)
-        self.read(True)
-        if self._heard or self._ended:
-            self._advance()
+        if self._ended and not self._input:
+            return self._close()
+        if self.http.trailing_data[0]:  # which is in the input again
+            self.http = h11.Connection(h11.SERVER, MAX_HEAD)
+        else:
+            self.http.start_next_cycle()
+        self._is_hungry, self._heard = True, False
+        self._wait(self.settings.idle_seconds)
+        self._parse()
 
-    def read(self, on: bool) -> None:
-        """Take more from the client, or leave it to the network to hold it back."""
-        if on == self._paused and not self._ended and not self.transport.is_closing():
-            self._paused = not on
-            self.transport.resume_reading() if on else self.transport.pause_reading()
+    def go_on(self) -> None:
+        """Parse another slice, now that it is this connection's turn."""
+        self._is_queued = False
+        self._parse()
+
+    def update_reading(self) -> None:
+        """Read from the client, or leave it to the network to hold the client back."""
+        full = self.exchange is not None and self.exchange.is_full
+        pause = self._lingers_until is None and not self._surplus and (self._is_queued or full or self._is_ahead)
+        if pause != self._paused and not self._ended and not self.transport.is_closing():
+            self._paused = pause
+            self.transport.pause_reading() if pause else self.transport.resume_reading()
 
     def cut(self, reason: str) -> None:
         """Close at once, whatever has not been sent yet."""
         self.edge.metrics.cut.labels(reason).inc()
         self.edge.awaited.pop(self, None)
-        self.state.connections.discard(self)  # whoever makes room must see that there is some
+        self.host.connections.discard(self)  # so that it counts as room
         self.transport.abort()
 
-    def _advance(self) -> None:
-        """Act on all that has been read."""
-        while not self.transport.is_closing() and self._lingers_until is None:
+    # Parsing
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether input has come before its turn."""
+        return self.exchange is not None and self.exchange.whole and bool(self._input)
+
+    def _parse(self) -> None:
+        """Parse a slice of the input; what is left waits for another turn."""
+        if self.transport.is_closing() or self._lingers_until is not None:
+            return
+        if self.exchange is None:
+            more = self._parse_head() and self._parse_body()
+        else:
+            more = not self.exchange.whole and self._parse_body()
+        if more:
+            self._is_queued = True
+            self.edge.parse_later(self)
+        self.update_reading()
+
+    def _parse_head(self) -> bool:
+        """Begin a request if its head is complete; whether it did."""
+        if self._input and not self._heard:
+            self._heard = True
+            self._wait(self.settings.head_seconds)
+        found = END_OF_HEAD.search(self._input)
+        end = found.end() if found else len(self._input)
+        # Checked before h11 sees it: every header takes Python microseconds.
+        is_long = end > MAX_HEAD or self._input.count(b"\n", 0, end) > MAX_HEADERS + 2
+        is_other = b"" < self._input[:1] <= b" "  # no method begins like this, but TLS does
+        if is_long or is_other or (self._ended and not found):
+            self._refuse(MalformedRequestError(NOT_HTTP))
+        elif found:
+            self.http.receive_data(bytes(self._input[:end]))
+            del self._input[:end]
             try:
                 event = self.http.next_event()
             except h11.RemoteProtocolError:
-                return self._malformed()
-            if event is h11.NEED_DATA:
-                return
-            if event is h11.PAUSED:  # the next request stays where it is until this one is answered
-                self.ahead = True
-                return self.read(False)
+                event = None
             if isinstance(event, h11.Request):
                 self._begin(event)
-            elif isinstance(event, h11.Data):
-                assert self.exchange is not None
-                self.exchange.take(event)
-                if self.exchange.chunks > TINY_CHUNKS and self.exchange.bytes < TINY * self.exchange.chunks:
-                    return self._malformed()
-            elif isinstance(event, h11.EndOfMessage):
-                assert self.exchange is not None
+            else:
+                self._refuse(MalformedRequestError(NOT_HTTP))
+        return self.exchange is not None
+
+    def _parse_body(self) -> bool:
+        """Parse a slice of the body; whether there is more to parse now."""
+        exchange = self.exchange
+        assert exchange is not None
+        if self._is_hungry and self._input:
+            size = SLICE if exchange.is_chunked else WHOLE_SLICE
+            self.http.receive_data(bytes(self._input[:size]))
+            del self._input[:size]
+        self._is_hungry = False
+        for _ in range(EVENTS):
+            try:
+                event = self.http.next_event()
+            except h11.RemoteProtocolError:
+                return self._break_off(exchange)
+            if event is h11.NEED_DATA:
+                self._is_hungry = True
+                return bool(self._input)
+            if isinstance(event, h11.Data):
+                exchange.take(event)
+                if exchange.chunks > FREE_CHUNKS and exchange.bytes < MIN_CHUNK * exchange.chunks:
+                    return self._break_off(exchange)
+            else:  # the end of the request
                 self.edge.awaited.pop(self, None)
-                self.exchange.end()
-                more = bool(self.http.trailing_data[0])
+                exchange.end()
+                self._input[:0] = self.http.trailing_data[0]
                 if self.http.their_state is h11.MUST_CLOSE:
-                    self._surplus = more
-                    return
-                if not more:
-                    return
-            else:  # the client's side has ended, and all that it asked is answered
-                return self._close()
+                    self._surplus = bool(self._input)
+                return False
+        return True
+
+    def _break_off(self, exchange: Exchange) -> bool:
+        self._surplus = True
+        exchange.fail(MalformedRequestError(BROKEN_BODY))
+        return False
 
     def _begin(self, request: h11.Request) -> None:
-        headers = list(request.headers)
-        names = [name for name, _ in headers]
-        length = len(request.target) + sum(len(name) + len(value) for name, value in headers)
+        names = [name for name, _ in request.headers]
         # Of two lengths, a proxy may have believed the other; h11 would take the second.
-        if length > MAX_HEAD or (b"content-length" in names and b"transfer-encoding" in names):
+        two_lengths = b"content-length" in names and b"transfer-encoding" in names
+        if two_lengths or request.http_version not in (b"1.0", b"1.1"):
             return self._refuse(MalformedRequestError(NOT_HTTP))
         if self._patience is not None:
             self._patience.cancel()
         self._in_a_row += 1
         target, _, query = request.target.partition(b"?")
+        target = AUTHORITY.sub(b"", target, count=1) or b"/" if AUTHORITY.match(target) else target
         root = self.settings.root_path
         path = unquote(target.decode())
         at_root = root != "" and path == root
-        path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # a proxy may have taken it away
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # a proxy may have removed it
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -251,33 +287,26 @@ class Connection(asyncio.Protocol):
             "path": root + path,
             "raw_path": target,
             "query_string": query,
-            "headers": headers,
-            "state": self.app_state.copy(),
+            "headers": list(request.headers),
+            "state": self.host.app_state.copy(),
         }
         last = self._in_a_row >= MAX_PIPELINED
-        # The page finds what it needs beside itself, which is below the root only with a slash at its end.
+        # The page's own files are beside it only if its address ends with a slash.
         answer: Response | None = RedirectResponse(f"{root}/") if at_root else None
-        if len(self.state.connections) > self.edge.most and path not in QUIET:
+        if len(self.host.connections) > self.edge.most and path not in QUIET:
             answer, last = self._too_many(), True
-        self.exchange = Exchange(self, scope, last)
-        app = self.app if answer is None else Envelope(answer, self.edge.metrics)
+        self.exchange = Exchange(self, scope, last, b"transfer-encoding" in names)
+        app = self.host.app if answer is None else Envelope(answer, self.edge.metrics)
         task = self.loop.create_task(self.exchange.run(app))
-        self.state.tasks.add(task)
-        task.add_done_callback(self.state.tasks.discard)
+        self.host.tasks.add(task)
+        task.add_done_callback(self.host.tasks.discard)
 
     def _too_many(self) -> JSONResponse:
         self.edge.metrics.rejected.labels("connections").inc()
         return respond(OverloadedError(f"{self.edge.most} connections are open: try again in a second.", 1))
 
-    def _malformed(self) -> None:
-        if self.exchange is None:
-            self._refuse(MalformedRequestError(NOT_HTTP))
-        else:
-            self._surplus = True
-            self.exchange.fail(MalformedRequestError(BROKEN_BODY))
-
     def _refuse(self, error: ServiceError) -> None:
-        """Answer what is no request, and note it as one of which no more is known."""
+        """Answer something that is not a request."""
         self.edge.metrics.requests.labels("any", "none", error.status).inc()
         log.info("no request", extra={"status": error.status, "error": error.message})
         body = bytes(respond(error).body)
@@ -286,8 +315,10 @@ class Connection(asyncio.Protocol):
         self.transport.write(f"HTTP/1.1 {error.status} {phrase}\r\n{head}\r\n\r\n".encode() + body)
         self._end(False)
 
+    # Time limits and the end
+
     def _wait(self, seconds: float) -> None:
-        """Leave the client so much time for what it has to do next."""
+        """Give the client so much time for its next step."""
         self.edge.awaited.setdefault(self)
         if self._patience is not None:
             self._patience.cancel()
@@ -305,7 +336,7 @@ class Connection(asyncio.Protocol):
         else:
             self._close()
 
-    def _look(self, exchange: "Exchange", pauses: tuple[float, ...]) -> None:
+    def _look(self, exchange: Exchange, pauses: tuple[float, ...]) -> None:
         """Find out whether a client that has ended its side still listens."""
         if self.exchange is not exchange or self.transport.is_closing():
             return
@@ -315,122 +346,19 @@ class Connection(asyncio.Protocol):
             self.loop.call_later(pauses[0], self._look, exchange, pauses[1:])
 
     def _end(self, all_read: bool) -> None:
-        if self._ended or (all_read and not self._surplus and not self.http.trailing_data[0]):
+        if self._ended or (all_read and not self._surplus and not self._input):
             return self._close()
-        self.read(True)
-        self.transport.write_eof()
+        self._input.clear()
         patience = 1.0 if self.closing else self.settings.stall_seconds
         self._lingers_until = self.loop.time() + LINGER * patience
+        self.update_reading()
+        self.transport.write_eof()
         self._wait(patience)
 
     def _close(self) -> None:
-        """Close once all is sent."""
+        """Close once everything is sent."""
         if self._patience is not None:
             self._patience.cancel()
         self.transport.close()
         if self.transport.get_write_buffer_size() and self._write_patience is None:
             self._write_patience = self.loop.call_later(self.settings.stall_seconds, self.cut, "not read")
-
-
-class Exchange:
-    """One request and its answer, as ASGI has them.
-
-    Attributes:
-        whole: whether all of the request has come.
-        started: whether an answer has begun.
-        chunks, bytes: how many of its body have come.
-    """
-
-    def __init__(self, connection: Connection, scope: dict[str, Any], last: bool) -> None:
-        self.connection, self.scope, self.last = connection, scope, last
-        self.whole = self.started = False
-        self._body = bytearray()
-        self.chunks = self.bytes = 0
-        self._told = self._gone = self._done = False
-        self._error: ServiceError | None = None
-        self._head = b""
-        self._change = asyncio.Event()
-
-    # What the connection tells
-
-    def take(self, data: h11.Data) -> None:
-        self.chunks += data.chunk_start
-        self.bytes += len(data.data)
-        self._body += data.data
-        if len(self._body) > MAX_BUFFERED:
-            self.connection.read(False)
-        self._change.set()
-
-    def end(self) -> None:
-        self.whole = True
-        self._change.set()
-
-    def fail(self, error: ServiceError) -> None:
-        self._error = error
-        self._change.set()
-
-    def leave(self) -> None:
-        self._gone = True
-        self._change.set()
-
-    # What the application asks
-
-    async def run(self, app: Any) -> None:
-        try:
-            await app(self.scope, self.receive, self.send)
-        except Exception:
-            log.exception("an answer was cut short")
-        finally:
-            if not self._done and not self._gone:
-                self.connection.cut("failed")
-
-    async def receive(self) -> dict[str, Any]:
-        http = self.connection.http
-        if http.they_are_waiting_for_100_continue and not self.started and not self._gone:
-            self.connection.transport.write(http.send(CONTINUE) or b"")
-        while not (self._gone or self._done or self._error or self._body or (self.whole and not self._told)):
-            if not self.connection.ahead:
-                self.connection.read(True)
-            self._change.clear()
-            await self._change.wait()
-        if self._gone or self._done:
-            return {"type": "http.disconnect"}
-        if self._error is not None:
-            raise self._error
-        body, self._body, self._told = bytes(self._body), bytearray(), self.whole
-        return {"type": "http.request", "body": body, "more_body": not self.whole}
-
-    async def send(self, message: dict[str, Any]) -> None:
-        connection = self.connection
-        if not connection.writable.is_set():
-            await connection.writable.wait()
-        if self._gone:
-            return
-        if message["type"] == "http.response.start":
-            self.started = True
-            status, headers = message["status"], [*connection.state.default_headers, *message["headers"]]
-            if self.last or not self.whole or connection.closing or connection.edge.draining:
-                headers.append(CLOSE)
-            reason = http.HTTPStatus(status).phrase.encode()
-            self._head = connection.http.send(h11.Response(status_code=status, headers=headers, reason=reason)) or b""
-            return
-        body = b"" if self.scope["method"] == "HEAD" else message.get("body", b"")
-        parts = [self._head, connection.http.send(h11.Data(data=body)) or b""]
-        self._head = b""
-        if not message.get("more_body", False):
-            parts.append(connection.http.send(h11.EndOfMessage()) or b"")
-            self._done = True
-            self._change.set()
-        connection.transport.write(b"".join(parts))
-        if self._done:
-            connection.answered(self)
-
-
-def _files_allowed() -> int:
-    """How many descriptors this process may have; very many where nothing says so."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 2**20
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 2**20 if limit == resource.RLIM_INFINITY else limit

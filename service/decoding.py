@@ -1,26 +1,31 @@
-"""Where images are decoded: in threads, as many as there are cores, and in two lanes, so that a small one overtakes."""
+"""Where images are decoded: cheap ones in threads, as many as there are cores, and all others in processes."""
 
 import asyncio
+import heapq
+import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from PIL.Image import Image
 from torch import Tensor
 
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, ImageTooLargeError
-from bkn_zoo.images import open_header
+from bkn_zoo.images import preprocess
 from bkn_zoo.inference.classifier import Classifier
 
+from .costs import estimate
 from .errors import OverloadedError, ServiceError, of_the_image
 from .settings import Settings
+from .slow_decoder import SlowDecoder
 
-SMALL = 4_000_000  # pixels, which take a tenth of a second or so
-PIXELS_PER_CORE = 12_500_000  # of large images at once; one takes up to 16 bytes for each
+PIXELS_PER_CORE = 12_500_000  # of slow images at once; one takes up to 16 bytes for each
 QUEUE = 4  # times as much as is decoded at once may wait for it
+BYTE = 5e-7  # seconds by which each byte of input lets others go first
+SLOWNESS = 10  # the same for each estimated second of a slow image
 
 Result = TypeVar("Result")
 
@@ -33,23 +38,29 @@ class Decoders:
         self.max_pixels = settings.max_pixels
         self._small = Lane("decoder", cores, cores, math.inf)
         most = max(settings.max_pixels, cores * PIXELS_PER_CORE)
-        # One core less, for all else; and half of the places of a queue, for small images.
-        self._large = Lane("decoder of large images", max(1, cores - 1), most, settings.queue_length // 2)
+        # One core less, for everything else; and half of the places of a queue, for small images.
+        self._slow = Lane("decoder of slow images", max(1, cores - 1), most, settings.queue_length // 2)
+        self._idle: list[SlowDecoder] = []  # processes
 
     @property
     def busy(self) -> bool:
-        return self._small.busy or self._large.busy
+        return self._small.busy or self._slow.busy
+
+    async def work(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do work on so many bytes of a client's input in a thread, small inputs first."""
+        return await self._small.run(1, BYTE * size, work, *arguments)
 
     async def within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
         """The same, with an error for those that are more pixels than allowed together with those before them."""
-        return await self._small.run(1, self._within, images)
+        size = sum(len(image) for image in images if isinstance(image, bytes))
+        return await self.work(size, self._within, images)
 
     def _within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
         found: list[bytes | ServiceError] = []
         left = self.max_pixels
         for image in images:
             try:
-                pixels = 0 if isinstance(image, ServiceError) else _pixels(open_header(image, self.max_pixels))
+                pixels = 0 if isinstance(image, ServiceError) else estimate(image, self.max_pixels).pixels
                 if pixels > left:
                     raise ImageTooLargeError(
                         f"the images of a request may have {self.max_pixels:,} pixels together, and this one has "
@@ -62,55 +73,68 @@ class Decoders:
         return found
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
-        pixels, tensor = await self._small.run(1, self._prepare_if_small, classifier, image)
+        pixels, seconds, tensor = await self.work(len(image), self._prepare_if_cheap, classifier, image)
         if tensor is None:
-            tensor = await self._large.run(pixels, classifier.prepare, image, self.max_pixels)
+            wait = SLOWNESS * min(seconds, 1.0)
+            tensor = await self._slow.run(pixels, wait, self._prepare_slowly, classifier, image)
         return tensor
 
-    def _prepare_if_small(self, classifier: Classifier, image: bytes) -> tuple[int, Tensor | None]:
-        opened = open_header(image, self.max_pixels)
-        pixels = _pixels(opened)
-        return pixels, classifier.prepare(opened, self.max_pixels) if pixels <= SMALL else None
+    def _prepare_if_cheap(self, classifier: Classifier, image: bytes) -> tuple[int, float, Tensor | None]:
+        cost = estimate(image, self.max_pixels)
+        if cost.image is None or not cost.is_cheap:
+            return min(cost.pixels, self.max_pixels), cost.seconds, None
+        return cost.pixels, cost.seconds, classifier.prepare(cost.image, self.max_pixels)
+
+    def _prepare_slowly(self, classifier: Classifier, image: bytes) -> Tensor:
+        p = classifier.model.config.preprocessing
+        try:
+            decoder = self._idle.pop()
+        except IndexError:
+            decoder = SlowDecoder()
+        try:
+            square = decoder.decode(image, p, self.max_pixels)
+        finally:
+            if decoder.is_alive:
+                self._idle.append(decoder)
+        return preprocess(square, replace(p, crop=1.0))  # it is cropped already
 
     def stop(self) -> None:
         self._small.stop()
-        self._large.stop()
+        self._slow.stop()
+        while self._idle:
+            self._idle.pop().stop()
 
 
 class Lane:
-    """Threads, and so much work at once among them: first come, first served.
+    """Threads that do a limited amount of work at once.
 
     Args:
-        most: the weight of what runs at once.
-        places: how many may wait, as long as they are not more than so many times what runs at once.
+        most: the weight of the work that runs at once.
+        places: how many may wait, as long as they weigh no more than `QUEUE` times what runs at once.
     """
 
     def __init__(self, name: str, threads: int, most: int, places: float) -> None:
         self.most, self.places = most, places
         self._threads = ThreadPoolExecutor(threads, name)
         self._free, self._waiting, self._waiting_weight = most, 0, 0
-        # Who waits, waits here, and not in the executor, which would keep the image of a client that has gone.
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        # Not in the executor, which would keep the image of a client that has gone.
+        self._turns: list[tuple[float, int, int, asyncio.Future[None]]] = []
+        self._count = itertools.count()
 
     @property
     def busy(self) -> bool:
         return self._free < self.most
 
-    async def run(self, weight: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(self, weight: int, wait: float, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do some work when it is its turn.
+
+        Args:
+            wait: by how many seconds later work may overtake it if that has less to wait.
+        """
         full = self._waiting >= self.places or self._waiting_weight + weight > QUEUE * self.most
         if full and self.places < math.inf:
             raise OverloadedError(f"{self._waiting} large images wait: try again in 5 s, or with a smaller one.", 5)
-        self._waiting += 1
-        self._waiting_weight += weight
-        try:
-            async with self._turn:
-                while self._free < weight:
-                    self._freed.clear()
-                    await self._freed.wait()
-        finally:
-            self._waiting -= 1
-            self._waiting_weight -= weight
-        self._free -= weight
+        await self._turn(weight, wait)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
 
@@ -126,9 +150,37 @@ class Lane:
         finally:
             future.cancel()  # if it has not begun
 
-    def _leave(self, weight: int, future: Future[Result], result: asyncio.Future[Result]) -> None:
+    async def _turn(self, weight: int, wait: float) -> None:
+        """Wait until work of this weight may begin."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._turns, (loop.time() + wait, next(self._count), weight, turn))
+        self._waiting += 1
+        self._waiting_weight += weight
+        self._begin()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was its turn already
+                self._give_back(weight)
+            raise
+        finally:
+            self._waiting -= 1
+            self._waiting_weight -= weight
+
+    def _begin(self) -> None:
+        while self._turns and (self._turns[0][3].cancelled() or self._turns[0][2] <= self._free):
+            _, _, weight, turn = heapq.heappop(self._turns)
+            if not turn.cancelled():
+                self._free -= weight
+                turn.set_result(None)
+
+    def _give_back(self, weight: int) -> None:
         self._free += weight
-        self._freed.set()
+        self._begin()
+
+    def _leave(self, weight: int, future: Future[Result], result: asyncio.Future[Result]) -> None:
+        self._give_back(weight)
         if future.cancelled() or result.done():
             result.cancel()
         elif (error := future.exception()) is not None:
@@ -138,7 +190,3 @@ class Lane:
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _pixels(image: Image) -> int:
-    return image.width * image.height

@@ -12,9 +12,10 @@ from .errors import InternalError, ServiceError, respond
 from .logs import request_id
 from .metrics import Metrics
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # that are labels of metrics
 QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for all the time
 SAFETY = [
     (b"x-content-type-options", b"nosniff"),
@@ -67,10 +68,11 @@ class Envelope:
         finally:
             route = getattr(scope.get("route"), "path", "none")
             seconds = time.perf_counter() - begun
-            self.metrics.requests.labels(method if route != "none" else "any", route, status or 499).inc()
+            known = method if method in METHODS and route != "none" else "any"
+            self.metrics.requests.labels(known, route, status or 499).inc()
             self.metrics.seconds.labels(route).observe(seconds)
             if route not in QUIET:
-                facts = {"method": method, "path": scope["path"][:200], "status": status or 499}
+                facts = {"method": method[:20], "path": scope["path"][:200], "status": status or 499}
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
 
 

@@ -26,7 +26,7 @@ from .errors import OverloadedError, UnavailableError, UnknownModelError
 from .metrics import Metrics
 from .settings import Settings
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
 REST = 0.2  # seconds after which PyTorch's allocator on Arm takes what was freed for free

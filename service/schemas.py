@@ -36,6 +36,7 @@ class Classified(BaseModel):
     revision: str | None
     statistics: Statistics
     engine: str
+    uncertain: bool
     timing_ms: Timing
 
 

@@ -1,22 +1,42 @@
-"""What can be set, by a flag (--queue-length 8) or by its twin in the environment (BKN_QUEUE_LENGTH=8)."""
+"""What can be set, by a flag (--queue-length 8) or by its twin in the environment (BKN_ZOO_QUEUE_LENGTH=8)."""
 
 import re
+import warnings
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 
+PREFIX, OLD_PREFIX = "BKN_ZOO_", "BKN_"
+"""Of the variables in the environment; the one of 0.1.0 is still read, with a warning."""
+
 Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
+
+
+class _OldVariables(EnvSettingsSource):
+    def __call__(self) -> dict[str, Any]:
+        found = super().__call__()
+        for name in map(str.upper, found):
+            message = f"{OLD_PREFIX}{name} is now called {PREFIX}{name}: rename it."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return found
 
 
 class Settings(BaseSettings):
     """Settings of the service. A flag wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BKN_", cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True, allow_inf_nan=False
+        env_prefix=PREFIX, cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True, allow_inf_nan=False
     )
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")
@@ -81,9 +101,16 @@ class Settings(BaseSettings):
         description="most bytes of bodies in memory at once, of all requests; half of them for unfinished ones",
     )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
-        [], description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_API_KEYS"
+        [],
+        description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_ZOO_API_KEYS",
     )
     cors_origins: Listed = Field([], description="origins whose pages may call the service; none by default")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, *others: Any, **named: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _OldVariables(settings_cls, env_prefix=OLD_PREFIX)
 
     @field_validator("models", "api_keys", "cors_origins", mode="before")
     @classmethod
@@ -98,6 +125,13 @@ class Settings(BaseSettings):
             raise ValueError("it is set, but holds no key: set one, or leave it out")
         if not str(value).isascii():
             raise ValueError("a key of other letters than ASCII's could not be sent in a header: choose another")
+        return value
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _is_not_an_address(cls, value: Any) -> Any:
+        if str(value).startswith("tcp://"):
+            raise ValueError("Kubernetes set it for a Service of this name: add enableServiceLinks: false to the pod")
         return value
 
     @field_validator("root_path")
@@ -135,4 +169,4 @@ def read_settings(arguments: list[str]) -> Settings:
         first = error.errors()[0]
         name = "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")
         reason = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"--{name} (or BKN_{name.replace('-', '_').upper()}): {reason}.") from None
+        raise InputError(f"--{name} (or {PREFIX}{name.replace('-', '_').upper()}): {reason}.") from None

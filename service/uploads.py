@@ -1,11 +1,10 @@
 """From a request to the bytes of its images and the options that came with them."""
 
 import asyncio
-import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
 from typing import Any
@@ -32,44 +31,66 @@ OPTIONS = tuple(Options.model_fields)
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
 MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
 PARTS_PER_IMAGE = 4  # a comma in the list and one in a data URI, and some
-NEAR = (
-    0.7  # of difflib's ratio: statistic, topK and mode are; code, token and stop, which others have a use for, are not
-)
+MAX_NAMES = 32  # in a query or a JSON object: each is compared with the options
+TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
+NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop, which others use, are not
+SMALL_JSON = 65_536  # bytes that are parsed on the event loop, which takes half a millisecond
+BASE64_SLICE = 2**16  # letters that are decoded at once, since that holds Python's lock
 
 
-async def read_upload(request: Request, field: str) -> tuple[bytes, Options]:
+Work = Callable[..., Awaitable[Any]]  # runs a function on so many bytes of input in a thread: (size, function, ...)
+
+
+async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, Options]:
     """The image and the options of a request; those in the body win over those in the query.
 
     Args:
         field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`, which wins.
+        work: where to parse a body that would keep the event loop busy.
     """
     query, kind = _query(request), _kind(request)
     if kind == FORM:
         (image, *_), given = await _from_form(request, field, 1)
     elif kind == JSON:
-        found, given = _from_json(await _read(request), 1)
-        if not isinstance(found.get(field), str):
-            raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
-        image = _from_base64(found[field])
-    else:  # whatever else it is called; what it is, its first bytes say
+        image, given = await _parse_json(await _read(request), work, _one_image, field)
+    else:  # whatever else it is called; its first bytes say what it is
         image, given = await _read(request), {}
     return _image(image), _options(query | given)
 
 
-async def read_uploads(request: Request, field: str, most: int) -> tuple[list[bytes | ServiceError], Options]:
+async def read_uploads(
+    request: Request, field: str, most: int, work: Work
+) -> tuple[list[bytes | ServiceError], Options]:
     """The same for several images, in a form or in JSON; for one that is none, its error."""
     query, kind = _query(request), _kind(request)
-    sources: Any
     if kind == FORM:
-        sources, given = await _from_form(request, field, most)
+        files, given = await _from_form(request, field, most)
+        images: list[bytes | ServiceError] = [_or_error(file) for file in files]
     elif kind == JSON:
-        found, given = _from_json(await _read(request), most)
-        sources = found.get(field)
+        images, given = await _parse_json(await _read(request), work, _several_images, field, most)
     else:
         raise MalformedRequestError(f"several images come in a form, as files {field!r}, or in JSON: see /docs.")
+    return images, _options(query | given)
+
+
+async def _parse_json(body: bytes, work: Work, parse: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function makes of a body: in a thread, unless that takes longer than the parsing."""
+    return parse(body, *arguments) if len(body) <= SMALL_JSON else await work(len(body), parse, body, *arguments)
+
+
+def _one_image(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
+    found, given = _from_json(body, 1)
+    if not isinstance(found.get(field), str):
+        raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
+    return _from_base64(found[field]), given
+
+
+def _several_images(body: bytes, field: str, most: int) -> tuple[list[bytes | ServiceError], dict[str, Any]]:
+    found, given = _from_json(body, most)
+    sources = found.get(field)
     if not isinstance(sources, list) or not 1 <= len(sources) <= most:
         raise MalformedRequestError(f"the request has no list {field!r} of 1 to {most} images: send that many.")
-    return [_or_error(source) for source in sources], _options(query | given)
+    return [_or_error(source) for source in sources], given
 
 
 def _kind(request: Request) -> str:
@@ -77,6 +98,8 @@ def _kind(request: Request) -> str:
 
 
 def _query(request: Request) -> dict[str, Any]:
+    if request.scope["query_string"].count(b"&") >= MAX_NAMES:
+        raise BadParameterError(TOO_MANY_NAMES)
     given = request.query_params
     if not given:
         return {}
@@ -85,6 +108,8 @@ def _query(request: Request) -> dict[str, Any]:
 
 def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options among what was given. Other names are other people's, unless they are nearly ours: then misspelt."""
+    if len(given) > MAX_NAMES:
+        raise BadParameterError(TOO_MANY_NAMES)
     for name in given:
         if name not in OPTIONS and len(name) < 20 and get_close_matches(name.lower(), OPTIONS, cutoff=NEAR):
             raise BadParameterError(f"{name!a} is no option: choose from {', '.join(OPTIONS)}.")
@@ -167,8 +192,12 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def _from_base64(text: Any) -> bytes:
     try:
         letters = re.sub(r"^data:[^,]*,", "", text).encode("ascii").translate(LETTERS, b" \t\r\n")
-        return base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
-    except (binascii.Error, ValueError, TypeError):
+        letters += b"=" * (-len(letters) % 4)
+        if letters.find(b"=", 0, -2) >= 0:
+            raise ValueError("padding in the middle")
+        parts = range(0, len(letters), BASE64_SLICE)
+        return b"".join(binascii.a2b_base64(letters[k : k + BASE64_SLICE], strict_mode=True) for k in parts)
+    except (ValueError, TypeError):  # binascii.Error is a ValueError
         raise MalformedRequestError("the image is not base64: encode the file's bytes.") from None
 
 

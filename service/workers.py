@@ -23,7 +23,7 @@ from .logs import set_up_logs
 from .metrics import FOLDER
 from .settings import Settings
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 COULD_NOT_START = 3  # a worker's exit code, other than that of a crash
 PAUSE = 1.0  # seconds before a worker is started anew, lest one that dies at once keeps the machine busy

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
-from service_process import ServiceProcess, save_small_checkpoint
 
 HANGS = 20.0  # seconds after which a connection that should be closed hangs
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: a\r\nX-Request-Id: hidden\r\n\r\n"
@@ -205,6 +204,8 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    from service_process import ServiceProcess, save_small_checkpoint  # here, since attackers do without PyTorch
+
     with tempfile.TemporaryDirectory() as folder:
         save_small_checkpoint(Path(folder) / "small")
         with ServiceProcess(Path(folder), "--stall-seconds", "3", "--head-seconds", "3") as service:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,17 +11,20 @@ import sys
 import tempfile
 import textwrap
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+from http_client import Reply, request, send
 
 import bkn_zoo
 from bkn_zoo.images import Preprocessing
 
+LONG = 60.0  # seconds that no test needs, however busy the machine
 ROOT = Path(__file__).resolve().parents[1]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback
 
@@ -47,7 +51,32 @@ def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, se
     )
 
 
-class ServiceProcess:
+class Running:
+    """A service that listens at `port` of this machine, and how to ask it."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, target: str = "/v1/classify", body: bytes | None = None, method: str = "", **headers: str) -> Reply:
+        """The answer on a connection of its own; Content_Type="a/b" is a header."""
+        lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        chosen = method or ("GET" if body is None else "POST")
+        return send(self.port, request(target, body or b"", *lines, method=chosen))
+
+    def at_once(self, *requests: bytes) -> list[Reply]:
+        """The answers to many requests that are sent together."""
+        with ThreadPoolExecutor(len(requests)) as clients:
+            return list(clients.map(partial(send, self.port), requests))
+
+    def metric(self, line: str) -> float:
+        found = re.search(rf"^{re.escape(line)} (\S+)$", self.ask("/metrics").body.decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+class ServiceProcess(Running):
     """`with ServiceProcess(folder, "--queue-length", "8") as service:` runs `python -m service` until the block ends.
 
     Entering returns once the service is ready; leaving kills it, with every process that it started.
@@ -55,35 +84,31 @@ class ServiceProcess:
     Args:
         checkpoints: a folder of checkpoints; all are offered, in the order of their names, unless a flag says which.
         flags: further flags of the command.
+        command: what to run in place of `python -m service`.
         environment: further environment variables; those of the tests that begin with BKN_ are not passed on.
         ready_within: seconds until the service must be ready.
+        is_ready: what to wait for, in place of /health/ready.
 
     Attributes:
-        url, port: where it listens, with no slash at the end.
         process: the process, as subprocess gives it.
     """
 
-    command = (sys.executable, "-m", "service")
+    command: tuple[str, ...] = (sys.executable, "-m", "service")
 
     def __init__(
-        self,
-        checkpoints: Path,
-        *flags: str,
-        environment: dict[str, str] | None = None,
-        ready_within: float = 180.0,
-    ) -> None:
+        self, checkpoints: Path, *flags: str, command: tuple[str, ...] = (), environment: dict[str, str] | None = None,
+        ready_within: float = 3 * LONG,
+        is_ready: Callable[[Self], bool] = lambda service: service.ask("/health/ready").status == 200,
+    ) -> None:  # fmt: skip
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if "--models" in flags else ("--models", ",".join(names))
-        port = free_port()
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.port, self._is_ready, self._ready_within = free_port(), is_ready, ready_within
         self.process: subprocess.Popen[bytes]
-        self._command = [*self.command, "--port", str(port), *models, *flags]
+        self._command = [*(command or self.command), "--port", str(self.port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        here["BKN_ZOO_CACHE"] = "off"
-        here["BKN_PRECISION"] = "f32"  # so that scores are compared on any processor
+        here |= {"BKN_ZOO_CACHE": "off", "BKN_ZOO_PRECISION": "f32"}  # so that scores are compared on any processor
         self._environment = inherited | here | (environment or {})
-        self._ready_within = ready_within
         self._log = Path()
 
     def __enter__(self) -> Self:
@@ -97,15 +122,14 @@ class ServiceProcess:
         finally:
             os.close(descriptor)
         try:
-            self._wait_until_ready()
-        except BaseException:
-            self.__exit__(None, None, None)
+            until(lambda: self.process.poll() is not None or self._is_ready(self), "ready", self._ready_within)
+            assert self.process.poll() is None, f"the service ended with {self.process.returncode}"
+        except BaseException as error:
+            self.__exit__(None, error, None)
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # where it has stopped, with all that it started
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -122,38 +146,33 @@ class ServiceProcess:
         """What it has written to standard output and standard error, while it runs or once stopped."""
         return self._log.read_text(errors="replace")
 
+    def lines(self, **fields: object) -> list[dict[str, Any]]:
+        """The lines of the log that have these fields."""
+        found = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+        return [line for line in found if fields.items() <= line.items()]
+
     def memory(self) -> float:
         """Resident, in MB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
 
-    def _wait_until_ready(self) -> None:
-        end = time.monotonic() + self._ready_within
-        while True:
-            ready = _status(f"{self.url}/health/ready") == 200
-            if self.process.poll() is not None:
-                raise RuntimeError(f"The service ended with {self.process.returncode} at its start:\n{self.log()}")
-            if ready:
-                return
-            if time.monotonic() > end:
-                raise TimeoutError(f"The service was not ready within {self._ready_within} s:\n{self.log()}")
-            time.sleep(0.05)
+    def workers(self) -> set[int]:
+        """Those that have said that they serve, and live."""
+        said = map(int, re.findall(r"by process (\d+)", self.log()))
+        return {pid for pid in said if Path(f"/proc/{pid}").exists()}
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = LONG) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
 
 
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _status(url: str) -> int | None:
-    try:
-        with DIRECT.open(url, timeout=5) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None
 
 
 WATCH = """

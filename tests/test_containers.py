@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
+from service_process import ROOT, ServiceProcess, save_small_checkpoint
 
 from bkn_zoo import __version__
 from service.settings import Settings, read_settings
@@ -57,35 +57,30 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text()))
 
 
-class FromTheImage(ServiceProcess):
-    """What ENTRYPOINT and CMD start, with the image's environment but for its addresses."""
-
-    command = (
-        str(Path(sys.executable).with_name(last(TARGETS["cpu"], "ENTRYPOINT").words()[0])),
-        *last(TARGETS["cpu"], "CMD").words(),
-    )
-
-
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """What ENTRYPOINT and CMD start, with the image's environment but for its addresses."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "first")
-    here = {"BKN_HOST": "127.0.0.1", "BKN_ZOO_CHECKPOINTS": str(folder), "HOME": str(folder)}
-    with FromTheImage(folder, "--root-path", "bkn/", environment=variables(TARGETS["cpu"]) | here) as process:
+    program, *command = [*last(TARGETS["cpu"], "ENTRYPOINT").words(), *last(TARGETS["cpu"], "CMD").words()]
+    run = (str(Path(sys.executable).with_name(program)), *command)
+    here = {"BKN_ZOO_HOST": "127.0.0.1", "BKN_ZOO_CHECKPOINTS": str(folder), "HOME": str(folder)}
+    environment = variables(TARGETS["cpu"]) | here
+    with ServiceProcess(folder, "--root-path", "bkn/", command=run, environment=environment) as process:
         yield process
 
 
-def test_the_image_s_command_serves_and_its_health_check_tells(image: ServiceProcess) -> None:
-    check = last(TARGETS["cpu"], "HEALTHCHECK").words()
-    assert check[0] == "python"
+def test_image_command_serves_and_its_health_check_tells(image: ServiceProcess) -> None:
+    program, *check = last(TARGETS["cpu"], "HEALTHCHECK").words()
+    assert program == "python"
     for port, healthy in ((image.port, True), (1, False)):
-        run = [sys.executable, *check[1:]]
-        code = subprocess.run(run, env=os.environ | {"BKN_PORT": str(port)}, capture_output=True, timeout=60).returncode
-        assert (code == 0) is healthy
+        environment = os.environ | {"BKN_ZOO_PORT": str(port)}
+        done = subprocess.run([sys.executable, *check], env=environment, capture_output=True, timeout=60)
+        assert (done.returncode == 0) is healthy
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_images_run_as_nobody_in_particular_and_are_made_of_what_is_here(target: str) -> None:
+def test_images_run_unprivileged_and_copy_what_exists(target: str) -> None:
     stage = TARGETS[target]
     assert stage[-1] == Instruction("USER", "10001:10001"), "nothing is done after it"
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
@@ -100,17 +95,19 @@ def test_images_run_as_nobody_in_particular_and_are_made_of_what_is_here(target:
     extras = re.search(r'"/source\[([\w,]+)\]"', runs)
     assert extras is not None
     assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
-    assert last(stage, "EXPOSE").text == variables(stage)["BKN_PORT"] == "8000"
-    assert all(name.lower().removeprefix("bkn_") in Settings.model_fields for name in ("BKN_HOST", "BKN_PORT"))
+    assert last(stage, "EXPOSE").text == variables(stage)["BKN_ZOO_PORT"] == "8000"
+    assert all(
+        name.lower().removeprefix("bkn_zoo_") in Settings.model_fields for name in ("BKN_ZOO_HOST", "BKN_ZOO_PORT")
+    )
 
 
-def test_the_default_image_is_the_small_one() -> None:
+def test_default_image_is_the_small_one() -> None:
     assert list(stages())[-1] == "cpu"
     assert any("/whl/cpu" in each.text for each in TARGETS["cpu"] if each.name == "RUN")
     assert not fnmatch.filter([each.text for each in TARGETS["cpu"]], "*gcc*")
 
 
-def test_compose_builds_what_there_is_for_this_machine_only_and_waits_for_a_drain() -> None:
+def test_compose_builds_what_exists_and_waits_for_a_drain() -> None:
     (found,) = documents("compose.yaml")
     settings = Settings()
     for service in found["services"].values():
@@ -123,25 +120,26 @@ def test_compose_builds_what_there_is_for_this_machine_only_and_waits_for_a_drai
         assert service["tmpfs"] == [f"{variables(TARGETS['cpu'])['HOME']}:exec"], "or nothing compiled could be loaded"
 
 
-def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drain(
-    image: ServiceProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kubernetes_probes_exist_and_a_drain_has_time(image: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {document["kind"]: document for document in documents("kubernetes.yaml")}
     deployment, pod = kinds["Deployment"]["spec"], kinds["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_PORT"])}
+    assert ports == {"http": int(variables(TARGETS["cpu"])["BKN_ZOO_PORT"])}
     assert kinds["Service"]["spec"]["ports"][0]["targetPort"] in ports
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["timeoutSeconds"] >= 2, "the default of 1 s is less than a busy node may take"
+        assert container[probe]["failureThreshold"] >= 2
         asked = container[probe]["httpGet"]
         assert asked["port"] in ports
-        with DIRECT.open(f"{image.url}{asked['path']}", timeout=30) as response:
-            assert response.status == 200
-    monkeypatch.setenv("BKN_API_KEYS", "secret")
+        assert image.ask(asked["path"]).status == 200
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", "secret")
     assert container["args"][0] == last(TARGETS["cpu"], "CMD").words()[0]
     settings = read_settings(container["args"][1:])
     program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (program, TARGETS["cpu"][0].text) == ("sleep", "python:3.12-slim"), "which is a Debian, and has it"
+    notices = container["readinessProbe"]["periodSeconds"] * container["readinessProbe"]["failureThreshold"]
+    assert notices < float(seconds) + settings.drain_seconds, "a drain is noticed in time"
     patience = float(seconds) + settings.drain_seconds + settings.deadline
     assert patience < pod["terminationGracePeriodSeconds"]
     assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
@@ -155,7 +153,7 @@ def test_the_kubernetes_manifest_asks_for_routes_that_exist_and_waits_for_a_drai
     assert set(container["resources"]) == {"requests", "limits"}
 
 
-def test_the_kubernetes_manifest_s_image_is_this_version_from_a_registry_of_one_s_own() -> None:
+def test_kubernetes_image_is_this_version_of_your_registry() -> None:
     (pod,) = (each["spec"]["template"]["spec"] for each in documents("kubernetes.yaml") if each["kind"] == "Deployment")
     (container,) = pod["containers"]
     registry, _, image = container["image"].partition("/")
@@ -167,25 +165,20 @@ def test_the_kubernetes_manifest_s_image_is_this_version_from_a_registry_of_one_
 
 
 @pytest.mark.parametrize("prefix", ["", "/bkn"])
-def test_behind_a_proxy_that_takes_the_path_away_or_leaves_it_everything_is_found(
-    image: ServiceProcess, prefix: str
-) -> None:
-    def get(path: str) -> bytes:
-        with DIRECT.open(f"{image.url}{prefix}{path}", timeout=30) as response:
-            return response.read()
-
-    for path in ("/", "/static/page.js", "/v1/models", "/health/ready", "/metrics", "/docs"):
-        assert get(path)
-    assert json.loads(get("/openapi.json"))["servers"] == [{"url": "/bkn"}], "so that /docs asks where the proxy is"
-    assert b"'openapi.json'" in get("/docs"), "which is found beside it"
-    assert b'route="/v1/models"' in get("/metrics"), "by the route's own name"
+def test_proxy_may_remove_or_keep_the_path(image: ServiceProcess, prefix: str) -> None:
+    paths = ("/", "/static/page.js", "/v1/models", "/health/ready", "/metrics", "/docs", "/openapi.json")
+    found = {path: image.ask(prefix + path) for path in paths}
+    assert {reply.status for reply in found.values()} == {200}
+    assert found["/openapi.json"].json()["servers"] == [{"url": "/bkn"}], "so that /docs asks where the proxy is"
+    assert b"'openapi.json'" in found["/docs"].body, "which is found beside it"
+    assert b'route="/v1/models"' in image.ask(f"{prefix}/metrics").body, "by the route's own name"
 
 
-def test_the_root_path_without_its_slash_leads_to_the_page(image: ServiceProcess) -> None:
-    with DIRECT.open(f"{image.url}/bkn", timeout=30) as response:
-        assert response.url == f"{image.url}/bkn/", "beside which the page's own files are found"
+def test_root_path_without_its_slash_leads_to_the_page(image: ServiceProcess) -> None:
+    reply = image.ask("/bkn")
+    assert (reply.status, reply.headers["location"]) == (307, "/bkn/"), "beside which the page's own files are found"
 
 
 @pytest.mark.parametrize(("given", "path"), [("", ""), ("/", ""), ("/a/b/", "/a/b"), ("a", "/a")])
-def test_a_root_path_has_a_slash_before_and_none_after(given: str, path: str) -> None:
+def test_root_path_has_a_slash_before_and_none_after(given: str, path: str) -> None:
     assert read_settings(["--root-path", given]).root_path == path

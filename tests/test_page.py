@@ -1,48 +1,39 @@
 """The page at /, in a real browser against the real service: what a visitor does, and what the visitor then reads."""
 
 import base64
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
-from PIL import Image
-from service_process import DIRECT, ROOT, ServiceProcess, save_small_checkpoint
+from attackers import encoded
+from attackers import picture as make_picture
+from service_process import ROOT, ServiceProcess, save_small_checkpoint
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+expect = sync_api.expect
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-ARTEFACTS = Path(os.environ.get("BKN_TEST_ARTEFACTS") or ROOT / "test-artefacts")
-SLOWEST_START = 180.0  # seconds, on a machine that runs other tests too
+ARTEFACTS = Path(os.environ.get("BKN_ZOO_TEST_ARTEFACTS") or ROOT / "test-artefacts")
 MODES = ("population", "sample", "expected")
 LABELS = [f"<b onclick='x'>class {number}</b>, also called {number}" for number in range(10)]
 AWKWARD_NAME = 'it\'s 1 "photo", or; two\\.png'  # every character that a shell or curl could take for its own
 
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no browser: install chromium (apt-get install chromium) to test the page"
-)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium to test the page")
 
 
-def picture(seed: int = 0) -> bytes:
-    """A PNG of smooth colours, different for each seed."""
-    row, column = np.mgrid[0:120, 0:160] / (20 + 5 * seed)
-    colours = np.stack([np.sin(column), np.cos(row), np.sin(row + column)], axis=-1)
-    stream = io.BytesIO()
-    Image.fromarray((127.5 + 120 * colours).astype(np.uint8)).save(stream, "png")
-    return stream.getvalue()
+def picture(number: int = 0) -> bytes:
+    return encoded(make_picture(27 + 5 * number, side=160).crop((0, 0, 160, 120)))
 
 
 @dataclass
@@ -72,15 +63,13 @@ class Visit:
 
     def wait(self, state: str = "done") -> None:
         for mode in MODES:
-            sync_api.expect(self.page.locator(f"[data-mode={mode}]")).to_have_attribute("data-state", state)
+            expect(self.page.locator(f"[data-mode={mode}]")).to_have_attribute("data-state", state)
 
     def read(self, mode: str) -> list[tuple[str, str]]:
         """The labels and scores that the page shows."""
         bars = self.page.get_by_test_id(f"bars-{mode}").locator("li")
-        return [
-            (one.locator(".bar-label").text_content() or "", one.locator(".bar-score").text_content() or "")
-            for one in bars.all()
-        ]
+        labels, scores = (bars.locator(f".bar-{name}").all_text_contents() for name in ("label", "score"))
+        return list(zip(labels, scores, strict=True))
 
     def widths(self, mode: str) -> list[float]:
         """How long the bars are, as fractions of the longest possible."""
@@ -115,13 +104,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(checkpoints, ready_within=SLOWEST_START) as service:
+    with ServiceProcess(checkpoints) as service:
         yield service
 
 
 @pytest.fixture(scope="module")  # as long as it lives, Playwright keeps an event loop running that others would meet
 def browser() -> Iterator[sync_api.Browser]:
-    sync_api.expect.set_options(timeout=30_000)  # the default of 5 s is short for a machine that runs other tests too
+    expect.set_options(timeout=30_000)  # the default of 5 s is short for a machine that runs other tests too
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
         yield chromium
@@ -151,16 +140,11 @@ def visit(browser: sync_api.Browser, server: ServiceProcess) -> Iterator[Visit]:
 
 def ask(server: ServiceProcess, content: bytes, mode: str) -> list[tuple[str, float]]:
     """What the service answers to the same call without the page."""
-    url = f"{server.url}/v1/classify?model=small&statistics={mode}&top_k=5"
-    request = urllib.request.Request(url, content, {"Content-Type": "image/png"})
-    with DIRECT.open(request, timeout=30) as response:
-        return [(one["label"], one["score"]) for one in json.load(response)["predictions"]]
+    return list(server.ask(f"/v1/classify?model=small&statistics={mode}&top_k=5", content).scores().items())
 
 
-def test_a_dropped_image_gets_three_results_with_the_scores_and_latencies_of_the_service(
-    visit: Visit, server: ServiceProcess
-) -> None:
-    sync_api.expect(visit.page.locator("#model")).to_have_value("small")
+def test_dropped_image_shows_scores_and_latencies(visit: Visit, server: ServiceProcess) -> None:
+    expect(visit.page.locator("#model")).to_have_value("small")
     visit.drop("waves.png", picture(), "image/png")
     visit.wait()
     for mode in MODES:
@@ -173,51 +157,47 @@ def test_a_dropped_image_gets_three_results_with_the_scores_and_latencies_of_the
             assert number == pytest.approx(100 * score, abs=0.11)
         assert visit.widths(mode) == pytest.approx([score for _, score in expected], abs=0.02)
         assert re.fullmatch(r"\d+(\.\d)? ms", visit.page.get_by_test_id(f"latency-{mode}").inner_text())
-        assert re.fullmatch(
-            r"queue \d+(\.\d)? ms · round trip \d+(\.\d)? ms", visit.page.get_by_test_id(f"timing-{mode}").inner_text()
-        )
+        timing = visit.page.get_by_test_id(f"timing-{mode}").inner_text()
+        assert re.fullmatch(r"queue \d+(\.\d)? ms · round trip \d+(\.\d)? ms", timing)
         assert visit.page.locator(f"[data-mode={mode}] .measured").inner_text().startswith("top-1 accuracy 1")
-    sync_api.expect(visit.page.locator("#status")).to_contain_text("class")
+    expect(visit.page.locator("#status")).to_contain_text("class")
     caption = f"waves.png · 160 \N{MULTIPLICATION SIGN} 120 · {len(picture())} bytes"
-    sync_api.expect(visit.page.locator("#caption")).to_have_text(caption)
+    expect(visit.page.locator("#caption")).to_have_text(caption)
     assert visit.page.locator(".mode b").count() == 0  # the labels of the checkpoint stay text
     visit.screenshot("page-desktop")
 
 
-def test_an_image_can_be_chosen_and_another_pasted(visit: Visit) -> None:
+def test_image_can_be_chosen_or_pasted(visit: Visit) -> None:
     visit.choose("chosen.png", picture(1))
     visit.wait()
     chosen = [visit.read(mode) for mode in MODES]
-    sync_api.expect(visit.page.locator("#preview")).to_be_visible()
+    expect(visit.page.locator("#preview")).to_be_visible()
     visit.paste(picture(9))
-    sync_api.expect(visit.page.locator("#caption")).to_contain_text("image.png")
+    expect(visit.page.locator("#caption")).to_contain_text("image.png")
     visit.wait()
     assert [visit.read(mode) for mode in MODES] != chosen
 
 
-def test_everything_can_be_done_by_keyboard_and_the_copied_command_gives_the_same_answer(
-    visit: Visit, tmp_path: Path
-) -> None:
+def test_keyboard_suffices_and_the_copied_command_works(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     (tmp_path / AWKWARD_NAME).write_bytes(picture(2))
     # Listened for from the start: the browser takes a moment to hand its file chooser over, and none to open it.
     page.on("filechooser", lambda chooser: chooser.set_files(tmp_path / AWKWARD_NAME))
-    sync_api.expect(page.locator("#model")).to_be_enabled()
-    page.keyboard.press("Tab")
-    sync_api.expect(page.get_by_role("link", name="API reference")).to_be_focused()
-    page.keyboard.press("Tab")
-    sync_api.expect(page.locator("#file")).to_be_focused()
+    expect(page.locator("#model")).to_be_enabled()
+    for focused in (page.get_by_role("link", name="API reference"), page.locator("#file")):
+        page.keyboard.press("Tab")
+        expect(focused).to_be_focused()
     assert page.locator("#zone").evaluate("(zone) => getComputedStyle(zone).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     visit.wait()
     first = visit.read("sample")
 
     page.keyboard.press("Tab")
-    sync_api.expect(page.locator("#model")).to_be_focused()
+    expect(page.locator("#model")).to_be_focused()
     page.keyboard.press("t")
-    sync_api.expect(page.locator("#model")).to_have_value("tiny")
+    expect(page.locator("#model")).to_have_value("tiny")
     visit.wait()
-    sync_api.expect(page.get_by_test_id("bars-sample").locator("li")).to_have_count(5)
+    expect(page.get_by_test_id("bars-sample").locator("li")).to_have_count(5)
     second = visit.read("sample")
     assert second != first
 
@@ -225,11 +205,11 @@ def test_everything_can_be_done_by_keyboard_and_the_copied_command_gives_the_sam
     for _ in MODES:
         if not page.locator("input[value=sample]").is_checked():
             page.keyboard.press("ArrowLeft")
-    sync_api.expect(page.locator("input[value=sample]")).to_be_checked()
+    expect(page.locator("input[value=sample]")).to_be_checked()
     page.keyboard.press("Tab")
-    sync_api.expect(page.locator("#copy")).to_be_focused()
+    expect(page.locator("#copy")).to_be_focused()
     page.keyboard.press("Enter")
-    sync_api.expect(page.locator("#copied")).to_have_text("The command was copied.")
+    expect(page.locator("#copied")).to_have_text("The command was copied.")
     command = page.evaluate("() => navigator.clipboard.readText()")
     assert command == page.locator("#command").text_content()
     if shutil.which("curl"):
@@ -240,39 +220,39 @@ def test_everything_can_be_done_by_keyboard_and_the_copied_command_gives_the_sam
         assert [one["label"] for one in answer["predictions"]] == [label for label, _ in second]
 
 
-def test_a_file_that_is_no_image_is_refused_in_words_and_the_next_image_succeeds(visit: Visit) -> None:
+def test_refused_file_is_explained_and_the_next_succeeds(visit: Visit) -> None:
     with visit.page.expect_response("**/v1/classify") as answer:
         visit.drop("notes.txt", b"Plain text, whatever its name says.\n" * 20, "text/plain")
     assert answer.value.status == 415
     message = answer.value.json()["error"]["message"]
     visit.wait("error")
     for mode in MODES:
-        sync_api.expect(visit.page.get_by_test_id(f"error-{mode}")).to_have_text(message)
-        sync_api.expect(visit.page.get_by_test_id(f"latency-{mode}")).to_be_empty()
-    sync_api.expect(visit.page.locator("#status")).to_have_text(message)
-    sync_api.expect(visit.page.locator("#no-preview")).to_be_visible()
+        expect(visit.page.get_by_test_id(f"error-{mode}")).to_have_text(message)
+        expect(visit.page.get_by_test_id(f"latency-{mode}")).to_be_empty()
+    expect(visit.page.locator("#status")).to_have_text(message)
+    expect(visit.page.locator("#no-preview")).to_be_visible()
     visit.screenshot("page-refused")
     visit.forget(415)
     visit.drop("waves.png", picture(), "image/png")
     visit.wait()
-    sync_api.expect(visit.page.get_by_test_id("error-sample")).to_be_hidden()
+    expect(visit.page.get_by_test_id("error-sample")).to_be_hidden()
 
 
-def test_a_new_image_cancels_the_requests_under_way(visit: Visit) -> None:
+def test_new_image_cancels_requests_under_way(visit: Visit) -> None:
     held: list[sync_api.Route] = []
     failed: list[str | None] = []
     visit.page.on("requestfailed", lambda request: failed.append(request.failure))
     visit.page.route("**/v1/classify", lambda route: route.continue_() if held else held.append(route))
     with visit.page.expect_request("**/v1/classify"):
         visit.choose("first.png", picture(1))
-    sync_api.expect(visit.page.locator("[data-mode=population]")).to_have_attribute("data-state", "waiting")
+    expect(visit.page.locator("[data-mode=population]")).to_have_attribute("data-state", "waiting")
     visit.choose("second.png", picture(2))
     visit.wait()
     assert failed == ["net::ERR_ABORTED"]
-    sync_api.expect(visit.page.locator("#caption")).to_contain_text("second.png")
+    expect(visit.page.locator("#caption")).to_contain_text("second.png")
 
 
-def test_a_busy_service_is_asked_again_when_it_says_so_and_at_most_twice(visit: Visit) -> None:
+def test_busy_service_is_asked_again_at_most_twice(visit: Visit) -> None:
     asked: list[sync_api.Route] = []
     error = {"error": {"code": "overloaded", "message": "The queue is full: try again in a moment."}}
 
@@ -285,53 +265,51 @@ def test_a_busy_service_is_asked_again_when_it_says_so_and_at_most_twice(visit: 
 
     visit.page.route("**/v1/classify", answer)
     visit.choose("waves.png", picture())
-    sync_api.expect(visit.page.get_by_test_id("timing-population")).to_contain_text("trying again in 2 s")
-    sync_api.expect(visit.page.locator("[data-mode=sample]")).to_have_attribute("data-state", "done")
-    sync_api.expect(visit.page.get_by_test_id("error-expected")).to_have_text(error["error"]["message"])
+    expect(visit.page.get_by_test_id("timing-population")).to_contain_text("trying again in 2 s")
+    expect(visit.page.locator("[data-mode=sample]")).to_have_attribute("data-state", "done")
+    expect(visit.page.get_by_test_id("error-expected")).to_have_text(error["error"]["message"])
     assert [len(visit.read(mode)) for mode in MODES] == [5, 5, 0]
     assert len(asked) == 6
     visit.forget(429)
 
 
-def test_a_service_that_cannot_be_reached_is_named_as_the_cause(visit: Visit) -> None:
+def test_unreachable_service_is_named_as_the_cause(visit: Visit) -> None:
     visit.page.route("**/v1/classify", lambda route: route.abort("connectionrefused"))
     visit.choose("waves.png", picture())
     visit.wait("error")
     for mode in MODES:
-        sync_api.expect(visit.page.get_by_test_id(f"error-{mode}")).to_contain_text("could not be reached")
+        expect(visit.page.get_by_test_id(f"error-{mode}")).to_contain_text("could not be reached")
     visit.errors = [error for error in visit.errors if "net::ERR_CONNECTION_REFUSED" not in error]
 
 
-def test_a_service_with_keys_makes_the_page_ask_for_one(browser: sync_api.Browser, checkpoints: Path) -> None:
-    keys = {"BKN_API_KEYS": "sesame"}
-    with ServiceProcess(checkpoints, "--models", "small", environment=keys, ready_within=SLOWEST_START) as service:
+def test_page_asks_for_a_key(browser: sync_api.Browser, checkpoints: Path) -> None:
+    keys = {"BKN_ZOO_API_KEYS": "sesame"}
+    with ServiceProcess(checkpoints, "--models", "small", environment=keys) as service:
         visit = open_page(browser, service.url)
         page = visit.page
-        sync_api.expect(page.locator("#key-note")).to_contain_text("asks for a key")
-        sync_api.expect(page.locator("#command")).to_contain_text("-H 'Authorization: Bearer YOUR_KEY'")
+        expect(page.locator("#key-note")).to_contain_text("asks for a key")
+        expect(page.locator("#command")).to_contain_text("-H 'Authorization: Bearer YOUR_KEY'")
         visit.choose("waves.png", picture())
         visit.wait("error")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
-        sync_api.expect(page.locator("#key-note")).to_contain_text("did not accept this key")
+        expect(page.locator("#key-note")).to_contain_text("did not accept this key")
         page.fill("#key", "sesame")
         page.press("#key", "Enter")
         visit.wait()
-        sync_api.expect(page.locator("#model")).to_have_value("small")
-        sync_api.expect(page.locator("#command")).not_to_contain_text("sesame")
+        expect(page.locator("#model")).to_have_value("small")
+        expect(page.locator("#command")).not_to_contain_text("sesame")
         visit.forget(401)
         assert visit.errors == []
         page.context.close()
 
 
-def test_the_documentation_lists_the_routes_and_asks_no_other_host(visit: Visit, server: ServiceProcess) -> None:
+def test_documentation_lists_routes_from_one_host(visit: Visit, server: ServiceProcess) -> None:
     visit.page.goto(f"{server.url}/docs")
-    sync_api.expect(visit.page.get_by_text("/v1/classify", exact=True)).to_be_visible()
+    expect(visit.page.get_by_text("/v1/classify", exact=True)).to_be_visible()
 
 
-def test_on_a_phone_the_modes_stack_and_nothing_is_wider_than_the_screen(
-    browser: sync_api.Browser, server: ServiceProcess
-) -> None:
+def test_phone_layout_stacks_the_modes_within_the_screen(browser: sync_api.Browser, server: ServiceProcess) -> None:
     options = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
     visit = open_page(browser, server.url, has_touch=True, **options)
     visit.choose("waves.png", picture())

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from attackers import encoded, picture
 from service_process import ROOT, save_small_checkpoint
 from test_batch import same
-from test_service_load import picture
 
 from bkn_zoo import cli
 from service.settings import Settings, read_settings
@@ -46,7 +46,7 @@ def short() -> Iterator[str]:
         yield folder
 
 
-def test_the_file_for_serve_deploy_names_what_there_is() -> None:
+def test_serve_deploy_file_names_what_exists() -> None:
     (application,) = file()["applications"]
     module, _, function = application["import_path"].partition(":")
     package, _, room = module.partition(".")
@@ -60,7 +60,7 @@ def test_the_file_for_serve_deploy_names_what_there_is() -> None:
 
 
 @needs_ray
-def test_ray_takes_the_file_and_its_limits_are_above_ours() -> None:
+def test_ray_accepts_the_file_and_its_limits_exceed_ours() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from service.distributed import application
@@ -74,7 +74,7 @@ def test_ray_takes_the_file_and_its_limits_are_above_ours() -> None:
 @needs_ray
 @apart
 @pytest.mark.slow
-def test_replicas_nodes_and_versions_come_and_go_under_load(tmp_path: Path) -> None:
+def test_replicas_nodes_and_versions_change_under_load(tmp_path: Path) -> None:
     save_small_checkpoint(tmp_path / "small")
     command = [sys.executable, "scripts/ray_trial.py", "--model", str(tmp_path / "small"), "--steady", "2"]
     command += ["--output", str(tmp_path / "out.json")]
@@ -100,7 +100,7 @@ def test_classify_gives_the_same_rows_by_ray(tmp_path: Path, short: str) -> None
     save_small_checkpoint(tmp_path / "small")
     (tmp_path / "photos").mkdir()
     for number in range(40):
-        (tmp_path / "photos" / f"{number:02}.png").write_bytes(picture(number))
+        (tmp_path / "photos" / f"{number:02}.png").write_bytes(encoded(picture(number)))
     (tmp_path / "photos" / "20b.png").write_bytes(b"no image")
     command = [sys.executable, "-c", "import bkn_zoo.cli as c; raise SystemExit(c.main())", "classify", "photos"]
     command += ["--model", "./small", "--precision", "f32", "--format", "csv", "--output"]
@@ -140,7 +140,7 @@ def test_ray_s_workers_get_every_option_of_the_command(
 ) -> None:
     save_small_checkpoint(tmp_path / "small")
     for number in range(20):
-        (tmp_path / f"{number:02}.png").write_bytes(picture(number))
+        (tmp_path / f"{number:02}.png").write_bytes(encoded(picture(number)))
     for name, module in double_of_ray().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.chdir(tmp_path)
@@ -159,7 +159,7 @@ def test_ray_s_workers_get_every_option_of_the_command(
 @pytest.mark.skipif(find_spec("ray") is not None, reason="ray is installed")
 def test_without_ray_the_command_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_checkpoint(tmp_path / "small")
-    (tmp_path / "photo.png").write_bytes(picture(0))
+    (tmp_path / "photo.png").write_bytes(encoded(picture()))
     flags = ["classify", str(tmp_path / "photo.png"), "--model", str(tmp_path / "small"), "--engine", "torch", "--ray"]
     assert cli.main(flags) == 2
     assert "pip install 'bkn-zoo[ray]'" in capsys.readouterr().err

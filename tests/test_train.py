@@ -1,6 +1,7 @@
 """bkn_zoo.train, bkn_zoo.fine_tune and the commands train and evaluate: from options to the files that they leave."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +18,7 @@ from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
+from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.fine_tuning import FINE_TUNING, fitted
@@ -312,6 +314,28 @@ def test_curves_have_whole_epochs_and_hide_nothing(count: int, monkeypatch: pyte
     assert widths == sorted(set(widths), reverse=True)  # those that are drawn later are narrower
 
 
+def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, count in (("train", 10), ("val", 3), ("test", 5)):
+        write_noise(Path("split", split), dark=count, light=count)
+    options = ("--init", mine, "--device", "cpu", "--epochs", "3", "--patience", "1", "--freeze")
+    for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
+        command("train", "--data", data, "--name", data, *options)
+        said = capsys.readouterr().out
+        assert "batches of 16 in groups of 2" in said  # as the checkpoint's
+        accuracies = [line for line in said.splitlines() if "top-1" in line]
+        assert {line.partition(",")[0] for line in accuracies if ": top-1 " in line} == {measured}
+        assert len(accuracies) > 3
+        assert all(re.search(r"top-1 [\d.]+ % \(95 %: [\d.]+ to [\d.]+\)", line) for line in accuracies)
+        command("evaluate", f"runs/{data}/{data}", "--data", data, "--output", "out.json")
+        record = read("out.json")
+        assert (record["split"], record["rows"][0]["images"]) == (measured, count)
+        assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
+    assert "20 images of 2 classes, 6 more to choose by and 10 to test by" in said
+    for data, split, count in (("photos", "all", 24), ("split", "validation", 6)):
+        command("evaluate", "runs/split", "--data", data, "--split", split, "--output", "out.json")
+        assert read("out.json")["rows"][0]["images"] == count
+
+
 # Options, names, and what a training starts from
 
 
@@ -492,6 +516,9 @@ def test_only_the_first_process_prints(
 # What is refused
 
 
+OPTIONS = ("--workers", "-1", 0), ("--batch", "-3", 1), ("--batch", "0", 1)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -499,10 +526,31 @@ def test_only_the_first_process_prints(
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
         (["--statistics_batch", "3", "--freeze"], "there is no folder nowhere"),  # frozen norms take no statistics
+        (["--device", "meta"], "device 'meta' is nothing that PyTorch finds here"),
     ],
 )
 def test_bad_options_are_refused_before_data_are_read(options: list[str], says: str, refused: Refused) -> None:
     assert says in refused("train", "--data", "nowhere", *NEW, *options)
+    assert not Path("runs").exists()
+
+
+def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    def unreachable(repository: str) -> None:
+        raise HubError(f"{repository} is out of reach")
+
+    monkeypatch.setattr("bkn_zoo.cli.train.check_reachable", unreachable)
+    assert "me/mine is out of reach" in refused("train", "--data", "nowhere", *NEW, "--publish", "me", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "least"),
+    [("train", *OPTIONS[0]), *(("evaluate", *option) for option in OPTIONS)],
+)
+def test_numbers_of_options_have_a_least_value(command: str, option: str, value: str, least: int, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "x", "--data", "photos", option, value])
+    assert end.value.code == 2
+    assert f"argument {option}: '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -546,6 +594,10 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
     assert "has 'f' for 'e' of" in refused(*start, tree)
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
+    assert "device 'warp' is nothing that PyTorch finds here" in refused(*start, tree, "--device", "warp")
+    Path("file").touch()
+    for options in (("--report", "file"), ("--output", "file/out.json")):
+        assert "file cannot be made for the results" in refused(*start, tree, *options)
 
 
 def test_nothing_is_written_among_the_classes(

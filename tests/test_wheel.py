@@ -1,10 +1,12 @@
 """The wheel: built, installed into an environment of its own, and used from an empty folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import urllib.request
 import venv
 import zipfile
@@ -16,16 +18,15 @@ import bkn_zoo
 
 ROOT = Path(__file__).parent.parent
 BUILD = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
-FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, since setuptools leaves files where it builds."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in FILES:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("bkn_zoo", "service"):
+    for name in ("bkn_zoo", "service", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-c", BUILD, target], cwd=source, check=True, capture_output=True, timeout=120)
     (built,) = target.iterdir()
@@ -39,28 +40,27 @@ class Environment:
         self.folder, self.empty = folder / "env", folder / "empty"
         self.empty.mkdir()
         venv.create(self.folder)
+        (self.packages,) = (self.folder / "lib").glob("python*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", self.folder, "install", "--no-index", "--no-deps", wheel]
-        subprocess.run(pip, cwd=self.empty, env=self.variables, check=True, capture_output=True, timeout=180)
+        subprocess.run(pip, cwd=self.empty, check=True, capture_output=True, timeout=180)
+        kept = {k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("PYTHON", "BKN_"))}
+        self.variables = kept | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
     def lend_libraries(self) -> None:
-        (packages,) = (self.folder / "lib").glob("python*/site-packages")
-        (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n" + sysconfig.get_path("platlib") + "\n")
+        places = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+        (self.packages / "lent.pth").write_text("\n".join(places))
 
-    def command(self, name: str, *arguments: object) -> list[str]:
-        return [str(self.folder / "bin" / name), *map(str, arguments)]
+    def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+        command, pipe = [str(self.folder / "bin" / name), *map(str, arguments)], subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.empty, env=self.variables | variables, stdout=pipe, stderr=pipe, text=True
+        )
 
-    @property
-    def variables(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "BKN_ZOO_CACHE" or not name.startswith(("PYTHON", "BKN_"))
-        }
-        return kept | {"HF_HUB_OFFLINE": "1"}
-
-    def run(self, name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        command, where = self.command(name, *arguments), {"cwd": self.empty, "env": self.variables}
-        return subprocess.run(command, **where, capture_output=True, text=True, timeout=180)
+    def run(self, name: str, *arguments: object, **variables: str) -> tuple[int, str, str]:
+        """The exit code, and what was printed."""
+        with self.start(name, *arguments, **variables) as process:
+            printed = process.communicate(timeout=180)
+        return process.returncode, *printed
 
 
 @pytest.fixture(scope="module")
@@ -68,42 +68,57 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     return Environment(tmp_path_factory.mktemp("environment"), wheel)
 
 
-def test_the_wheel_holds_every_module_and_no_generic_name(wheel: Path) -> None:
+def test_pyproject_lists_every_package() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("bkn_zoo/**/*.py")}
+    assert listed == {".".join(folder.parts) for folder in folders} | {"bkn_zoo_service"}
+
+
+def test_the_wheel_holds_every_module_and_no_study(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.partition("/")[0] for name in names} == {
-        "bkn_zoo", "bkn_zoo_service", f"bkn_zoo-{bkn_zoo.__version__}.dist-info",
-    }  # fmt: skip
+    about = f"bkn_zoo-{bkn_zoo.__version__}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"bkn_zoo", "bkn_zoo_service", about}
     files = {path.relative_to(ROOT) for path in [*ROOT.glob("bkn_zoo/**/*.py"), *ROOT.glob("service/**/*.*")]}
     wanted = {str(path).replace("service", "bkn_zoo_service", 1) for path in files if "__pycache__" not in path.parts}
     assert wanted - names == set()
     assert "bkn_zoo/py.typed" in names
+    assert [name for name in names if "stud" in name or "experiment" in name or name.endswith(".toml")] == []
 
 
 def test_version_list_and_import_need_no_library(environment: Environment) -> None:
-    found = environment.run("bkn-zoo", "--version")
-    assert (found.returncode, found.stdout) == (0, f"bkn-zoo {bkn_zoo.__version__}\n")
-    assert environment.run("python", "-c", "import bkn_zoo; print(bkn_zoo.__version__)").returncode == 0
+    version = f"bkn-zoo {bkn_zoo.__version__}\n"
+    assert environment.run("bkn-zoo", "--version") == (0, version, "")
+    assert environment.run("python", "-m", "bkn_zoo", "--version") == (0, version, "")
     before = sum(os.times()[2:4])
-    found = environment.run("bkn-zoo", "list")
+    code, printed, error = environment.run("bkn-zoo", "list")
     assert sum(os.times()[2:4]) - before < 1, "seconds of the processor, so that no other process decides"
-    assert (found.returncode, found.stdout) == (0, "")
-    assert "there are no checkpoints here: put some into the folder that BKN_ZOO_CHECKPOINTS names" in found.stderr
-    found = environment.run("bkn-zoo", "serve")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.endswith("run pip install 'bkn-zoo[serve]'.\n")
+    assert (code, printed) == (0, "")
+    assert "there are no checkpoints here: put some into the folder that BKN_ZOO_CHECKPOINTS names" in error
+    code, printed, error = environment.run("bkn-zoo", "serve")
+    assert (code, printed) == (2, "")
+    assert error.endswith("run pip install 'bkn-zoo[serve]'.\n")
 
 
-def test_serving_says_what_to_do_where_no_checkpoint_is_and_serves_one_that_is(environment: Environment) -> None:
+def test_the_readme_s_code_runs_from_the_wheel(environment: Environment) -> None:
     environment.lend_libraries()
-    found = environment.run("bkn-zoo", "serve", "--port", "0")
-    assert (found.returncode, found.stdout) == (1, "")
-    assert "BKN_ZOO_CHECKPOINTS" in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for block in blocks if not block.startswith("# not run by the tests")]
+    assert blocks
+    program = "\n".join([*blocks, "import bkn_zoo; print(bkn_zoo.__file__)"])
+    code, printed, error = environment.run("python", "-c", program, BKN_ZOO_CHECKPOINTS=str(ROOT / "checkpoints"))
+    assert code == 0, error
+    assert len(printed.splitlines()) == 4  # three labels, and the place of the package
+    assert printed.splitlines()[-1].startswith(str(environment.packages))
+
+
+def test_serving_needs_a_checkpoint_and_serves_one(environment: Environment) -> None:
+    environment.lend_libraries()
+    code, printed, error = environment.run("bkn-zoo", "serve", "--port", "0")
+    assert (code, printed) == (1, "")
+    assert "BKN_ZOO_CHECKPOINTS" in error
+    assert len(error.splitlines()) == 1
     checkpoint = ROOT / "checkpoints" / "inception_cifar_bkn.cifar10"
-    process = subprocess.Popen(
-        environment.command("bkn-zoo", "serve", "--port", 0, "--engine", "torch", "--models", checkpoint),
-        cwd=environment.empty, env=environment.variables | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = environment.start("bkn-zoo", "serve", "--port", 0, "--engine", "torch", "--models", checkpoint)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -112,4 +127,5 @@ def test_serving_says_what_to_do_where_no_checkpoint_is_and_serves_one_that_is(e
             assert b"<html" in page.read()
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        process.communicate(timeout=60)
+        assert process.returncode == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,13 +10,14 @@ from typing import Annotated, Any
 from bkn_zoo.checkpoints.files import read_json
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.fields import Count, Rule, check_fields, is_number, make, one_of, refuse
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.modes import MODES
-from bkn_zoo.preprocessing import Preprocessing
 
 FORMAT_VERSION = 1
 
 Mode = Annotated[str, one_of(*MODES)]
 Percentage = Annotated[float, Rule(lambda value: 0 <= value <= 100, "a percentage, 0 to 100")]
+Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "a probability, 0 to 1")]
 
 
 def norm_of(architecture: str) -> str:
@@ -39,6 +41,8 @@ class Config:
         preprocessing: how an image becomes the network's input.
         training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
+        uncertain_below: per statistics mode, the probability that 95 % of the right answers on held-out images of its
+            classes reach; an answer below it may be wrong, or the image of none of the classes.
         versions: of the libraries that wrote the checkpoint.
         sha256: of each file of weights; empty if it is not known.
     """
@@ -54,6 +58,7 @@ class Config:
     preprocessing: Preprocessing | None = None
     training: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[Mode, dict[str, Percentage]] = field(default_factory=dict)
+    uncertain_below: dict[Mode, Probability] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
 
@@ -86,14 +91,19 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> "Config":
-        """The config in a file, which must say everything it has to and nothing else."""
+        """The config in a file, which must say all that it has to; fields that are unknown here are warned of."""
         data = read_json(path)
         version = data.get("format_version")
         if is_number(version) and version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{path}: format_version is {version}, but this bkn_zoo reads up to {FORMAT_VERSION}: upgrade bkn_zoo."
             )
+
+        def warn(name: str) -> None:
+            message = f"{path}: the field {name[:80]} is ignored, since this bkn_zoo does not know it: upgrade bkn_zoo"
+            warnings.warn(message, stacklevel=4)
+
         try:
-            return make(cls, data)
+            return make(cls, data, unknown=warn)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -15,6 +15,7 @@ from typing import IO, Any, NoReturn
 
 from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
 from bkn_zoo.progress import bar
+from bkn_zoo.regular import open_regular
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
 CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
@@ -75,7 +76,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's file."""
     remedy = "restore it from the original checkpoint"
     try:
-        data = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        with open_regular(path) as file:
+            data = json.loads(file.read(), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: {remedy}.") from None
     except OSError as error:
@@ -150,7 +152,7 @@ def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
 def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
     """Of a file; `done` is called with the size of each part that was read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while part := file.read(CHUNK):
             digest.update(part)
             done(len(part))

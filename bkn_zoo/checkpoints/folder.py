@@ -36,20 +36,19 @@ from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
     copied,
-    of_today,
     read_tensors,
     read_weights,
     stored_dtype,
     to_stored,
     write_weights,
 )
-from bkn_zoo.conversion.libraries import create_model
+from bkn_zoo.conversion.libraries import build
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.centered import take_centers
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
@@ -71,6 +70,7 @@ def save_pretrained(
     preprocessing: Preprocessing | None = None,
     training: dict[str, Any] | None = None,
     accuracy: dict[str, dict[str, float]] | None = None,
+    uncertain_below: dict[str, float] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
     measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
@@ -87,13 +87,14 @@ def save_pretrained(
         training: recipe and data, free-form. Neither this nor `accuracy` is taken over from an earlier checkpoint: they
             speak of its weights.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
+        uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode for calls that choose none; by default the model's.
         card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
         measure: in place of `accuracy` and `card`: called with the network as it is stored, before its folder gets its
             name, it returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
-    config = _describe(model, default_statistics, **about)
+    config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
     config.to_json()  # so that a description that cannot be stored is refused before anything is written
     folder = Path(folder).resolve()
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
@@ -122,7 +123,13 @@ def save_pretrained(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def from_pretrained(name: str | os.PathLike[str]) -> Network:
+def from_pretrained(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Network:
     """The network of a checkpoint, in float32 and evaluation mode, with its description as `.config`.
 
     The commit that it was downloaded from is its `.revision`, which is None for a local folder. If the Hub cannot be
@@ -131,8 +138,11 @@ def from_pretrained(name: str | os.PathLike[str]) -> Network:
     Args:
         name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
             "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
+        revision: a branch, a tag or a commit on the Hub, as behind the "@" of a name.
+        token: for the Hub; by default that of `hf auth login` or HF_TOKEN; False sends none.
+        cache_dir: where downloads are kept; by default the cache of the Hub's client (HF_HOME).
     """
-    return load(locate(name))
+    return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
 def load(location: Location, as_stored: bool = False) -> Network:
@@ -162,7 +172,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
     """The network of a checkpoint folder, as `load` gives it."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
-    weights = of_today(read_weights(path))
+    weights = read_weights(path)
     check_hashes(path, config.sha256)
     # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
@@ -313,7 +323,7 @@ class _SkipRandomInitialization(TorchFunctionMode):
 def _build(config: Config, path: Path) -> Network:
     try:
         with torch.device("cpu"), _SkipRandomInitialization():
-            model = create_model(config.architecture, config.num_classes, **config.norm_options).float()
+            model = build(config.architecture, config.num_classes, **config.norm_options).float()
     except BknZooError as error:
         raise CheckpointError(f"{path}: the network that it describes cannot be built: {error}") from None
     except (MemoryError, RuntimeError):  # PyTorch's allocator has words of its own on every system

@@ -43,10 +43,15 @@ REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?/\w([\w.-]{0,
 """As the Hub has it: its client would refuse others too, but at the end of a training."""
 
 
-def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
+def download(
+    repository: str,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[Path, str]:
     """Bring what loading needs of a repository into the cache; returns the folder there and the commit.
 
-    All files are of one commit, even if the revision moves meanwhile.
+    All files are of one commit, even if the revision moves meanwhile. The arguments are those of the Hub's client.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
@@ -63,13 +68,15 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
                 return snapshot_download(
                     repository,
                     revision=at,
+                    token=token,
+                    cache_dir=None if cache_dir is None else Path(cache_dir),
                     allow_patterns=list(patterns),
                     library_name="bkn_zoo",
                     library_version=__version__,
                     tqdm_class=bars,
                 )
 
-        return Path(ask(what, snapshot))
+        return Path(ask(what, snapshot, token=token))
 
     folder = fetch((CONFIG,), revision)
     commit = folder.name
@@ -83,7 +90,7 @@ def download(repository: str, revision: str | None = None) -> tuple[Path, str]:
         )
     fetch(NEEDED_FILES, commit)
     if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
-        raise no_weights(what, ask(what, lambda: _api().list_repo_files(repository, revision=commit)))
+        raise no_weights(what, ask(what, lambda: _api(token).list_repo_files(repository, revision=commit), token=token))
     return folder, commit
 
 
@@ -230,7 +237,7 @@ def _is_same(path: Path, there: "RepoFile") -> bool:
     return there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # as git names it
 
 
-def _api() -> "HfApi":
+def _api(token: str | bool | None = None) -> "HfApi":
     from huggingface_hub import HfApi
 
-    return HfApi(library_name="bkn_zoo", library_version=__version__)
+    return HfApi(token=token, library_name="bkn_zoo", library_version=__version__)

@@ -29,13 +29,14 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS) -> Answer:
+def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS, token: str | bool | None = None) -> Answer:
     """The answer to a question about a repository, or a HubError.
 
     Args:
         what: the repository and revision, for the sentence.
         question: calls the client; it may be asked more than once.
         attempts: how often.
+        token: that the caller passed, if any; errors do not show it.
     """
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library it uses
 
@@ -50,10 +51,14 @@ def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS) -> 
             wait = _wait(chain, attempt)
             if wait is None or wait > LONGEST_WAIT or attempt == attempts:
                 # Not "from error": messages of the client may hold what a log should not.
-                raise explain(what, chain) from None
+                raise _without(token, explain(what, chain)) from None
         log.warning("The Hub did not answer about %s; trying again in %d s.", what, wait)
         time.sleep(wait)
     raise AssertionError("unreachable")
+
+
+def _without(token: str | bool | None, error: HubError) -> HubError:
+    return type(error)(str(error).replace(token, "***")) if token and isinstance(token, str) else error
 
 
 @contextmanager
@@ -88,7 +93,7 @@ def explain(what: str, chain: list[BaseException]) -> HubError:
     if any(isinstance(error, OSError) and error.errno in FULL_DISK for error in chain):
         return HubError(
             f"there is no room for {what} in {constants.HF_HUB_CACHE}: make room there, or name a folder on another "
-            "disk by HF_HOME."
+            "disk by HF_HOME or cache_dir."
         )
     if is_one_of(UnicodeEncodeError) or any(type(error).__name__ == "LocalProtocolError" for error in chain):
         return HubAccessError("the token has characters that no token has: set HF_TOKEN again, or run `hf auth login`.")

@@ -1,12 +1,15 @@
 """Where the name of a checkpoint leads: to a folder, to one of those at hand, or to the Hub."""
 
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.hub import REPOSITORY, download
-from bkn_zoo.errors import CheckpointError, HubError, UnknownNameError
+from bkn_zoo.errors import CheckpointError, HubError, InputError, UnknownNameError
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "bkn-zoo"
 """Of the repositories that short names mean; BKN_ZOO_NAMESPACE in the environment overrides it."""
@@ -32,27 +35,53 @@ class Location(NamedTuple):
     revision: str | None
 
 
-def locate(name: str | os.PathLike[str]) -> Location:
-    """Where a name leads: to a folder, to one of `list_checkpoints()`, or to the Hub, from which it is downloaded."""
+def locate(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Location:
+    """Where a name leads: to a folder, to one of `list_checkpoints()`, or to the Hub, from which it is downloaded.
+
+    The arguments are those of `from_pretrained`.
+    """
+    if revision is not None:
+        name = _at(name, revision)
     text = os.fspath(name)
     repository, _, revision = text.partition("@")
     unknown = ""
     if is_folder(name) or "/" not in repository:
         try:
-            return Location(text, find(name), None)
+            folder = find(name)
+            log.info("%s is in %s", text, folder)
+            return Location(text, folder, None)
         except UnknownNameError as error:
             repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"
             if not REPOSITORY.fullmatch(repository):
                 raise
             unknown = str(error).rstrip(".")
     try:  # out here, since what the client raises would otherwise seem to come of the error above
-        return Location(text, *download(repository, revision or None))
+        folder, commit = download(repository, revision or None, token, cache_dir)
+        log.info("%s is commit %s of %s on the Hub", text, commit, repository)
+        return Location(text, folder, commit)
     except HubError as error:
         if unknown:
             raise UnknownNameError(f"{unknown}; on the Hub: {error}") from None
         if os.path.isdir(text.partition("/")[0]):
             raise type(error)(f"there is no folder {text}; on the Hub: {error}") from None
         raise
+
+
+def _at(name: str | os.PathLike[str], revision: str) -> str:
+    """The name with a revision behind an "@"."""
+    text = os.fspath(name)
+    if is_folder(name):
+        raise InputError(f"{text} is a folder, which has no revision {revision!r}: leave the revision out.")
+    repository, at, named = text.partition("@")
+    if at and named != revision:
+        raise InputError(f"{text} and revision={revision!r} name two revisions: leave one of them out.")
+    return f"{repository}@{revision}"
 
 
 @reading()

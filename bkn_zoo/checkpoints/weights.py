@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.norms.batch_kalman import of_version_2
+from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
+from bkn_zoo.regular import open_regular
 
 ALIGNMENT = 64  # bytes, at which PyTorch puts tensors too, and engines read them fastest
 
@@ -68,16 +69,27 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file that `weights_file` found."""
+    """All tensors of the file that `weights_file` found, which must be finite."""
     if path.name == WEIGHTS:
-        return read_tensors(path)
+        return _finite(of_today(read_tensors(path)), path)
     files = read_index(path)
     weights: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         shard = read_tensors(path.parent / file)
         if shard.keys() != {name for name, where in files.items() if where == file}:
             raise CheckpointError(f"{path.parent / file} does not hold the tensors that {INDEX} says: restore both.")
-        weights |= shard
+        weights |= _finite(of_today(shard), path.parent / file)
+    return weights
+
+
+def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    for name, tensor in weights.items():
+        # The least and the largest are NaN where any number is; other ways take many times as long for 16 bits.
+        if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
+            raise CheckpointError(
+                f"{path}: {name} has numbers that are infinite or not numbers, so that every answer would be, too: "
+                "restore the file from the original checkpoint, or save the model as it was before it diverged."
+            )
     return weights
 
 
@@ -92,13 +104,21 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as today's layers have them."""
-    return {name: of_version_2(tensor) if name.endswith(".raw_gain") else tensor for name, tensor in weights.items()}
+    """The tensors of a checkpoint as today's layers have them.
+
+    The zoo's first checkpoints store a raw gain as a number without dimensions, infinite where q = 1.
+    """
+
+    def updated(name: str, tensor: Tensor) -> Tensor:
+        is_gain = name.endswith(".raw_gain") and tensor.numel() == 1
+        return tensor.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if is_gain else tensor
+
+    return {name: updated(name, tensor) for name, tensor in weights.items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        path.open("rb").close()  # safetensors says of a file that may not be opened that there is none
+        open_regular(path).close()  # safetensors says of a file that may not be opened that there is none
         return safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: restore it from the original checkpoint.") from None

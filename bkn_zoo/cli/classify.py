@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from bkn_zoo.checkpoints.files import lock
 from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.terminal import printable
 
 if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
     from bkn_zoo.inference.classifier import Classification, Classifier
@@ -83,12 +84,17 @@ def classify(args: argparse.Namespace) -> int:
         else:
             for text in _texts(form, _results(classifier, files, args, failures)):
                 done += 1
-                print(text, end="")
+                print(_for_terminal(text), end="")
             print(form.after if done else form.before + form.after.lstrip(), end="")
     for failure in failures.values():
-        print(f"bkn-zoo: {failure}", file=sys.stderr)
+        print(f"bkn-zoo: {printable(failure)}", file=sys.stderr)
     asked_for = args.strict or not done or not failures.keys().isdisjoint(map(str, args.paths))
     return FAILED if failures and asked_for else 0
+
+
+def _for_terminal(text: str) -> str:
+    """CSV and JSON as they are, unless they are shown to a person."""
+    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
 
 
 def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
@@ -102,7 +108,7 @@ def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
         others: Counter[str] = Counter()
         found = image_files(path, others)
         if others:
-            print(f"bkn-zoo: {passed_over(path, others)}", file=sys.stderr)
+            print(f"bkn-zoo: {printable(passed_over(path, others))}", file=sys.stderr)
         if not found:
             failures[str(path)] = f"{path} holds no images: name a folder that does."
         for name in found:
@@ -246,7 +252,10 @@ def _bytes(text: str) -> bytes:
 
 
 def _write_table(name: str, result: "Classification") -> str:
-    return "".join(f"{line}\n" for line in (name, *(f"  {p.score:.4f}  {p.label}" for p in result.predictions)))
+    lines = [name, *(f"  {p.score:.4f}  {p.label}" for p in result.predictions)]
+    if result.uncertain:
+        lines.append("  uncertain: the image may show none of the classes that this model knows")
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def _write_json(name: str, result: "Classification") -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import select
 import sys
@@ -23,10 +24,12 @@ from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.modes import MODES
+from bkn_zoo.terminal import printable
 from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
 TIMED_RUNS = 5
+LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
 DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
 EXAMPLES = """\
@@ -84,7 +87,7 @@ def _ended(name: str, run: Callable[[], int | None]) -> int:
     try:
         code = run() or 0
     except BknZooError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(error)}", file=sys.stderr)
         code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -118,6 +121,7 @@ def _is_broken(stream: TextIO) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
+    arguments = _set_log_level(arguments)
     if arguments and arguments[0] in OTHERS:
         return OTHERS[arguments[0]](arguments[1:])
     args = _parser().parse_args(arguments)
@@ -125,9 +129,34 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    what = f"what to log, before the command: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
+    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=what)
+
+
+def _set_log_level(arguments: list[str]) -> list[str]:
+    """Obey --log-level where it stands before the command, or the variable; returns what follows it.
+
+    The variable is set for the processes of the service, too.
+    """
+    if arguments and arguments[0].partition("=")[0] == "--log-level":
+        parser, end = _Parser(prog="bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
+        _add_log_level(parser)
+        os.environ[LOG_VARIABLE] = parser.parse_args(arguments[:end]).log_level
+        arguments = arguments[end:]
+    level = os.environ.get(LOG_VARIABLE)
+    if level:
+        if level not in LOG_LEVELS:
+            raise InputError(f"{LOG_VARIABLE} is {level!r}: choose one of {', '.join(LOG_LEVELS)}.")
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("bkn_zoo").setLevel(level.upper())
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="bkn-zoo", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
+    _add_log_level(parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
@@ -189,7 +218,7 @@ def _compare(args: argparse.Namespace) -> int:
         best = classifier.best(scores, args.top_k)
         columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
     how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
-    print(f"{args.image}, by {classifier.name} with {how}")
+    print(printable(f"{args.image}, by {classifier.name} with {how}"))
     _print_columns(list(zip(*columns, strict=True)))
     return 0
 
@@ -201,6 +230,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -212,7 +242,7 @@ def _list(args: argparse.Namespace) -> int:
         try:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError as error:
-            print(f"bkn-zoo: {error}", file=sys.stderr)
+            print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
             code = FAILED
             continue
         mode = config.default_statistics

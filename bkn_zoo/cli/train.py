@@ -42,9 +42,6 @@ from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.run import carry_out
 from bkn_zoo.training.state import STATE
 
-VARIANTS = ("prediction_bias", "gain_per_channel")
-"""Options of norms for ablations, which engines run with population statistics only."""
-
 
 def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
     """The options, and the fields of the recipe that they override."""
@@ -158,10 +155,7 @@ def report(result: TrainingResult, plan: Plan) -> None:
     if split == "validation":
         missing = f"{plan.data} has no val or test"
         print(f"there are no test images, by which to know how much the choices flatter it: {missing}")
-    if any(result.model.norm_options.get(option) for option in VARIANTS):
-        print(f"saved to {folder}: a variant for ablations, which engines run with population statistics only")
-    else:
-        print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
+    print(f"saved to {folder}; try it with: bkn-zoo serve --models {shlex.quote(str(folder))}")
 
 
 def publish_result(result: TrainingResult, plan: Plan, args: argparse.Namespace) -> None:

@@ -1,8 +1,18 @@
 """From batch normalization to BKN."""
 
-from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN, load_batchnorm_weights, start_near_population
+import warnings
+from typing import Any
+
+from bkn_zoo.conversion.batchnorm import (
+    BATCHNORM_GAIN,
+    LEARNING_GAIN,
+    load_batchnorm_weights,
+    start_near_population,
+)
 from bkn_zoo.conversion.converted import Converted, convert
-from bkn_zoo.conversion.libraries import LibraryNetwork, create_model, from_library, is_model
+from bkn_zoo.conversion.learning import Learned, learn_statistics
+from bkn_zoo.conversion.libraries import LibraryNetwork, build, from_library, is_model
+from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
 
 __all__ = [
@@ -10,11 +20,25 @@ __all__ = [
     "Converted",
     "prove",
     "Proof",
-    "create_model",
+    "build",
     "from_library",
     "is_model",
     "LibraryNetwork",
     "load_batchnorm_weights",
     "start_near_population",
     "BATCHNORM_GAIN",
+    "LEARNING_GAIN",
+    "measure",
+    "Shift",
+    "advise",
+    "learn_statistics",
+    "Learned",
+    "Advice",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "create_model":
+        warnings.warn("bkn_zoo.conversion.create_model is now bkn_zoo.create_model", DeprecationWarning, stacklevel=2)
+        return build
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

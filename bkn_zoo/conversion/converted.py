@@ -17,7 +17,7 @@ from bkn_zoo.conversion.rewrite import Forward, foldable, names_of, replace_norm
 from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, part_hint, trace
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.models.network import Network
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d, no_weight_decay
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, no_weight_decay
 from bkn_zoo.norms.statistics import Statistics, choose_statistics
 
 WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -150,7 +150,7 @@ def _check(model: nn.Module, name: str) -> None:
     what = kind if part is model else f"the part {name!r}"
     atoms, modules = name.split("."), list(part.modules())
     around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
-    if any(isinstance(module, Converted | BatchKalmanNorm2d) for module in (*around, *modules)):
+    if any(isinstance(module, Converted | BatchKalmanNorm) for module in (*around, *modules)):
         raise ConversionError(
             f"{what} has Batch Kalman Norms in it or around it already: pass the network as it was before, or name "
             "another part as only=."

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.errors import ConversionError, HubUnavailableError, InputError, UnknownNameError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.models.network import Network
-from bkn_zoo.preprocessing import Preprocessing
 
 LIBRARIES = ("torchvision", "timm")
 REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
@@ -44,18 +44,11 @@ class LibraryNetwork(Converted, Network):
         return super().forward(images, statistics=statistics)
 
 
-def create_model(name: str, num_classes: int | None = None, **options: Any) -> Network:
-    """A freshly initialized network: the zoo's own, or one of torchvision's or timm's with BKN for batch normalization.
-
-    Args:
-        name: one of `list_models()`, or "torchvision:NAME" or "timm:NAME".
-        num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        options: the zoo's own networks take those of their norm (`bkn_zoo.models.create_model`), a library's the
-            numbers and lists of numbers that its builder takes.
-    """
+def build(name: str, num_classes: int | None = None, **options: Any) -> Network:
+    """A freshly initialized network, the zoo's own or a library's, by the arguments of `bkn_zoo.create_model`."""
     if ":" in name:
         return from_library(name, num_classes, options)
-    return registry.create_model(name, num_classes, **options)
+    return registry.build(name, num_classes, **options)
 
 
 def of_library(name: str) -> bool:
@@ -64,7 +57,7 @@ def of_library(name: str) -> bool:
 
 
 def is_model(name: str) -> bool:
-    """Whether `create_model` knows this name here."""
+    """Whether `build` knows this name here."""
     if ":" not in name:
         return name in registry.list_models()
     try:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.errors import ConversionError
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 
 NEGLIGIBLE = 1e-4
 """Of the largest gradient: what is smaller (a bias before a norm, say) is compared with this and not with itself."""
@@ -60,7 +60,7 @@ def prove(
     for module in bkn.modules():
         if isinstance(module, Converted):
             module.statistics_batch_size = None
-        if isinstance(module, BatchKalmanNorm2d) and module.prior_features is not None:
+        if isinstance(module, BatchKalmanNorm) and module.has_prior:
             module.set_gain(1.0)
     wanted = _step(bn, inputs, seed)
     proof = Proof(output, *map(_difference, wanted, _step(bkn, inputs, seed)))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.plan import NormCall, Plan
 from bkn_zoo.errors import ConversionError, InputError
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.centered import Centered1d, Centered2d, Centered3d
 from bkn_zoo.norms.kalman import Belief, concatenate
 from bkn_zoo.norms.statistics import Statistics
@@ -71,9 +71,9 @@ def by_row(y: Tensor, x: Tensor) -> Tensor:
     return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
 
 
-def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm2d:
+def kalman_norm(norm: _BatchNorm, call: NormCall) -> BatchKalmanNorm:
     """BKN in place of a batch norm: nearly the same in training, the same at inference."""
-    kind: type[BatchKalmanNorm2d] = Centered2d
+    kind: type[BatchKalmanNorm] = Centered2d
     if isinstance(norm, nn.BatchNorm1d):
         kind = Centered1d
     elif isinstance(norm, nn.BatchNorm3d):

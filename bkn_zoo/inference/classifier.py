@@ -45,6 +45,8 @@ class Classification:
         revision: the commit of the repository that it was downloaded from; None if it was on disk.
         statistics: the mode that normalized the image.
         engine: what ran the network, "torch" or "openvino".
+        uncertain: whether the likeliest label is less probable than 95 % of the right answers were on held-out images,
+            so that the image may show none of the classes; False where the checkpoint has no such threshold.
     """
 
     predictions: tuple[Prediction, ...]
@@ -52,6 +54,7 @@ class Classification:
     revision: str | None
     statistics: str
     engine: str
+    uncertain: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The same, for JSON."""
@@ -96,6 +99,7 @@ class Classifier:
         self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
         self.device = self.engine.device
         self._preprocessing = config.preprocessing
+        self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
         # On a CPU a batch gains next to nothing, and the first result would wait for the last.
         self._batch = GPU_BATCH if self.device.type == "cuda" else self.engine.streams
@@ -160,7 +164,8 @@ class Classifier:
                         yield image
                     else:
                         best = self.best(next(rows), top_k)
-                        yield Classification(best, self.name, self.revision, chosen, self.engine_name)
+                        uncertain = self.uncertain(best, chosen)
+                        yield Classification(best, self.name, self.revision, chosen, self.engine_name, uncertain)
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode that a call gets: the checkpoint's own unless it names one."""
@@ -182,6 +187,10 @@ class Classifier:
         row = scores.numpy()
         order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's, for so few
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
+
+    def uncertain(self, best: tuple[Prediction, ...], statistics: str) -> bool:
+        """Whether the likeliest of these predictions is below the checkpoint's threshold for this mode."""
+        return best[0].score < self._uncertain_below.get(statistics, 0.0)
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
         """Each image prepared, or what is wrong with it; in order, and a few before they are asked for."""

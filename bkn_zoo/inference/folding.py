@@ -18,7 +18,7 @@ from bkn_zoo.conversion.converted import Converted, check_norms
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, carry
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
@@ -207,8 +207,8 @@ class ImageNorm(nn.Module):
                 f"no engine knows {type(norm).__name__} but with statistics='population': choose those, or call the "
                 "network itself."
             )
-        self.believes = isinstance(norm, BatchKalmanNorm2d)
-        self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
+        self.believes = isinstance(norm, BatchKalmanNorm)
+        self.has_prior = norm.has_prior
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
         self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
@@ -217,13 +217,14 @@ class ImageNorm(nn.Module):
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
             self.image_spread = nn.Buffer(spread)
             weigh([self], torch.tensor(1 / (statistics.group or 1)))
-        if isinstance(norm, BatchKalmanNorm2d) and self.follows:
+        if isinstance(norm, BatchKalmanNorm) and self.has_prior:
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
             squares = [
                 nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
             ]
-            self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
+            if squares:
+                self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
         center = getattr(norm, "center", None)
         self.center = None if center is None else nn.Buffer(in_full_precision(center))
@@ -240,17 +241,24 @@ class ImageNorm(nn.Module):
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
             mean = self.own * mean + self.partners_mean
-        if self.follows:  # as predict and update
-            innovation = mean - _carry(prior.mean, self.transition, self.center)
+        if self.has_prior:  # as predict and update
+            predicted_mean, predicted_var = self._predict(prior)
+            innovation = mean - predicted_mean
             correction = self.distrust * innovation
-            predicted = _carry(prior.var, self.transition_squared, self.process_noise)
-            mean, var = mean - correction, predicted + self.gain * (var + correction * innovation)
+            mean, var = mean - correction, predicted_var + self.gain * (var + correction * innovation)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
         broadcast = mean.shape + (1,) * (x.ndim - 2)
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
         told = mean if self.center is None else mean - self.center
         return finish(y, residual, relu).to(x.dtype), Belief(told, var) if self.believes else None
+
+    def _predict(self, prior: Any) -> tuple[Any, Any]:
+        """The predicted mean, and (1 - q) times the predicted variance."""
+        if self.transition is None:  # a first layer, which has an initial belief
+            return self.center, self.process_noise
+        mean = _carry(prior.mean, self.transition, self.center)
+        return mean, _carry(prior.var, self.transition_squared, self.process_noise)
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:

@@ -26,6 +26,7 @@ from bkn_zoo.cores import allowed_cores
 from bkn_zoo.inference.folding import as_seen
 from bkn_zoo.inference.openvino_graph import Graph, core, ov
 from bkn_zoo.models.network import Network
+from bkn_zoo.regular import open_regular
 from bkn_zoo.version import __version__
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def _surroundings() -> Any:
 def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
     """The graph in a file; None if there is none, or none that can be trusted."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if not _is_ours(status):
                 return None

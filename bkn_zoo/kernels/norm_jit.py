@@ -207,7 +207,7 @@ def update_groups(
             pv = tl.load(prior_var + row, mask=mask, other=0.0)
         q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
         innovation = mean - pm
-        mean = mean - (1 - q) * innovation
+        mean = tl.where(q < 0.5, pm + q * innovation, mean - (1 - q) * innovation)  # exact at both ends
         var = (1 - q) * pv + q * var + (1 - q) * q * innovation * innovation
     tl.store(beliefs + row, mean, mask=mask)
     tl.store(beliefs + size + row, var, mask=mask)
@@ -457,9 +457,10 @@ def belief_gradient(
         # With e = xbar - m = p (xbar - m') the prediction drops out of all the derivatives: nothing of it is kept.
         e = xbar - mean
         across = 2 * q * e * dvar
-        tl.store(dpredicted_mean + row + c, (1 - q) * dmean - across, mask=c_mask)
-        tl.store(dpredicted_var + row + c, (1 - q) * dvar, mask=c_mask)
-        tl.store(dnoise, tl.sum(tl.where(c_mask, (1 - q) * dvar, 0.0), axis=0))
+        p = tl.where(q > 0, 1 - q, 0.0)  # at q = 0 the prediction is a constant: BatchKalmanNorm2d.held
+        tl.store(dpredicted_mean + row + c, p * dmean - across, mask=c_mask)
+        tl.store(dpredicted_var + row + c, p * dvar, mask=c_mask)
+        tl.store(dnoise, tl.sum(tl.where(c_mask, p * dvar, 0.0), axis=0))
         draw = q * (dmean * e + dvar * (s - var + e * e))
         tl.store(dgain, tl.sum(tl.where(c_mask, draw, 0.0), axis=0))
         dxbar = q * dmean + across

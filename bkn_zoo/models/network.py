@@ -1,5 +1,6 @@
 """What all networks share: the statistics of a call, the checks on images, the convolution with its norm."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,8 @@ def initialize(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            with torch.no_grad():
+                module.weight.mul_(math.sqrt(module.groups))  # PyTorch counts outputs of other groups to the fan-out
 
 
 def global_average(x: Tensor) -> Tensor:

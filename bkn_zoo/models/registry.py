@@ -12,47 +12,74 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
+from bkn_zoo.norms.centered import Centered2d
 
-NormFactory = Callable[[int, int | None], nn.Module]
-"""Makes the norm for (channels, channels of the layer below, or None for a first layer)."""
+NormFactory = Callable[..., nn.Module]
+"""Makes the norm for (channels, channels of the layer below, or None for a first layer).
+
+Two options: `eps`, by default the norm's own, and `depthwise`, for a norm behind a depthwise convolution.
+"""
 
 
 def batch_kalman(
     shared_process_noise: bool = True,
     initial_gain: float = INITIAL_GAIN,
     link: bool = True,
+    initial_belief: bool = False,
+    centered: bool = False,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
 
-    Without `link`, for ablations, A is held at zero, and a layer learns nothing from the one below: what is left is the
-    shrinking of its observation towards N(0, R).
+    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. With `centered`
+    the norms are those of converted networks, which can start near the statistics of a population
+    (`bkn_zoo.conversion.start_near_population`). Without `link`, for ablations, A is held at zero, and a layer learns
+    nothing from the one below: what is left is the shrinking of its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
+    kind: Callable[..., BatchKalmanNorm2d] = Centered2d if centered else BatchKalmanNorm2d
 
-    def make(channels: int, channels_below: int | None) -> nn.Module:
-        norm = BatchKalmanNorm2d(channels, channels_below, raw_process_noise=raw_process_noise)
-        if channels_below is not None:
+    def make(channels: int, channels_below: int | None, *, eps: float = 1e-5, depthwise: bool = False) -> nn.Module:
+        first = channels_below is None
+        norm = kind(
+            channels,
+            channels_below,
+            eps,
+            raw_process_noise=raw_process_noise,
+            transition_shapes=[(channels,)] if depthwise else None,  # each channel is made of one: A is diagonal
+            initial_belief=initial_belief and first,
+        )
+        if norm.has_prior:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
+        if not first:
             norm.transition.requires_grad_(link)
         return norm
 
     return make
 
 
+def without_belief(kind: Callable[..., nn.Module]) -> NormFactory:
+    """The factory of a norm that has no transition, so that it does not matter what stands below it."""
+
+    def make(channels: int, channels_below: int | None, *, depthwise: bool = False, **options: float) -> nn.Module:
+        return kind(channels, channels_below, **options)
+
+    return make
+
+
 def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000) -> NormFactory:
     """BRN with its schedule, in training steps."""
-    return partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps)
+    return without_belief(partial(BatchRenorm2d, warmup=warmup, r_steps=r_steps, d_steps=d_steps))
 
 
 def group_norm(channels_per_group: int | None = None) -> NormFactory:
     """GroupNorm with 32 groups a layer, or with groups of so many channels."""
-    return partial(GroupNorm2d, channels_per_group=channels_per_group)
+    return without_belief(partial(GroupNorm2d, channels_per_group=channels_per_group))
 
 
 NORMS: dict[str, Callable[..., NormFactory]] = {
     "bkn": batch_kalman,
-    "bn": lambda: BatchNorm2d,
+    "bn": lambda: without_belief(BatchNorm2d),
     "brn": batch_renorm,
     "gn": group_norm,
 }
@@ -81,20 +108,13 @@ def register(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names that `create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
+    """The names that `bkn_zoo.create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
     return sorted(fnmatch.filter(names, pattern))
 
 
-def create_model(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
-    """A freshly initialized network.
-
-    Args:
-        name: one of `list_models()`.
-        num_classes: outputs of the classifier; by default those of the data set the network was designed for.
-        norm_options: for `_bkn`, `shared_process_noise`, `initial_gain` and, for ablations, `link`; for `_brn`,
-            `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`.
-    """
+def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
+    """A freshly initialized network of the zoo's own; the arguments are those of `bkn_zoo.create_model`."""
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
         raise UnknownNameError(f"unknown model {name!r}: choose one of {', '.join(list_models())}.")

@@ -1,13 +1,20 @@
 """Normalization layers. All take (x, prior, statistics, residual, relu) and return (y, belief or None)."""
 
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, no_weight_decay
+from bkn_zoo.norms.batch_kalman import (
+    BatchKalmanNorm,
+    BatchKalmanNorm1d,
+    BatchKalmanNorm2d,
+    BatchKalmanNorm3d,
+    no_weight_decay,
+)
 from bkn_zoo.norms.kalman import Belief, concatenate, predict, predict_full, update, update_full
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.sequential import KalmanSequential
 from bkn_zoo.norms.statistics import MODES, Statistics, choose_statistics
 
 __all__ = [
+    "BatchKalmanNorm",
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",

@@ -62,7 +62,7 @@ def update(predicted: Belief, observed: Belief, gain: Tensor) -> Belief:
     q, p = gain, 1 - gain
     innovation = observed.mean - predicted.mean
     return Belief(
-        observed.mean - p * innovation,
+        torch.lerp(predicted.mean, observed.mean, q),  # exact at both ends
         p * predicted.var + q * observed.var + p * q * innovation.square(),
     )
 

@@ -38,12 +38,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
         with left_in_its_modes(model):
             model.train()
             for batch in batches:
-                images: Any = batch[0] if isinstance(batch, tuple | list) and batch else batch
-                if not isinstance(images, Tensor):
-                    raise InputError(
-                        f"a {type(images).__name__} is no batch to recalibrate with: pass tensors of images, or tuples "
-                        "that begin with one."
-                    )
+                images = images_of(batch)
                 model(images if device is None else images.to(device))
                 seen += 1
         if not seen:
@@ -59,3 +54,14 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
             norm.momentum = momentum
             if momentum is not None:  # it counts the steps of training, and of the average where there is no momentum
                 norm.num_batches_tracked.copy_(step)
+
+
+def images_of(batch: Any) -> Tensor:
+    """A batch of images, which may stand at the beginning of a tuple."""
+    images: Any = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(images, Tensor):
+        raise InputError(
+            f"a {type(images).__name__} is not a batch of images: pass tensors of images, or tuples that begin with "
+            "one."
+        )
+    return images

@@ -109,6 +109,11 @@ class RunningNorm(nn.Module):
         self.register_buffer("num_batches_tracked", buffer(torch.tensor(0, device=device)))
         self.register_buffer("skipped_steps", buffer(torch.tensor(0, device=device)), persistent=False)
 
+    @property
+    def has_prior(self) -> bool:
+        """Whether it predicts something, with which it joins what it observes."""
+        return False
+
     def reset_running_stats(self) -> None:
         """Forget all that was remembered."""
         if self.track_running_stats:
@@ -264,7 +269,7 @@ class RunningNorm(nn.Module):
 
     def check_group(self, x: Tensor, group: int | None) -> None:
         """Refuse groups of one value per channel where the belief is the observation: all that is left is the shift."""
-        if self.prior_features is not None or x.shape[0] == 0:
+        if self.has_prior or x.shape[0] == 0:
             return
         if group_size(x.shape[0], group) * math.prod(x.shape[2:]) == 1:
             raise InputError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
-from bkn_zoo.preprocessing import Preprocessing
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
 Run = Mapping[str, Any]
@@ -205,7 +205,8 @@ def _prepared(preprocessing: Preprocessing) -> str:
     p = preprocessing
     sizes = f"{p.size} px" if p.native_size in (None, p.size) else f"{p.native_size} px, then to {p.size} px"
     means, deviations = (", ".join(f"{value:.3f}" for value in values) for values in (p.mean, p.std))
-    square = f"the central square, resized to {sizes} ({p.interpolation}), in [0, 1]"
+    part = "" if p.crop == 1 else f" ({p.crop:.1%} of the shorter side)"
+    square = f"the central square{part}, resized to {sizes} ({p.interpolation}), in [0, 1]"
     return f"{square}, less ({means}) and divided by ({deviations})"
 
 

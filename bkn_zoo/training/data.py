@@ -118,4 +118,4 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
 
     def _square(self, image: Image.Image) -> Tensor:
         p = self.preprocessing
-        return central_square(image, p.native_size or p.size, p.interpolation)
+        return central_square(image, p.native_size or p.size, p.interpolation, p.crop)

@@ -9,10 +9,11 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import is_folder, locate
-from bkn_zoo.conversion.libraries import create_model, from_library, of_library, preprocessing_of
+from bkn_zoo.conversion.libraries import build as build_model
+from bkn_zoo.conversion.libraries import from_library, of_library, preprocessing_of
 from bkn_zoo.errors import InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import classifier
 
@@ -58,7 +59,7 @@ def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
 
     The classifier of `init` is kept if its classes have the same names. Otherwise it starts at zero.
     """
-    model = create_model(recipe.model, len(label_names), **recipe.norm_options)
+    model = build_model(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
         return model
     source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)

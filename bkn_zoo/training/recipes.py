@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
-from bkn_zoo.preprocessing import Side
+from bkn_zoo.images.preprocessing import Side
 from bkn_zoo.training.augmentation import Augmentation
 
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"

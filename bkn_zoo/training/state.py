@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.preprocessing import Preprocessing
 from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 

@@ -24,8 +24,9 @@ import torch
 
 import bkn_zoo
 from benchmarks.server import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
+from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.results import environment, table, write_results
+from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
     "model", "input", "server", "clients", "images_per_s", "spread_images_per_s", "fraction_of_engine", "median_ms",

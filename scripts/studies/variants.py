@@ -10,7 +10,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.registry import NORMS, NormFactory
-from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
 
 VARIED = ("prediction_bias", "gain_per_channel")
@@ -22,7 +22,7 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
     Where there is no layer below, there is neither, and this is batch normalization like BKN itself.
     """
 
-    kalman = (*KALMAN, "prediction_bias")
+    kalman = (*BatchKalmanNorm2d.kalman, "prediction_bias")
     prediction_bias: Tensor | None
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What preprocessing is: `bkn_zoo.images` does it, a checkpoint's config.json keeps it."""
+"""What preprocessing is: `bkn_zoo.images.transforms` does it, a checkpoint's config.json keeps it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -24,6 +24,7 @@ class Preprocessing:
         native_size: height and width to which an image is brought first, where the training data had fewer pixels than
             the network's input; None means that it goes to `size` at once.
         interpolation: of every resize; one of `INTERPOLATIONS`.
+        crop: side of the central square that is kept, relative to the shorter side of the image.
     """
 
     size: Side
@@ -33,6 +34,7 @@ class Preprocessing:
     ]
     native_size: Side | None = None
     interpolation: Annotated[str, one_of(*INTERPOLATIONS)] = "bilinear"
+    crop: Annotated[float, Rule(lambda value: 0 < value <= 1, "a number above 0 and at most 1")] = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, "preprocessing.")

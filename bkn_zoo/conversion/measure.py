@@ -1,0 +1,251 @@
+"""How far the user's images are from a network's population, and what to do about it.
+
+Each norm of a pretrained network estimates the mean of its input. Let V be the variance of the images' means around
+the mean of their domain, and T the squared distance between the domain's mean and the population's, both in units of
+the population's variance plus eps and averaged over channels. Then the expected squared error of the estimate is
+
+    frozen BN, which takes the population's mean                     T
+    BN, which takes the mean of a group of n images                  V/n
+    BKN, which takes (1 - q) of the first and q of the second        (1 - q)^2 T + q^2 V/n
+
+The last is smallest at Q(n) = nT / (nT + V), where it is the product of the first two over their sum: below the smaller
+of them, but never below half of it, and only near that where T is close to V/n. The positions of one image are not
+independent samples, so only the means of whole images are counted.
+
+A norm hands what is left of a deviation on to the norm above, which takes a share of it away again. Of a deviation that
+passes L norms with a gain of q each, (1 - q)^L is left; it should be 1 - Q. So the gain of a norm is 1 - (1 - Q)^(1/L),
+with L the norms on the longest path through the network.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.modes import Statistics
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.recalibration import images_of
+from bkn_zoo.norms.running import left_in_its_modes
+from bkn_zoo.norms.statistics import observe
+
+CHOICES = ("freeze", "AdaBN", "BN", "BKN")
+"""What `advise` recommends, the simplest first."""
+
+WORTHWHILE = 1.25
+"""A choice that is less simple has to have an error lower by this factor,"""
+
+NEGLIGIBLE = 0.01
+"""and by this: a mean that is wrong by a tenth of a standard deviation."""
+
+
+class Shift(NamedTuple):
+    """What one norm sees of the images, in units of its population's variance plus eps, averaged over channels.
+
+    Attributes:
+        shift: T, the squared distance between a domain's mean and the population's, averaged over domains.
+        between: the variance of the domains' means around their own mean, which is what T is after AdaBN on these
+            images: 0 with one domain.
+        spread: V, the variance of the images' means around their domain's mean.
+        images: how many there are.
+        path: L, how many norms stand on the longest path through the network.
+    """
+
+    shift: float
+    between: float
+    spread: float
+    images: int
+    path: int = 1
+
+    def share(self, group: int, adapted: bool = False) -> float:
+        """Q, the share of a group's deviation to be taken away in all, of a network as it was or after AdaBN."""
+        shift = self.between if adapted else self.shift
+        return group * shift / (group * shift + self.spread) if shift > 0 else 0.0
+
+    def gain(self, group: int, adapted: bool = False) -> float:
+        """The gain q with which the norms on a path take away this share together."""
+        return 1 - (1 - self.share(group, adapted)) ** (1 / self.path)
+
+
+class _Deviations:
+    """Sums over images of one domain, of how far their means are from the population's, channel by channel."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.sum: Any = 0.0
+        self.squares: Any = 0.0
+
+    def add(self, deviations: Tensor) -> None:
+        self.images += len(deviations)
+        self.sum = self.sum + deviations.sum(0)
+        self.squares = self.squares + deviations.square().sum(0)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.sum / self.images
+
+    def scatter(self) -> float:
+        """The summed squared deviations from the domain's mean, averaged over channels."""
+        return float((self.squares - self.sum * self.mean).mean())
+
+
+@torch.no_grad()
+def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Shift]:
+    """T and V of every BKN norm of a network, by name, with the features that `population` statistics give.
+
+    Args:
+        model: from `bkn_zoo.convert`, or one with a part that is, or a `_bkn` network of the zoo.
+        images: batches of a few hundred unlabelled images, or of tuples that begin with them, such as a DataLoader
+            gives; or such batches for each of several domains, by its name.
+
+    Returns:
+        Nothing for a norm whose rows are not images: there the conversion could not follow which row is whose.
+    """
+    domains = images if isinstance(images, Mapping) else {"images": images}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
+    if not norms:
+        raise InputError("this network has no BKN norm to measure: pass one that bkn_zoo.convert made.")
+    path = 0
+    seen = {}
+    for name, batches in domains.items():
+        seen[name], length = _watch(model, norms, batches)
+        path = max(path, length)
+    for name, deviations in seen.items():
+        if min((each.images for each in deviations.values()), default=0) < 2:
+            raise InputError(f"{name} has fewer than two images to measure: pass a few hundred.")
+    common = [name for name in norms if all(name in deviations for deviations in seen.values())]
+    return {name: _shift([deviations[name] for deviations in seen.values()], path) for name in common}
+
+
+def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> tuple[dict[str, _Deviations], int]:
+    """What the norms see of a domain's images, and how many norms stand on the longest path."""
+    found: dict[str, _Deviations] = {}
+    count, path = 0, 0
+
+    def before(name: str) -> Any:
+        def hook(norm: Any, args: tuple[Any, ...]) -> Any:
+            x, prior = args[:2]
+            if x.shape[0] == count:
+                scale = torch.rsqrt(norm.running_var + norm.eps)
+                deviations = (observe(x).mean - norm.running_mean) * scale
+                found.setdefault(name, _Deviations()).add(deviations.double().cpu())
+            return x, prior, Statistics("population"), *args[3:]
+
+        return hook
+
+    def after(norm: Any, args: tuple[Any, ...], result: tuple[Any, Any]) -> Any:
+        """With population statistics no belief travels: a count of the norms below takes its place."""
+        nonlocal path
+        length = 1 if args[1] is None else 1 + int(args[1].mean.max())
+        path = max(path, length)
+        counted = torch.full((1, norm.num_features), float(length), device=result[0].device)
+        return result[0], Belief(counted, counted)
+
+    hooks = [norm.register_forward_pre_hook(before(name)) for name, norm in norms.items()]
+    hooks += [norm.register_forward_hook(after) for norm in norms.values()]
+    device = next(model.parameters()).device
+    try:
+        with left_in_its_modes(model):
+            model.eval()
+            for batch in batches:
+                images = images_of(batch)
+                count = len(images)
+                model(images.to(device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, path
+
+
+def _shift(domains: list[_Deviations], path: int) -> Shift:
+    images = sum(domain.images for domain in domains)
+    spread = sum(domain.scatter() for domain in domains) / (images - len(domains))
+    # A domain's mean is itself known to V/N only, by which the squared distances come out too large.
+    unrest = sum(spread / domain.images for domain in domains) / len(domains)
+    means = torch.stack([domain.mean for domain in domains])
+    shift = max(float(means.square().mean()) - unrest, 0.0)
+    between = max(float(means.var(0).mean()) - unrest, 0.0) if len(domains) > 1 else 0.0
+    return Shift(shift, between, spread, images, path)
+
+
+class Advice(NamedTuple):
+    """What to do with a network's norms. Printed, it is a table.
+
+    Attributes:
+        choice: "freeze" (frozen batch normalization), "AdaBN" (re-estimate the population by `bkn_zoo.recalibrate`,
+            then freeze), "BN" (statistics of the batch) or "BKN" (AdaBN, then `start_near_population` with these images
+            and `adapted=True`).
+        errors: the expected squared error of a norm's mean by each choice, in population variances, averaged over
+            norms.
+        norms: what was measured, by the norm's name.
+        batch_size: images in a group.
+    """
+
+    choice: str
+    errors: dict[str, float]
+    norms: dict[str, Shift]
+    batch_size: int
+
+    def __str__(self) -> str:
+        width = max(map(len, self.norms))
+        lines = [f"{'norm':{width}}  {'T':>9}  {'T between':>9}  {'V':>9}  {'q':>6}"]
+        for name, norm in self.norms.items():
+            gain = norm.gain(self.batch_size, norm.between > 0)
+            lines.append(f"{name:{width}}  {norm.shift:9.4f}  {norm.between:9.4f}  {norm.spread:9.4f}  {gain:6.3f}")
+        errors = ", ".join(f"{choice} {error:.4f}" for choice, error in self.errors.items())
+        lines += [f"expected squared error of a mean, {self.batch_size} images a group: {errors}"]
+        return "\n".join([*lines, f"recommended: {self.choice}"])
+
+
+def advise(
+    model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]], batch_size: int | None = None
+) -> Advice:
+    """Recommend what to do with the norms of a pretrained network before it is trained on these images.
+
+    The errors of this module's first lines are averaged over norms. AdaBN leaves V/N with N images of one domain, and
+    the variance between domains where there are several, since an image then comes from one of them and is normalized
+    by all. BKN is taken to start from there, too. With one domain, AdaBN therefore leaves nothing for the other two to
+    improve on, and the choice is between it and freezing: pass the images by domain if those to come are from several,
+    or from new ones. The simplest choice wins whose error is at most 1.25 times the smallest plus 0.01.
+
+    What this leaves out: errors of variances; that training changes the features; and how sensitive a network is.
+
+    Args:
+        model: from `bkn_zoo.convert`, pretrained, before it was trained further.
+        images: as `measure` takes them.
+        batch_size: images that a group will have in training; by default the network's `statistics_batch_size`, or 1.
+    """
+    group = group_of(model, batch_size)
+    norms = measure(model, images)
+    if not norms:
+        raise InputError("no norm of this network can be measured: its norms see rows that are not images.")
+
+    def mean(error: Any) -> float:
+        return sum(error(norm) for norm in norms.values()) / len(norms)
+
+    def mixed(norm: Shift) -> float:
+        total = group * norm.between + norm.spread
+        return norm.between * norm.spread / total if total > 0 else 0.0
+
+    unrest = mean(lambda norm: norm.spread / norm.images)
+    errors = {
+        "freeze": mean(lambda norm: norm.shift),
+        "AdaBN": mean(lambda norm: norm.between) + unrest,
+        "BN": mean(lambda norm: norm.spread / group),
+        "BKN": mean(mixed) + unrest,
+    }
+    enough = WORTHWHILE * min(errors.values()) + NEGLIGIBLE
+    choice = next(choice for choice in CHOICES if errors[choice] <= enough)
+    return Advice(choice, errors, norms, group)
+
+
+def group_of(model: nn.Module, group: int | None) -> int:
+    """Images per statistics group: as given, or the network's own choice, or one, as `sample` has it."""
+    if group is None:
+        sizes = (getattr(part, "statistics_batch_size", None) for part in model.modules())
+        group = next((size for size in sizes if size is not None), 1)
+    if type(group) is not int or group < 1:
+        raise InputError(f"a statistics group of {group!r} images cannot be: choose a whole number of at least 1.")
+    return group

@@ -1,0 +1,48 @@
+"""Which files of a folder are images, by their names."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+
+
+def image_files(folder: str | os.PathLike[str], others: Counter[str] | None = None) -> list[str]:
+    """The names of all images in a folder and those within, in order; what is hidden is left out.
+
+    Links to folders are followed, but not to one that was seen, nor to one that this is in: it would have no end.
+
+    Args:
+        others: counts files that are not taken for images, by their suffixes.
+    """
+    whole = os.path.realpath(folder)
+    seen = {whole, *(str(above) for above in Path(whole).parents)}
+    found = []
+    for place, inner, names in os.walk(folder, followlinks=True):
+        # What is no link comes first, and keeps its own name.
+        shown = sorted((name for name in inner if not name.startswith(".")), key=lambda name: _link_last(place, name))
+        inner.clear()
+        for name in shown:
+            real = os.path.realpath(os.path.join(place, name))
+            if real not in seen:
+                seen.add(real)
+                inner.append(name)
+        for name in names:
+            suffix = os.path.splitext(name)[1].lower()
+            if name.startswith("."):
+                continue
+            if suffix in SUFFIXES:
+                found.append(os.path.join(place, name))
+            elif others is not None:
+                others[suffix] += 1
+    return sorted(found, key=lambda name: name.split(os.sep))
+
+
+def _link_last(place: str, name: str) -> tuple[bool, str]:
+    return os.path.islink(os.path.join(place, name)), name
+
+
+def passed_over(folder: str | os.PathLike[str], others: Counter[str]) -> str:
+    """What to say of files that `image_files` counted: how many of which kind."""
+    kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in sorted(others.items()))
+    return f"not taken for images in {folder}, by their names: {kinds}"

@@ -1,0 +1,204 @@
+"""File formats: which ones are accepted, and how each file is cut down to what Pillow may safely read.
+
+Functions here parse the bytes of untrusted files. Their bounds hold before Pillow sees a file; a file that exceeds one
+raises an exception of any type, which `bkn_zoo.images.reading` turns into an `ImageError`.
+"""
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+
+from PIL import Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.ExifTags import Base as Tag
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from bkn_zoo.errors import ImageFormatError
+
+MAX_PARTS = 32_768  # chunks, blocks or strips of a file: millions of tiny ones would keep Python busy for minutes
+MAX_TAGS = 1000  # of a TIFF or of EXIF; cameras write a hundred or so
+MAX_SCANS = 50  # of a progressive JPEG, each of which passes over all pixels; encoders write ten or so
+
+
+class _GifImage(GifImageFile):
+    """Prepares no background for a second frame: that would be allocated before the frame's size can be checked."""
+
+    disposal_method = property(lambda self: 0, lambda self, method: None)
+
+
+FORMATS: dict[str, tuple[bytes, type[ImageFile]]] = {
+    "JPEG": (rb"\xff\xd8\xff", JpegImageFile),
+    "PNG": (rb"\x89PNG\r\n\x1a\n", PngImageFile),
+    "WebP": (rb"RIFF....WEBP", WebPImageFile),
+    "GIF": (rb"GIF8[79]a", _GifImage),
+    "BMP": (rb"BM", BmpImageFile),
+    "TIFF": (rb"II[*+]\0|MM\0[*+]", TiffImageFile),
+}
+OTHER_FORMATS = {
+    "ICO": rb"\0\0[\1\2]\0",
+    "HEIC": rb"....ftyp(hei|hev|mif|msf)",
+    "AVIF": rb"....ftypavi",
+    "MP4": rb"....ftyp",
+    "JPEG 2000": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+    "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
+    "PSD": rb"8BPS",
+    "PDF": rb"%PDF",
+    "EPS": rb"%!PS",
+    "SVG": rb"\s*(<\?xml.*)?(<!--.*)?<svg",
+    "HTML": rb"\s*<(!doctype )?html",
+    "ZIP": rb"PK\x03\x04",
+}
+
+
+def find_format(data: bytes, what: str) -> str:
+    accepted = ", ".join(FORMATS)
+    if not data:
+        raise ImageFormatError(f"{what} is empty: pass a file in one of {accepted}.")
+    start = data[:1024]
+    for name, (pattern, _) in FORMATS.items():
+        if re.match(pattern, start, re.DOTALL):
+            return name
+    found = (name for name, pattern in OTHER_FORMATS.items() if re.match(pattern, start, re.DOTALL | re.IGNORECASE))
+    raise ImageFormatError(f"{what} is in {next(found, 'no known image format')}: convert it to one of {accepted}.")
+
+
+def webp_size(data: bytes) -> tuple[int, int]:
+    """Width and height, which Pillow reads only after it has allocated that many pixels."""
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width, height = struct.unpack_from("<HH", data, 26)
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _slim_bmp(data: bytes) -> tuple[bytes, None]:
+    (header,) = struct.unpack_from("<I", data, 14)
+    if header >= 40 and struct.unpack_from("<I", data, 30)[0] in (1, 2):  # which Pillow decodes in Python
+        raise ImageFormatError("a BMP of run lengths would take too long to decode: save it as a PNG.")
+    return data, None
+
+
+def _slim_jpeg(data: bytes) -> tuple[bytes, bytes | None]:
+    """A JPEG without what cameras and editors say of it, all of which Pillow would read; and its EXIF."""
+    if data.count(b"\xff\xda") > MAX_SCANS:
+        raise ValueError("too many scans")
+    kept, exif, place = [data[:2]], None, 2
+    for _ in range(MAX_PARTS):
+        place = data.index(b"\xff", place)
+        marker, length = struct.unpack_from(">xBH", data, place)
+        if marker == 0xDA:  # the pixels
+            return b"".join([*kept, data[place:]]), exif
+        if marker in (0x00, 0xFF):  # nothing, or one that is filled up
+            place += 1
+        elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # what has no length, and no place here
+            place += 2
+        else:
+            end = place + 2 + length
+            if marker == 0xE1 and exif is None and data.startswith(b"Exif\0\0", place + 4):
+                exif = data[place + 4 : end]
+            if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
+                kept.append(data[place:end])  # of what is for applications, these two say what the colours are
+            place = end
+    raise ValueError("too many parts")
+
+
+def _slim_png(data: bytes) -> tuple[bytes, None]:
+    """A PNG without its text and profiles: they do not show, and a few bytes may inflate to many megabytes."""
+    kept, place = [data[:8]], 8
+    for _ in range(MAX_PARTS):
+        length, kind = struct.unpack_from(">I4s", data, place)
+        end = place + 12 + length
+        if end > len(data):
+            raise EOFError("cut short")
+        if kind[0] & 0x20 == 0 or kind in (b"tRNS", b"eXIf"):  # a capital letter marks what no reader may skip
+            # How the camera was held may stand behind the pixels, where Pillow says it too late.
+            kept.insert(2 if kind == b"eXIf" else len(kept), data[place:end])
+        if kind == b"IEND":
+            return b"".join(kept), None
+        place = end
+    raise ValueError("too many chunks")
+
+
+def tiff_size(data: bytes) -> tuple[int, int]:
+    """Width and height, which Pillow reads only after it has looked at every strip."""
+    order = "<" if data[:2] == b"II" else ">"
+    sizes = {}
+    for at, tag, kind, _ in _tiff_tags(data):
+        if tag in (Tag.ImageWidth, Tag.ImageLength):
+            place = at + (12 if 43 in data[2:4] else 8)
+            (sizes[tag],) = struct.unpack_from(order + {3: "H", 4: "I", 16: "Q"}[kind], data, place)
+    return sizes[Tag.ImageWidth], sizes[Tag.ImageLength]
+
+
+def _tiff_tags(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """The entries of the first directory: where each is, its tag, its type, and how many numbers it has."""
+    order = "<" if data[:2] == b"II" else ">"
+    offset, count, entry = ("8xQ", "Q", "HHQ8x") if 43 in data[2:4] else ("4xI", "H", "HHI4x")
+    (place,) = struct.unpack_from(order + offset, data)
+    (entries,) = struct.unpack_from(order + count, data, place)
+    if entries > MAX_TAGS:
+        raise ValueError("too many tags")
+    place += struct.calcsize(order + count)
+    for k in range(entries):
+        at = place + k * struct.calcsize(order + entry)
+        yield at, *struct.unpack_from(order + entry, data, at)
+
+
+def _slim_tiff(data: bytes) -> tuple[bytes, None]:
+    """A TIFF without the directories of EXIF, if what it says of itself can be read in a moment.
+
+    Pillow copies the value of every tag, makes a Python object of every strip, and of every number in a tag that it
+    looks at.
+    """
+    slim, size = bytearray(data), 0
+    for at, tag, kind, numbers in _tiff_tags(data):
+        is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
+        if numbers > MAX_PARTS and not is_bytes:
+            raise ValueError("too many numbers in a tag")
+        size += numbers if is_bytes else 8 * numbers
+        if tag in (Tag.ExifOffset, Tag.GPSInfo, 0xA005):  # 0xA005: interoperability
+            slim[at : at + 2] = b"\xff\xff"
+    if size > 2 * len(data) + 2**20:
+        raise ValueError("tags that say the same again")
+    return bytes(slim), None
+
+
+SLIM: dict[str, Callable[[bytes], tuple[bytes, bytes | None]]] = {
+    "BMP": _slim_bmp,
+    "JPEG": _slim_jpeg,
+    "PNG": _slim_png,
+    "TIFF": _slim_tiff,
+}  # from a file to what Pillow is given of it, and the EXIF that was taken out
+
+
+def orientation(image: Image.Image) -> int:
+    """How the camera was held, by EXIF; 1, upright, where that is missing or damaged, since the pixels are good.
+
+    Read here, because Pillow would read all that is beside it, which may be millions of numbers.
+    """
+    if isinstance(image, TiffImageFile):
+        found = image.tag_v2.get(Tag.Orientation, 1)
+        return found if isinstance(found, int) else 1
+    exif = image.info.get("exif")
+    if not isinstance(exif, bytes):
+        return 1
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = "<" if exif[:2] == b"II" else ">"
+    try:
+        (place,) = struct.unpack_from(order + "4xI", exif)
+        (entries,) = struct.unpack_from(order + "H", exif, place)
+        for k in range(min(entries, MAX_TAGS)):
+            tag, kind, numbers, value = struct.unpack_from(order + "HHIH2x", exif, place + 2 + 12 * k)
+            if (tag, kind, numbers) == (Tag.Orientation, 3, 1):
+                return int(value)
+    except struct.error:
+        pass
+    return 1

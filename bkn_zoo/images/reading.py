@@ -1,0 +1,210 @@
+"""An image from anywhere -> an upright RGB image.
+
+Files come from strangers. Their format and their number of pixels are known before anything is decoded, nothing that
+does not show is inflated, and whatever is wrong with one is an `ImageError`. Nothing is ever downloaded.
+"""
+
+import io
+import os
+import stat
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from PIL.ExifTags import Base as Tag
+from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
+from bkn_zoo.images.formats import FORMATS, MAX_PARTS, SLIM, find_format, orientation, webp_size
+
+MAX_PIXELS = 50_000_000
+MAX_ROWS = 65_535  # as in JPEG; Pillow keeps a place and a few spare bytes for each, however short it is
+BYTES_PER_PIXEL = 8  # of the largest files, uncompressed RGBA in 16 bits
+
+ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by EXIF's orientation
+
+
+def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image as a person would see it, in RGB: upright, over white, and the first of an animation.
+
+    One of Pillow's that is all this already is returned as it is.
+
+    Args:
+        source: the bytes of a file; the path of one (a string is a path, never an address to download from); an image
+            of Pillow's; or an array, (height, width) or (height, width, 1, 3 or 4), of bytes, 16-bit numbers or
+            floating point numbers in [0, 1].
+        max_pixels: that the image may have.
+    """
+    if isinstance(source, np.ndarray):
+        return _to_rgb(_from_array(source, max_pixels))
+    if isinstance(source, Image.Image):
+        named = next((name for name, (_, file) in FORMATS.items() if isinstance(source, file)), source.format)
+        kind = "an image" if named is None else f"a {named} file"
+        return _decode(source, "the image", kind, max_pixels)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _from_bytes(bytes(source), "the image", max_pixels)
+    if isinstance(source, str | os.PathLike):
+        return _from_bytes(_read(source, BYTES_PER_PIXEL * max_pixels + 2**24), os.fspath(source), max_pixels)
+    raise ImageFormatError(
+        f"a {type(source).__name__} is no image: pass the bytes or the path of a file, a PIL image or a numpy array."
+    )
+
+
+def open_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFile:
+    """A file as far as its header says what it is, for `open_image`; what that shows to be wrong is an error here."""
+    return _open(data, "the image", max_pixels)
+
+
+def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:
+    """The largest square in the middle of an image, or a part of it, resized."""
+    side = min(image.size) * crop
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    method = Image.Resampling[interpolation.upper()]
+    return image.resize((size, size), method, box=(left, top, left + side, top + side))
+
+
+def _read(path: str | os.PathLike[str], limit: int) -> bytes:
+    name = os.fspath(path)
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):  # of which the latter for a null character
+        raise ImageError(f"there is no file {name!r}: correct the path (URLs are not followed).") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise ImageFormatError(f"{name} is not a file: name an image file.")
+    if about.st_size > limit:
+        raise ImageTooLargeError(f"{name} has {about.st_size:,} bytes, but {limit:,} are allowed: make it smaller.")
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise ImageError(f"{name} cannot be read ({error.strerror}): check its permissions.") from None
+
+
+def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
+    image = _open(data, what, max_pixels)
+    return _decode(image, what, f"a {find_format(data, what)} file", max_pixels)
+
+
+def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
+    """A file of which the header is read and found to be harmless, and nothing is decoded."""
+    name = find_format(data, what)
+    try:
+        if name == "WebP":
+            _check_size(webp_size(data), what, max_pixels)
+        shown, exif = SLIM[name](data) if name in SLIM else (data, None)
+        image = FORMATS[name][1](_File(shown))
+        if exif is not None:
+            image.info["exif"] = exif
+        _check_size(image.size, what, max_pixels)
+        # At least a row at once: Pillow copies what it has of a row, however long, with each block that it reads.
+        image.decodermaxblock = max(image.decodermaxblock, BYTES_PER_PIXEL * image.width)
+        return image
+    except ImageError:
+        raise
+    except Exception as error:
+        raise _explain(error, what, f"a {name} file") from error
+
+
+def _decode(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.Image:
+    try:
+        _check_size(image.size, what, max_pixels)
+        if isinstance(image, TiffImageFile):
+            tags = image.tag_v2
+            _check_size((tags.get(Tag.TileWidth, 1), tags.get(Tag.TileLength, 1)), what, max_pixels)
+        held = orientation(image)
+        if held > 4:  # rows become columns
+            _check_size(image.size[::-1], what, max_pixels)
+        image.load()
+        turn = None if isinstance(image, TiffImageFile) else TURNS.get(held)  # Pillow turns a TIFF itself
+        upright = _to_rgb(image)
+        return upright if turn is None else upright.transpose(turn)
+    except ImageError:
+        raise
+    except Exception as error:
+        raise _explain(error, what, kind) from error
+
+
+def _explain(error: Exception, what: str, kind: str) -> ImageError:
+    """Pillow's decoders raise almost anything, in words for programmers."""
+    if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+        return ImageTooLargeError(f"{what} has more pixels than Pillow allows: make it smaller first.")
+    return BrokenImageError(
+        f"{what} is {kind} that cannot be decoded, since it is damaged, cut short or of a rare kind: save it again."
+    )
+
+
+def _check_size(size: tuple[Any, Any], what: str, max_pixels: int) -> None:
+    width, height = size
+    if not isinstance(width, int) or not isinstance(height, int) or min(size) < 1:
+        raise BrokenImageError(f"{what} has no pixels: save it again.")
+    if width * height > max_pixels:
+        raise ImageTooLargeError(
+            f"{what} has {width} x {height} pixels, but {max_pixels:,} are allowed: make it smaller first."
+        )
+    if height > MAX_ROWS:
+        raise ImageTooLargeError(f"{what} has {height:,} rows, but {MAX_ROWS:,} are allowed: make it smaller first.")
+
+
+class _File(io.BytesIO):
+    """Bytes that cannot be read in too many parts."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        if self.reads > 4 * MAX_PARTS:  # a chunk of a PNG takes four
+            raise ValueError("too many parts")
+        return super().read(size)
+
+
+def _from_array(array: np.ndarray, max_pixels: int) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (3, 4)):
+        raise ImageFormatError(
+            f"an array of shape {array.shape} is no image: make it (height, width) or (height, width, 1, 3 or 4)."
+        )
+    _check_size((array.shape[1], array.shape[0]), "the array", max_pixels)
+    if array.dtype == np.uint16:
+        array = array >> 8
+    elif np.issubdtype(array.dtype, np.floating):
+        if not (array.min() >= 0 and array.max() <= 1):  # false for NaN as well
+            raise ImageFormatError("an array of floating point numbers must hold values in [0, 1]: scale it.")
+        array = np.rint(array * 255.0)
+    elif array.dtype != np.uint8:
+        raise ImageFormatError(f"an array of {array.dtype} is no image: make it uint8, uint16 or float in [0, 1].")
+    return Image.fromarray(np.ascontiguousarray(array, dtype=np.uint8))
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip what is above 255
+    elif image.mode in ("I", "F"):
+        image = _scale(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        over_white = Image.new("RGB", image.size, "white")
+        over_white.paste(image, mask=image)
+        return over_white
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _scale(image: Image.Image) -> Image.Image:
+    """Modes that do not say what white is: the least of 1 (for fractions), 255 and 65535 that no pixel exceeds."""
+    values = np.asarray(image, dtype=np.float32)  # exact up to 65535 and beyond
+    limits = (1, 255, 65535) if image.mode == "F" else (255, 65535)
+    white = next((limit for limit in limits if values.max() <= limit), None)
+    if white is None or not values.min() >= 0:
+        raise ImageFormatError("the image holds values outside of 0 to 65535: convert it to 8 or 16 bits.")
+    return Image.fromarray(np.rint(values * np.float32(255 / white)).astype(np.uint8))

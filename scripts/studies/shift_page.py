@@ -1,0 +1,274 @@
+"""docs/shift.md: its tables and its plot, from the records in results/shift/.
+
+PYTHONPATH=scripts python -m studies.shift_page
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+from bkn_zoo.publishing.chance import mean_of, spread
+
+from bkn_zoo.publishing.results import save_figures
+from studies.regions import filled
+from studies.shift import ROOT
+from studies.shift_corruptions import MAIN, SEVERITIES
+from studies.shift_evaluate import SCORES, UNKNOWN, unpacked
+
+RESULTS, PAGE = ROOT / "results" / "shift", ROOT / "docs" / "shift.md"
+Record = Mapping[str, Any]
+
+TITLES = {
+    "bn128": "BN, groups of 128", "gn": "GroupNorm", "brn2": "BRN, groups of 2", "bkn8": "BKN, groups of 8",
+    "bkn2": "BKN, groups of 2", "bkn1": "BKN, groups of 1", "bkn1.link=False": "BKN, groups of 1, A = 0",
+}  # fmt: skip
+DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet"}
+LINES = {
+    "bn128": ["population", "mix, tuned", "adaptive from population, tuned"], "gn": ["population"],
+    "brn2": ["population"], "bkn8": ["expected"], "bkn2": ["expected", "sample"], "bkn1": ["sample"],
+    "bkn1.link=False": ["sample"],
+}  # fmt: skip
+"""The arms of the plot, and by which methods."""
+DIFFERENCES = [
+    ("BKN (1) `sample` against BN (128) `population`", ("bkn1", "sample"), ("bn128", "population")),
+    ("BKN (1) `sample` against GroupNorm", ("bkn1", "sample"), ("gn", "population")),
+    ("BKN (1) `sample` against BN (128), tuned mix", ("bkn1", "sample"), ("bn128", "mix, tuned")),
+    ("the link between layers: BKN (1) against A = 0, `sample`", ("bkn1", "sample"), ("bkn1.link=False", "sample")),
+    ("BKN (2), `sample` against `expected`", ("bkn2", "sample"), ("bkn2", "expected")),
+    ("BKN (2), `expected` against `population`", ("bkn2", "expected"), ("bkn2", "population")),
+    ("BN (128), adaptive against `population`", ("bn128", "adaptive from population, tuned"), ("bn128", "population")),
+    ("BN (128), adaptive against the tuned mix", ("bn128", "adaptive from population, tuned"), ("bn128", "mix, tuned")),
+]
+
+
+def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def arms(records: Iterable[Record], dataset: str) -> dict[str, list[Record]]:
+    """The records of each arm, a seed each."""
+    found: dict[str, list[Record]] = {}
+    for arm in TITLES:
+        of_arm = [r for r in records if r["dataset"] == dataset and r.get("arm") == arm]
+        if of_arm:
+            found[arm] = sorted(of_arm, key=lambda record: record["network_seed"])
+    return found
+
+
+def summaries(of_arm: Iterable[Record], method: str) -> list[Mapping[str, Any]]:
+    return [record["methods"][method] for record in of_arm if method in record["methods"]]
+
+
+def methods(of_arm: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(method for record in of_arm for method in record["methods"]))
+
+
+def row(name: str, method: str, found: Sequence[Mapping[str, Any]], default: bool) -> list[str]:
+    columns = [spread([each[column] for each in found], 1) for column in ("clean", "shifted", "ece", "ece_shifted")]
+    shown = f"`{method}`" if method in ("population", "sample", "expected") else method
+    return [name, f"**{shown}**" if default else shown, *columns, str(found[0]["images"])]
+
+
+HEAD = ["network", "statistics", "clean", "shifted", "ECE, clean", "ECE, shifted", "images"]
+
+
+def twins(records: Sequence[Record], dataset: str) -> str:
+    rows = []
+    for arm, of_arm in arms(records, dataset).items():
+        for method in methods(of_arm):
+            found = summaries(of_arm, method)
+            rows.append(row(TITLES[arm], method, found, default=method == of_arm[0]["default"]))
+    return table(HEAD, rows) if rows else "Not measured yet."
+
+
+def checkpoints(records: Sequence[Record]) -> str:
+    rows = []
+    for record in records:
+        for method, summary in record["methods"].items() if "checkpoint" in record else ():
+            rows.append(row(f"`{record['checkpoint']}`", method, [summary], default=method == record["default"]))
+    return table(HEAD, rows) if rows else "Not measured yet."
+
+
+def paired(these: Sequence[Record], those: Sequence[Record], names: tuple[str, str]) -> list[str] | None:
+    """The difference under shift and on clean images, with 95 % intervals over images and over seeds."""
+    pairs = [
+        (this["methods"][names[0]], that["methods"][names[1]])
+        for this in these
+        for that in those
+        if this["network_seed"] == that["network_seed"] and names[0] in this["methods"] and names[1] in that["methods"]
+    ]
+    if not pairs:
+        return None
+    cells = []
+    for key, sets in (("clean_hits", None), ("shifted_hits", len(MAIN) * len(SEVERITIES))):
+        gaps = []
+        for this, that in pairs:
+            images = min(this["images"], that["images"])
+            one, other = (hits(each, key)[:images] / (sets or 1) for each in (this, that))
+            gaps.append(100 * (one - other))
+        fewest = min(map(len, gaps))
+        by_image = np.mean([gap[:fewest] for gap in gaps], 0)
+        over_images = 1.96 * by_image.std(ddof=1) / len(by_image) ** 0.5
+        over_seeds = mean_of([float(gap.mean()) for gap in gaps], (len(pairs), len(pairs)))
+        seeds = f", seeds ± {over_seeds.margin:.1f}" if len(pairs) > 1 else ""
+        cells.append(f"{over_seeds.value:+.1f} (images ± {over_images:.1f}{seeds})")
+    return cells
+
+
+def hits(summary: Mapping[str, Any], key: str) -> np.ndarray:
+    values = unpacked(summary[key])
+    if key == "clean_hits":
+        values = np.unpackbits(values)[: summary["images"]]
+    return values.astype(float)
+
+
+def differences(records: Sequence[Record], dataset: str) -> str:
+    found, rows = arms(records, dataset), []
+    for title, (this, one), (that, other) in DIFFERENCES:
+        cells = paired(found.get(this, []), found.get(that, []), (one, other))
+        if cells:
+            rows.append([title, *cells])
+    return table(["difference", "clean", "shifted"], rows) if rows else "Not measured yet."
+
+
+def by_corruption(records: Sequence[Record], dataset: str) -> str:
+    chosen = [("bn128", "population"), ("gn", "population"), ("bkn2", "expected"), ("bkn2", "sample")]
+    chosen += [("bkn1", "sample"), ("bkn1.link=False", "sample"), ("bn128", "adaptive from population, tuned")]
+    found = arms(records, dataset)
+    columns = [(arm, method) for arm, method in chosen if arm in found and summaries(found[arm], method)]
+    rows = []
+    for name in MAIN:
+        values = [mean(mean(each["by_corruption"][name]) for each in summaries(found[a], m)) for a, m in columns]
+        rows.append([name, *(f"{value:.1f}" for value in values)])
+    head = ["corruption", *(f"{TITLES[arm]}, {method}" for arm, method in columns)]
+    return table(head, rows) if rows and columns else "Not measured yet."
+
+
+def roc_table(records: Sequence[Record], dataset: str, arm: str) -> str:
+    """Areas under the ROC curve: by corruption, mean over seeds and, for all but the drift, over severities."""
+    of_arm = arms(records, dataset).get(arm, [])
+    if not of_arm:
+        return "Not measured yet."
+
+    def area(sets: Sequence[str], score: str, which: int) -> str:
+        values = [r["roc_areas"][each][score][which] for r in of_arm for each in sets if each in r["roc_areas"]]
+        return f"{mean(values):.2f}" if values else "-"
+
+    rows = []
+    for name in (*MAIN, UNKNOWN):
+        sets = [name] if name == UNKNOWN else [f"{name} {severity}" for severity in SEVERITIES]
+        shown = [area([each], "drift", 0) for each in sets]
+        shown += ["-"] * (len(SEVERITIES) - len(shown))
+        others = [area(sets, score, 0) for score in SCORES[1:]]
+        rows.append([name, *shown, *others, *(area(sets, score, 1) for score in SCORES)])
+    head = ["against clean images", *(f"drift, {severity}" for severity in SEVERITIES), *SCORES[1:]]
+    return table([*head, *(f"{score}, 32" for score in SCORES)], rows)
+
+
+def tuned(records: Sequence[Record]) -> str:
+    rows = []
+    for dataset in DATASETS:
+        for arm, of_arm in arms(records, dataset).items():
+            for rule in of_arm[0]["tuning"]:
+                if rule == "default":
+                    continue
+                for name in of_arm[0]["tuning"][rule]["chosen"]:
+                    values = [str(record["tuning"][rule]["chosen"].get(name, "none")) for record in of_arm]
+                    rows.append([DATASETS[dataset], TITLES[arm], name, ", ".join(values)])
+    for record in records:
+        for rule, about in record["tuning"].items() if "checkpoint" in record else ():
+            for name, value in about["chosen"].items() if rule != "default" else ():
+                rows.append([DATASETS[record["dataset"]], f"`{record['checkpoint']}`", name, str(value)])
+    return table(["data", "network", "rule", "value, by seed"], rows) if rows else "Not measured yet."
+
+
+def unlabelled(records: Sequence[Record]) -> str:
+    groups: dict[tuple[str, bool], list[Record]] = {}
+    for record in records:
+        if "augmented" in record:
+            groups.setdefault((record["dataset"], record["augmented"]), []).append(record)
+    rows = []
+    for (dataset, augmented), found in groups.items():
+        name = f"ResNet18, {DATASETS[dataset]}{', trained with jitter' if augmented else ''}"
+        for method in methods(found):
+            of_method = summaries(found, method)
+            columns = [spread([each[column] for each in of_method], 1) for column in ("clean", "shifted")]
+            rows.append([name, method, *columns, str(len(of_method)), str(of_method[0]["images"])])
+    head = ["network", "statistics, or what was learned", "clean", "shifted", "seeds", "images"]
+    return table(head, rows) if rows else "Not measured yet."
+
+
+def decision(records: Sequence[Record]) -> str:
+    """Each checkpoint's default mode against its adaptive rules: what the rule for a fourth mode asks."""
+    rows = []
+    for record in records:
+        default = record["methods"].get(record["default"]) if "checkpoint" in record else None
+        for method, summary in record["methods"].items() if default else ():
+            if method.startswith("adaptive"):
+                clean, shifted = (summary[key] - default[key] for key in ("clean", "shifted"))
+                passes = "yes" if clean >= -0.3 and shifted > 0 else "no"
+                name, mode = f"`{record['checkpoint']}`", f"`{record['default']}`"
+                rows.append([name, mode, method, f"{clean:+.2f}", f"{shifted:+.2f}", passes])
+    head = ["checkpoint", "default mode", "rule", "clean", "shifted", "passes"]
+    return table(head, rows) if rows else "Not measured yet."
+
+
+def contents(records: Sequence[Record]) -> dict[str, str]:
+    """Of the page's regions."""
+    found = {"checkpoints": checkpoints(records), "decision": decision(records), "tuned": tuned(records)}
+    for dataset in ("cifar10", "cifar100"):
+        found[f"twins.{dataset}"] = twins(records, dataset)
+        found[f"differences.{dataset}"] = differences(records, dataset)
+    found["corruptions"] = by_corruption(records, "cifar10")
+    found["drift.bn"] = roc_table(records, "cifar10", "bn128")
+    found["drift.bkn"] = roc_table(records, "cifar10", "bkn2")
+    found["unlabelled"] = unlabelled(records)
+    return found
+
+
+def figure(records: Sequence[Record]) -> Any:
+    """Accuracy by severity, one line per arm."""
+    from matplotlib.figure import Figure
+
+    present = [dataset for dataset in ("cifar10", "cifar100") if arms(records, dataset)]
+    if not present:
+        return None
+    drawing = Figure(figsize=(5.2 * len(present) + 2.5, 4.2), layout="constrained")
+    for number, dataset in enumerate(present, start=1):
+        axes = drawing.add_subplot(1, len(present), number)
+        for arm, of_arm in arms(records, dataset).items():
+            for method in LINES[arm]:
+                found = summaries(of_arm, method)
+                if not found:
+                    continue
+                lines = [
+                    [each["clean"], *(mean(each["by_corruption"][name][s] for name in MAIN) for s in range(5))]
+                    for each in found
+                ]
+                height = [mean(values) for values in zip(*lines, strict=True)]
+                error = [stdev(values) if len(values) > 1 else 0.0 for values in zip(*lines, strict=True)]
+                axes.errorbar(range(6), height, error, label=f"{TITLES[arm]}: {method}", capsize=2, linewidth=1.3)
+        axes.set_title(f"{DATASETS[dataset]}, mean of 15 corruptions")
+        axes.set_xlabel("severity (0: clean)")
+        axes.set_ylabel("top-1, percent")
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return drawing
+
+
+def main() -> None:
+    records = read()
+    PAGE.write_text(filled(PAGE, contents(records)))
+    save_figures({"shift": figure(records)}, ROOT / "results" / "plots")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""uvicorn as the service uses it. Everything that depends on uvicorn's internals is in this file.
+
+That is: the arguments with which `uvicorn.Server` makes a protocol (config, server_state, app_state, _loop), the fields
+of `server_state` that `_connect` reads, `shutdown()` of a protocol, and the methods of `uvicorn.Server` that `Server`
+extends. tests/test_service_edge.py checks these.
+"""
+
+import asyncio
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from bkn_zoo.errors import BknZooError, InputError
+from bkn_zoo.terminal import printable
+
+from .app import Service, create_app
+from .connections import Connection
+from .edge import Host
+from .logs import failed
+from .settings import Settings
+from .workers import listen
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our connections; it prints its address, drains when asked to stop, and stops without models.
+
+    It listens from the first moment, so that /health answers, and prints its address once the first models are loaded.
+
+    After SIGTERM it serves for another `drain_seconds`, during which /health/ready says 503 and every answer asks its
+    client to close the connection. Then it stops listening, gives up unfinished uploads, and answers what it accepted.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        self.service: Service = app.state.service
+        config = uvicorn.Config(
+            app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
+            proxy_headers=False, ws="none", http=cast(Any, self._connect), backlog=min(256, self.service.edge.most),
+            timeout_graceful_shutdown=math.ceil(settings.deadline),
+        )  # fmt: skip
+        super().__init__(config)
+        self._announced = False
+        self._drained: float | None = None
+        # Not by getppid(), which has another answer already if the parent died while this process was starting.
+        self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
+
+    def _connect(
+        self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None
+    ) -> Connection:
+        """A protocol, made with the arguments that uvicorn gives to one."""
+        state = server_state
+        host = Host(config.loaded_app, app_state, state.connections, state.tasks, lambda: state.default_headers)
+        return Connection(self.service.edge, host, _loop)
+
+    async def startup(self, sockets: Any = None) -> None:
+        if self._parent is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `handle_exit` is there by now
+            if self.should_exit:
+                return
+        await super().startup(sockets)
+
+    def _announce(self) -> None:
+        self._announced = True
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        by = "" if self._parent is None else f", by process {os.getpid()}"
+        try:
+            names = printable(", ".join(self.service.pool.names))
+            print(f"bkn_zoo serves {names} at http://{shown}:{port}{by}", flush=True)
+        except OSError:  # nobody reads it any more, which is no reason not to serve
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.service.pool.started and not self._announced:
+            self._announce()
+        drained = self._drained is not None and time.monotonic() >= self._drained
+        orphaned = self._parent is not None and not self._parent.is_alive()
+        return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        again, self.service.edge.draining = self.service.edge.draining, True
+        if sig == signal.SIGTERM and not again:
+            self._drained = time.monotonic() + self.service.settings.drain_seconds
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.service.edge.draining = True
+        self.service.bodies.give_up_unfinished()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
+    try:
+        app = create_app(settings, one_of_many=settings.workers > 1)
+    except BknZooError as error:
+        return failed(error)
+    server = Server(app, settings)
+    # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
+    before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
+    failure: Exception | None = None
+    try:
+        server.run(None if settings.workers == 1 else [listen(settings)])
+    except (SystemExit, OSError):  # uvicorn could not listen, or start
+        failure = InputError(f"it cannot listen on {settings.host}:{settings.port}: choose another.")
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+    failure = app.state.service.pool.failure or failure
+    code = 0 if failure is None else failed(failure)
+    if app.state.service.pool.loading or app.state.service.decoders.busy:  # Python would wait for these threads
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

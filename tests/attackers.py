@@ -1,0 +1,254 @@
+"""Clients that cost a service more than they should, each as bytes to send."""
+
+import argparse
+import base64
+import io
+import json
+import random
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, partial
+
+import http_fuzzer
+import numpy as np
+from http_client import chunked, connect, head, post
+from PIL import Image, ImageFile
+
+# Images
+
+
+def picture(number: int = 0, side: int = 40) -> Image.Image:
+    """A picture with some detail; another one for each number."""
+    row, column = np.mgrid[0:side, 0:side] / (3 + number)
+    colours = np.stack([np.sin(column + number), np.cos(row * (1 + number % 3)), np.sin(row + column)], axis=-1)
+    return Image.fromarray((127.5 + 120 * colours).astype(np.uint8))
+
+
+def noise(side: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    stream, before = io.BytesIO(), ImageFile.MAXBLOCK
+    ImageFile.MAXBLOCK = 2**26  # or Pillow could not write noise as a progressive JPEG
+    try:
+        image.save(stream, kind, **options)
+    finally:
+        ImageFile.MAXBLOCK = before
+    return stream.getvalue()
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes], pixels: bytes = b"", kind: int = 0) -> bytes:
+    """A PNG of 8 bits; of the type 0 (grey) or 2 (RGB)."""
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(pixels, 1)), (b"IEND", b"")]
+    packed = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+def tiff(*entries: tuple[int, int, int, int], after: bytes = b"") -> bytes:
+    """A TIFF of these tags, types, counts and values, and of what follows its directory."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in sorted(entries))
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + packed + bytes(4) + after
+
+
+def strips(count: int = 32_768) -> bytes:
+    """A TIFF of one row per strip, all of them the same eight bytes."""
+    place = 8 + 2 + 12 * 8 + 4
+    offsets = struct.pack("<I", place) * count
+    sizes = struct.pack("<I", 8) * count
+    return tiff(
+        (256, 4, 1, 8), (257, 4, 1, count), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1),
+        (273, 4, count, place + 8), (278, 4, 1, 1), (279, 4, count, place + 8 + len(offsets)),
+        after=bytes(8) + offsets + sizes,
+    )  # fmt: skip
+
+
+def planar(side: int = 4000, rows: int = 1) -> bytes:
+    """An uncompressed TIFF of three planes, one row per strip."""
+    count = 3 * side // rows
+    place = 8 + 2 + 12 * 10 + 4
+    row = bytes(side * rows)
+    offsets = struct.pack("<I", place + 6) * count
+    sizes = struct.pack("<I", len(row)) * count
+    return tiff(
+        (256, 4, 1, side), (257, 4, 1, side), (258, 3, 3, place), (259, 3, 1, 1), (262, 3, 1, 2),
+        (273, 4, count, place + 6 + len(row)), (277, 3, 1, 3), (278, 4, 1, rows),
+        (279, 4, count, place + 6 + len(row) + len(offsets)), (284, 3, 1, 2),
+        after=struct.pack("<HHH", 8, 8, 8) + row + offsets + sizes,
+    )  # fmt: skip
+
+
+def progressive(side: int = 2000) -> bytes:
+    return encoded(noise(side), "JPEG", quality=90, progressive=True)
+
+
+def large_webp() -> bytes:
+    """49 megapixels in a few bytes."""
+    return encoded(Image.new("RGB", (7000, 7000)), "WEBP", lossless=True, method=0)
+
+
+def run_lengths(side: int = 7000) -> bytes:
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 8, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\0\0\1\0\1"
+
+
+def rationals(kind: str) -> bytes:
+    """EXIF of more than a million numbers."""
+    entries = struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHII", 0x011A, 5, 1_200_000, 38)
+    exif = b"II*\0\x08\0\0\0\2\0" + entries + bytes(4) + bytes(9_600_000)
+    if kind != "JPEG":
+        return encoded(picture(), kind, exif=exif)
+    whole, parts = encoded(picture(), kind), [exif[k : k + 65_000] for k in range(0, len(exif), 65_000)]
+    segments = (b"\xff\xe1" + struct.pack(">H", len(part) + 8) + b"Exif\0\0" + part for part in parts)
+    return whole[:2] + b"".join(segments) + whole[2:]
+
+
+def many_tags() -> bytes:
+    entries = b"".join(struct.pack("<HHII", tag, 5, 1, 2**31) for tag in range(1, 65_536))
+    return encoded(picture(), "PNG", exif=b"II*\0\x08\0\0\0\xff\xff" + entries + bytes(4))
+
+
+def large_png() -> bytes:
+    return png(7000, 7000, pixels=bytes(7001 * 7000))
+
+
+# What attackers send, by the rows of the table of attack.py
+
+
+def chunks_of_17() -> bytes:
+    return chunked() + (b"11\r\n" + b"a" * 17 + b"\r\n") * 410_000 + b"0\r\n\r\n"
+
+
+def long_method() -> bytes:
+    return head("".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=15_000)), "/health/live")
+
+
+def near_names() -> bytes:
+    names = {f"modal{k}": 1 for k in range(950)}
+    body = json.dumps({"image": "aGVsbG8=", **names}).encode()
+    return post(body, "Content-Type: application/json")
+
+
+def near_query() -> bytes:
+    return post(b"x", target="/v1/classify?" + "&".join(f"modal{k}=1" for k in range(1000)))
+
+
+def empty_headers() -> bytes:
+    return b"GET /health/live HTTP/1.1\r\nHost: a\r\n" + b"a:\r\n" * 15_800 + b"\r\n"
+
+
+def large_json() -> bytes:
+    body = json.dumps({"image": base64.b64encode(bytes(7_420_000)).decode()}).encode()
+    return post(body, "Content-Type: application/json")
+
+
+FORM = "Content-Type: multipart/form-data; boundary=x"
+FILE = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+ROWS: dict[str, Callable[[], bytes]] = {
+    "1 chunks of 17 bytes": chunks_of_17,
+    "2 methods of 15 kB": long_method,
+    "3a TIFF of 32,768 strips": lambda: post(strips()),
+    "3b planar TIFF": lambda: post(planar()),
+    "3c progressive JPEG of noise": lambda: post(progressive()),
+    "4a near-miss names in JSON": near_names,
+    "4b near-miss names in a query": near_query,
+    "5 empty headers": empty_headers,
+    "6 base64 in JSON, 9.9 MB": large_json,
+    "7 WebP of 49 megapixels": lambda: post(large_webp()),
+}
+OTHERS: dict[str, Callable[[], bytes]] = {
+    "trailers": lambda: chunked() + b"0\r\n" + b"".join(b"X-%d: %s\r\n" % (k, b"a" * 50) for k in range(50_000)),
+    "trailers that end": lambda: chunked() + b"0\r\n" + b"a:\r\n" * 50_000 + b"\r\n",
+    "upgrade": lambda: post(b"GET / HTTP/1.1\r\n\r\n", "Connection: Upgrade", "Upgrade: h2c"),
+    "stalled head": lambda: b"POST /v1/classify HTTP/1.1\r\nHost: a\r\nX-Lo",
+    "stalled body": lambda: post(bytes(9_000_000))[:3_000_000],
+    "pipelining": lambda: b"GET /health/live HTTP/1.1\r\nHost:a\r\n\r\n" * 20_000,
+    "chunks of 1 byte": lambda: chunked() + b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n",
+    "run lengths": lambda: post(run_lengths()),
+    "many rows": lambda: post(png(1, 49_999_999, pixels=bytes(1000))),
+    "EXIF in a PNG": lambda: post(rationals("PNG")),
+    "EXIF in a JPEG": lambda: post(rationals("JPEG")),
+    "65535 tags": lambda: post(many_tags()),
+    "large PNG": lambda: post(large_png()),
+    "PNG of many chunks": lambda: post(png(9, 9, *[(b"eXIf", b"")] * 30_000, pixels=bytes(90))),
+    "GIF of many blocks": lambda: post(encoded(picture(), "GIF")[:-1] + b"\x21\xfe" + b"\x01a" * 130_000 + b"\0;"),
+    "form of near boundaries": lambda: post(FILE + b"\r\n--" * 2_000_000, FORM),
+}  # fmt: skip
+
+
+@cache
+def prepared(name: str) -> bytes:
+    """What an attacker sends, made once: making it must not take time from the service."""
+    return (ROWS | OTHERS)[name]()
+
+
+def attack(port: int, name: str, until: float) -> int:
+    """Send the same again and again, each time on a new connection, and read an answer; how often it was sent."""
+    sent = 0
+    while (left := until - time.monotonic()) > 0:
+        data = long_method() if name.startswith("2 ") else prepared(name)
+        with suppress(OSError), connect(port, left) as connection:
+            connection.sendall(data)
+            connection.recv(65_536)
+        sent += 1
+    return sent
+
+
+def damage(port: int, until: float, seed: int) -> int:
+    """Send damaged requests and damaged images."""
+    generator, sent = random.Random(seed), 0
+    good = [encoded(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    while time.monotonic() < until:
+        data = bytearray(generator.choice(good))
+        for _ in range(generator.randrange(1, 9)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        with suppress(OSError):
+            http_fuzzer.talk(port, http_fuzzer.damage(http_fuzzer.valid(generator, sent), generator), generator)
+            with connect(port, 10) as connection:
+                connection.sendall(post(bytes(data)))
+                connection.recv(65_536)
+        sent += 2
+    return sent
+
+
+def main() -> None:
+    """Attack a port of this machine for some seconds, with one attacker or with random ones in turn."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("port", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--name", choices=[*ROWS, *OTHERS])
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    names = [args.name] if args.name else [*ROWS, *OTHERS]
+    for name in names:
+        prepared(name)
+    print("begun", flush=True)
+    end = time.monotonic() + args.seconds
+    sent: Counter[str] = Counter()
+
+    def client(number: int) -> None:
+        generator = random.Random(args.seed + number)
+        while (now := time.monotonic()) < end:
+            name = generator.choice([*names, "damage"] if args.name is None else names)
+            until = end if args.name else min(end, now + generator.uniform(0.1, 3))
+            call = partial(damage, seed=generator.randrange(2**32)) if name == "damage" else partial(attack, name=name)
+            count = call(args.port, until=until)
+            sent[name] += count
+            time.sleep(0 if args.name else generator.uniform(0, 1))
+
+    with ThreadPoolExecutor(args.clients) as clients:
+        list(clients.map(client, range(args.clients)))
+    print(json.dumps(sent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Everything at once: all attackers at random, healthy clients beside them, and workers that are killed and stopped."""
+
+import http.client
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attackers
+from attackers import encoded, picture
+from service_process import ServiceProcess, until
+
+QUICK = 0.05  # seconds within which an idle service answers
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[math.ceil(part * len(values)) - 1] if values else math.nan
+
+
+def fetch(port: int, path: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
+    """Status and body; status 0 where no answer came."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def settle(service: ServiceProcess, within: float = 90.0) -> None:
+    """Wait until the service has nothing left to do."""
+    end, quick = time.monotonic() + within, 0
+    while quick < 10 and time.monotonic() < end:
+        begun = time.monotonic()
+        fetch(service.port, "/health/live")
+        quick = quick + 1 if time.monotonic() - begun < QUICK else 0
+        time.sleep(0.05)
+
+
+class Healthy(threading.Thread):
+    """A client that asks for the same again and again, and gives up after one more try.
+
+    Attributes:
+        lost: what it was answered instead.
+        retried: how often the first try failed.
+    """
+
+    def __init__(self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.port, self.path, self.body, self.keep_alive, self.over = port, path, body, keep_alive, over
+        self.lost: list[str] = []
+        self.seconds: list[float] = []
+        self.retried = 0
+        self.statuses: Counter[int] = Counter()
+        self.wanted = self.answer(*self.once())
+        self._connection = self._connect()
+
+    def once(self) -> tuple[int, bytes]:
+        return fetch(self.port, self.path, self.body)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            begun = time.monotonic()
+            status, body = self._ask()
+            if status != 200:
+                self.retried += 1
+                self._connection = self._connect()
+                self.over.wait(0.3)
+                status, body = self._ask()
+            self.seconds.append(time.monotonic() - begun)
+            if status != 200 or self.answer(status, body) != self.wanted:
+                self.lost.append(f"{self.path}: {status} {body[:300]!r}")
+
+    def _ask(self) -> tuple[int, bytes]:
+        try:
+            self._connection.request("GET" if self.body is None else "POST", self.path, self.body)
+            response = self._connection.getresponse()
+            status, body = response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            status, body = 0, b""
+        if not self.keep_alive or status == 0:
+            self._connection.close()
+            self._connection = self._connect()
+        self.statuses[status] += 1
+        return status, body
+
+    @staticmethod
+    def answer(status: int, body: bytes) -> object:
+        """What must be the same every time."""
+        data = json.loads(body) if status == 200 else {}
+        return data.get("predictions", data)
+
+
+def state(service: ServiceProcess, checkpoints: Path) -> dict[str, float]:
+    """Memory, descriptors and threads of all processes of a service, and the size of its metrics."""
+    ours = f"BKN_ZOO_CHECKPOINTS={checkpoints}".encode()
+    found = {"megabytes": 0.0, "descriptors": 0.0, "threads": 0.0, "processes": 0.0}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if ours not in (process / "environ").read_bytes().split(b"\0"):
+                continue
+            about = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+            found["megabytes"] += int(about.get("VmRSS", "0 kB").split()[0]) / 1000
+            found["threads"] += int(about["Threads"])
+            found["descriptors"] += len(list((process / "fd").iterdir()))
+            found["processes"] += 1
+        except (OSError, ValueError, IndexError):  # it has ended
+            continue
+    found["metrics_bytes"] = len(fetch(service.port, "/metrics")[1])
+    return found
+
+
+def disturb(service: ServiceProcess, over: threading.Event, every: float, done: Counter[str], seed: int) -> None:
+    """Kill a worker or stop it for a moment, now and then."""
+    generator = random.Random(seed)
+    while not over.wait(generator.uniform(0.5 * every, 1.5 * every)):
+        alive = sorted(service.workers())
+        if len(alive) < 2:  # one is being replaced
+            continue
+        chosen = generator.choice(alive)
+        try:
+            if generator.random() < 0.5:
+                os.kill(chosen, signal.SIGKILL)
+                done["killed"] += 1
+            else:
+                os.kill(chosen, signal.SIGSTOP)
+                over.wait(generator.uniform(0.1, 1.0))
+                os.kill(chosen, signal.SIGCONT)
+                done["stopped"] += 1
+        except ProcessLookupError:
+            continue
+
+
+def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: int = 0) -> dict[str, Any]:
+    """Run everything at once for so long; what healthy clients saw, and the service before and afterwards.
+
+    Args:
+        every: seconds between two workers that are killed or stopped, about.
+    """
+    flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
+    with ServiceProcess(checkpoints, *flags) as service:
+        until(lambda: len(service.workers()) == 2, "two workers")
+        image = encoded(picture(side=100), "JPEG")
+        warm(service, image)
+        before, over = state(service, checkpoints), threading.Event()
+        done: Counter[str] = Counter()
+        kinds = ((("/v1/classify", image), False), (("/v1/classify", image), True), (("/health/live", None), False))
+        healthy = [Healthy(service.port, *asked, keep_alive, over) for asked, keep_alive in kinds]
+        command = [sys.executable, attackers.__file__, str(service.port), str(seconds), "--clients", str(clients)]
+        attack = subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True)
+        assert attack.stdout is not None
+        assert attack.stdout.readline() == "begun\n"
+        disturbing = threading.Thread(target=disturb, args=(service, over, every, done, seed), daemon=True)
+        for thread in (*healthy, disturbing):
+            thread.start()
+        sent = json.loads(attack.communicate(timeout=seconds + 120)[0])
+        over.set()
+        for thread in (*healthy, disturbing):
+            thread.join(120)
+        until(lambda: len(service.workers()) >= 2, "two workers")
+        settle(service)
+        time.sleep(4)  # until what stalls is given up
+        warm(service, image)
+        text = fetch(service.port, "/metrics")[1].decode()
+        faults = re.findall(r'^bkn_requests_total\{.*status="5(?!03|04).*', text, re.MULTILINE)
+        return {
+            "seconds": seconds, "attacks": sent, "workers": dict(done), "before": before,
+            "after": state(service, checkpoints),
+            "lost": [loss for client in healthy for loss in client.lost],
+            "retried": sum(client.retried for client in healthy),
+            "asked": [len(client.seconds) for client in healthy],
+            "p99": [round(percentile(client.seconds, 0.99), 3) for client in healthy],
+            "faults": faults, "tracebacks": service.log().count("Traceback"),
+            "same_answers": all(client.answer(*client.once()) == client.wanted for client in healthy),
+        }  # fmt: skip
+
+
+def warm(service: ServiceProcess, image: bytes) -> None:
+    """Load what is loaded on first use, in both workers: decoders of every kind, and the process for slow images."""
+    slow = encoded(picture(side=50), "TIFF")
+    for _ in range(12):
+        for body in (image, slow, encoded(picture(), "PNG"), encoded(picture(), "WEBP"), attackers.run_lengths()):
+            fetch(service.port, "/v1/classify", body)
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """What may not be after chaos."""
+    before, after = found["before"], found["after"]
+    limits = {
+        "megabytes": 1.25 * before["megabytes"] + 100, "descriptors": before["descriptors"] + 24,
+        "threads": before["threads"] + 16, "processes": before["processes"] + 2, "metrics_bytes": 200_000,
+    }  # fmt: skip
+    wrong = [f"{name}: {after[name]:.0f}, before {before[name]:.0f}" for name in limits if after[name] > limits[name]]
+    wrong += [f"{len(found['lost'])} lost: {found['lost'][:5]}"] if found["lost"] else []
+    wrong += [f"faults: {found['faults']}"] if found["faults"] else []
+    wrong += [f"{found['tracebacks']} tracebacks in the log"] if found["tracebacks"] else []
+    return wrong + ([] if found["same_answers"] else ["other answers than before"])

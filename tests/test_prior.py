@@ -1,0 +1,549 @@
+"""Pretrained networks near their population: frozen at gain 0, gains that are measured or learned, advice."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Adam
+from torch.testing import assert_close
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.regnet import BlockParams
+
+import bkn_zoo
+from bkn_zoo import kernels
+from bkn_zoo.conversion import LEARNING_GAIN, Shift, advise, convert, measure, prove, start_near_population
+from bkn_zoo.conversion.learning import relative_error
+from bkn_zoo.errors import InputError
+from bkn_zoo.inference import engines
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.modes import MODES, Statistics
+from bkn_zoo.norms import BatchKalmanNorm, BatchKalmanNorm2d
+from bkn_zoo.norms.centered import Centered, Centered2d
+
+SIZE = 32
+needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "densenet": lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10),
+    "efficientnet": lambda: torchvision.models.EfficientNet(
+        [MBConvConfig(4, 3, 2, 16, 24, 1, 1.0, 1.0), MBConvConfig(2, 5, 1, 24, 24, 1, 1.0, 1.0)], 0.0, num_classes=10
+    ),
+    "mnasnet": lambda: torchvision.models.mnasnet0_5(num_classes=10),
+    "mobilenet": lambda: torchvision.models.mobilenet_v2(num_classes=10, width_mult=0.25),
+    "regnet": lambda: torchvision.models.RegNet(
+        BlockParams.from_init_params(depth=6, w_0=16, w_a=16.0, w_m=2.2, group_width=8, se_ratio=0.25), num_classes=10
+    ),
+    "repvgg": lambda: timm.create_model("test_byobnet", num_classes=10),
+    "resnet": lambda: timm.create_model("test_resnet", num_classes=10),
+    "resnet, preactivated": lambda: timm.create_model(
+        "resnetv2_50", num_classes=10, layers=(1, 2, 1), channels=(32, 64, 64), stem_chs=16
+    ),
+    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10),
+    "vovnet": lambda: timm.create_model("ese_vovnet19b_slim_dw", num_classes=10),
+}
+
+
+def pretrained(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A network without dropout whose norms know a population, a nearly dead channel of the first among them."""
+    network = build().to(dtype)
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, _BatchNorm):
+            module.momentum = None  # so that little of where it starts is left
+    first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
+    with torch.no_grad():
+        first.weight[0] *= 1e-4  # so that the variance of its channel is below eps
+        first.weight[1] = 0.0
+        for _ in range(4):
+            network.train()(1 + torch.randn(4, 3, SIZE, SIZE, dtype=dtype))
+    return network.eval()
+
+
+def frozen(network: nn.Module) -> nn.Module:
+    """In training, but for its batch norms."""
+    network.train()
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+    return network
+
+
+def train(network: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs of all steps, and the last one's gradients."""
+    generator, outputs = torch.Generator().manual_seed(0), []
+    dtype = next(network.parameters()).dtype
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(step)  # of what networks drop at random
+        output = network(torch.randn(2, 3, SIZE, SIZE, dtype=dtype, generator=generator))
+        (output * torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)).sum().backward()
+        outputs.append(output.detach())
+        optimizer.step()
+    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return torch.stack(outputs), gradients
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3, 2), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+# The initial belief
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gain_zero_is_frozen_batch_norm(family: str) -> None:
+    original = pretrained(FAMILIES[family])
+    converted = convert(original, statistics_batch_size=1)
+    start_near_population(converted, gain=0.0)
+    learned = dict(converted.named_parameters())
+    priors = {name: learned[name].detach().clone() for name in converted.no_weight_decay()}
+    images = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
+    for mode in MODES:
+        assert_close(converted(images, statistics=mode), original(images), rtol=1e-10, atol=1e-10)
+    wanted, wanted_gradients = train(frozen(original), 5, Adam(original.parameters(), lr=1e-5))
+    given, gradients = train(converted.train(), 5, Adam(converted.parameters(), lr=1e-5))
+    assert_close(given, wanted, rtol=1e-10, atol=1e-10)
+    for name, gradient in wanted_gradients.items():
+        assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10 * float(gradient.abs().max() + 1))
+    for name, before in priors.items():
+        assert torch.equal(learned[name], before), name
+    for mode in MODES:
+        assert_close(converted.eval()(images, statistics=mode), original.eval()(images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["mobilenet", "resnet"])
+def test_gain_one_is_batch_norm_with_an_initial_belief(family: str) -> None:
+    original = pretrained(FAMILIES[family])
+    converted = convert(original)
+    start_near_population(converted, gain=1.0)
+    prove(original, converted, torch.randn(4, 3, 64, 64))
+
+
+def test_population_variances_below_eps_are_kept() -> None:
+    converted = convert(pretrained(small, torch.float32))
+    start_near_population(converted, gain=0.0)
+    norm = next(m for m in converted.modules() if isinstance(m, Centered))
+    assert 0 < norm.running_var[0] < norm.eps
+    assert norm.running_var[1] == 0 == norm.process_noise[1]
+    assert_close(norm.process_noise, norm.running_var, rtol=1e-5, atol=0)
+    assert_close(norm.center, norm.running_mean, rtol=0, atol=0)
+
+
+def test_an_initial_belief_is_a_prediction_with_a_of_zero() -> None:
+    first = BatchKalmanNorm2d(4, initial_belief=True, dtype=torch.float64)
+    above = BatchKalmanNorm2d(4, 2, dtype=torch.float64)
+    above.set_center(torch.zeros(4))
+    with torch.no_grad():
+        for layer in (first, above):
+            layer.center.copy_(torch.linspace(-1, 1, 4))
+            layer.raw_process_noise.copy_(torch.linspace(-2, 2, 4))
+            layer.set_gain(0.3)
+    x = torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    prior = bkn_zoo.norms.Belief(torch.randn(3, 2).double(), torch.rand(3, 2).double())
+    statistics = bkn_zoo.norms.Statistics("batch", 2)
+    results = [first(x, None, statistics), above(x, prior, statistics)]
+    assert_close(*results)
+    for y, belief in results:
+        (y.sin().sum() + belief.mean.sin().sum() + belief.var.sum()).backward()
+    for name in ("center", "raw_process_noise", "raw_gain", "weight"):
+        assert_close(getattr(first, name).grad, getattr(above, name).grad)
+    assert_close(first.running_var, above.running_var)
+    assert "initial_belief=True" in repr(first)
+
+
+def test_an_initial_belief_is_refused_above_another_layer() -> None:
+    with pytest.raises(InputError, match="initial_belief is for a first layer"):
+        BatchKalmanNorm2d(4, 3, initial_belief=True)
+
+
+def test_one_value_per_channel_is_taken_with_an_initial_belief() -> None:
+    x = torch.randn(2, 4, 1, 1)
+    with pytest.raises(InputError, match="one value per channel"):
+        BatchKalmanNorm2d(4, statistics_batch_size=1)(x)
+    y, _ = BatchKalmanNorm2d(4, statistics_batch_size=1, initial_belief=True)(x)
+    assert y.abs().sum() > 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_zoo_network_asks_for_an_initial_belief(shared: bool, tmp_path: Path) -> None:
+    options = {"initial_belief": True, "initial_gain": 0.3, "shared_process_noise": shared}
+    model = bkn_zoo.create_model("inception_cifar_bkn", num_classes=3, **options)
+    norms = [module for module in model.modules() if isinstance(module, BatchKalmanNorm)]
+    assert all(norm.has_prior and norm.gain.item() == pytest.approx(0.3) for norm in norms)
+    assert len({id(norm.raw_process_noise) for norm in norms}) == (1 if shared else len(norms))
+    model.statistics_batch_size = 1
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    assert all(norm.center is None or norm.center.grad.any() for norm in norms)
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "network", label_names=list("abc"))
+    again = bkn_zoo.from_pretrained(tmp_path / "network")
+    images = torch.randn(2, 3, 32, 32)
+    for mode in MODES:
+        assert_close(again(images, mode), model(images, mode), rtol=0.02, atol=0.02)
+
+
+def test_without_the_option_states_have_the_names_they_had() -> None:
+    names = BatchKalmanNorm2d(4).state_dict().keys(), BatchKalmanNorm2d(4, 3).state_dict().keys()
+    buffers = ["running_mean", "running_var", "image_mean", "image_var", "image_spread", "num_batches_tracked"]
+    assert list(names[0]) == ["weight", "bias", *buffers]
+    assert list(names[1]) == ["weight", "bias", "transition", "raw_process_noise", "raw_gain", *buffers]
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.3])
+def test_an_initial_belief_is_saved_and_loaded(gain: float, tmp_path: Path) -> None:
+    network = bkn_zoo.create_model("timm:test_resnet", num_classes=3)
+    network.statistics_batch_size = 2
+    with torch.no_grad():
+        for _ in range(5):
+            network.train()(1 + torch.randn(4, 3, SIZE, SIZE))
+    start_near_population(network.eval(), gain=gain)
+    bkn_zoo.save_pretrained(network, tmp_path / "network", label_names=list("abc"))
+    stored = bkn_zoo.from_pretrained(tmp_path / "network")
+    again = bkn_zoo.create_model("timm:test_resnet", num_classes=3).eval()
+    again.load_state_dict(stored.state_dict())
+    again.statistics_batch_size = 2
+    assert [norm.gain.item() for norm in stored.modules() if isinstance(norm, Centered)] == pytest.approx([gain] * 15)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    for mode in MODES:
+        assert_close(again(images, mode), stored(images, mode), rtol=0, atol=0)
+        if gain == 0:
+            assert_close(stored(images, mode), stored(images, "population"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gain", "name"), [(0.0, "torch"), (0.3, "torch"), pytest.param(0.0, "openvino", marks=needs_openvino)]
+)
+def test_an_initial_belief_is_run_by_engines(gain: float, name: str) -> None:
+    converted = convert(pretrained(small, torch.float32), statistics_batch_size=2).eval()
+    start_near_population(converted, gain=gain)
+    engine, images = create_engine(converted, name), torch.randn(2, 3, 16, 16)
+    for mode in MODES:
+        assert_close(engine(images, mode), converted(images, statistics=mode), rtol=1e-4, atol=1e-5)
+        if gain == 0:
+            assert_close(engine(images, mode), converted(images), rtol=1e-4, atol=1e-5)
+
+
+@needs_openvino
+def test_an_initial_belief_is_exported(shallow_network: None, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = bkn_zoo.create_model("inception_cifar_bkn", num_classes=3, initial_belief=True).eval()
+    nn.init.normal_(model.get_submodule("conv.norm").center)
+    engine, images = create_engine(model, "openvino"), torch.randn(2, 3, 32, 32)
+    assert_close(engine(images, "sample"), model(images, "sample"), rtol=1e-4, atol=1e-5)
+    bkn_zoo.save_pretrained(model, tmp_path / "network", label_names=list("abc"))
+    file = bkn_zoo.export(tmp_path / "network", tmp_path / "network.onnx", statistics="sample")
+    assert file.exists()  # which it is only where its outputs are the network's
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
+@pytest.mark.parametrize("gain", [0.0, 0.3])
+def test_an_initial_belief_runs_on_the_kernels(gain: float) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    converted = convert(pretrained(small, torch.float32), statistics_batch_size=2).to(device)
+    start_near_population(converted, gain=gain)
+    images = torch.randn(4, 3, 16, 16, device=device)
+    results = []
+    for implementation in ("triton", "pytorch"):
+        network = copy.deepcopy(converted).train()
+        with kernels.use(implementation):
+            network(images).square().sum().backward()
+            outputs = [network.eval()(images, statistics=mode).detach() for mode in MODES]
+        results.append([*outputs, *(parameter.grad for parameter in network.parameters()), *network.buffers()])
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+    if gain == 0:
+        own = {name: p.grad for name, p in network.named_parameters() if name in network.no_weight_decay()}
+        assert not any(gradient.any() for gradient in own.values())
+
+
+# Gains that are measured
+
+
+CHANNELS = 64
+
+
+def domain(images: int, shift: float, spread: float, seed: int = 0) -> list[Tensor]:
+    """Batches of images of variance 1, whose means vary by V around one that is the square root of T from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    offset = shift**0.5 * (1 - 2 * torch.randint(2, (CHANNELS,), generator=generator)).float()
+    means = spread**0.5 * torch.randn(images, CHANNELS, generator=generator) + offset
+    positions = torch.randn(images, CHANNELS, 4, 4, generator=generator).repeat_interleave(2, 2)  # not independent
+    positions -= positions.mean((2, 3), keepdim=True)
+    return list((means[..., None, None] + (1 - spread) ** 0.5 * positions).split(50))
+
+
+def one_norm(**options: int) -> nn.Module:
+    """A converted network of one norm, whose population has mean 0 and variance 1."""
+    network = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)).eval()
+    nn.init.dirac_(network[0].weight)
+    network[1].running_var += 1e-6  # or it would count as never trained
+    return convert(network, **options)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("shift", "spread"), [(0.02, 0.3), (0.2, 0.3), (1.0, 0.1)])
+def test_the_measured_gain_is_that_of_known_t_and_v(shift: float, spread: float, group: int) -> None:
+    network = one_norm(statistics_batch_size=group)
+    start_near_population(network, images=domain(400, shift, spread))
+    wanted = group * shift / (group * shift + spread)
+    assert network.get_submodule("1").gain.item() == pytest.approx(wanted, rel=0.1)
+    found = measure(network, domain(400, shift, spread))["1"]
+    assert (found.shift, found.spread) == (pytest.approx(shift, rel=0.1), pytest.approx(spread, rel=0.1))
+    assert found.between == 0
+
+
+def test_norms_on_a_path_share_what_is_taken_away() -> None:
+    """Four norms, and a side path that is shorter: what is left of an image's mean is 1 - Q of it."""
+    shift, spread = 0.2, 0.3
+
+    class Path(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(5))
+            for norm in self.norms:
+                norm.running_var += 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            side = self.norms[4](x)
+            for norm in self.norms[:4]:
+                x = norm(x)
+            return torch.cat([x, side], 1)
+
+    network = convert(Path().eval(), statistics_batch_size=1)
+    images = domain(200, shift, spread)
+    found = measure(network, images)
+    assert {norm.path for norm in found.values()} == {4}
+    start_near_population(network, images=images)
+    x = torch.cat(images)
+    means, kept = (y.detach().mean((2, 3)) for y in (x, network(x, statistics="sample")[:, :CHANNELS]))
+    slope = float((means * kept).sum() / means.square().sum())
+    assert slope == pytest.approx(spread / (shift + spread), rel=0.1)
+    domain_mean = means.mean(0)
+    error = (kept - (means - domain_mean)).square().mean()
+    assert error < 0.7 * min(shift, spread)  # of frozen BN and of instance normalization; at best 0.6
+    for norm in found:
+        network.get_submodule(norm).set_gain(found[norm].share(1))
+    alone = network(x, statistics="sample")[:, :CHANNELS].mean((2, 3))
+    assert error < 0.8 * (alone - (means - domain_mean)).square().mean()
+
+
+def test_t_is_measured_without_the_noise_of_a_domain_s_mean() -> None:
+    found = [measure(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
+    assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N
+    assert min(found) == 0
+
+
+def test_several_domains_have_a_t_between_them() -> None:
+    domains = {str(seed): domain(200, 0.4, 0.3, seed) for seed in range(6)}  # around one population, of mean zero
+    found = measure(one_norm(), domains)["1"]
+    assert found.shift == pytest.approx(0.4, rel=0.1)
+    assert found.between == pytest.approx(0.4, rel=0.2)
+    assert found.images == 1200
+    moved = {name: [batch + 3 for batch in batches] for name, batches in domains.items()}
+    network = one_norm(statistics_batch_size=2)
+    start_near_population(network, images=moved, adapted=True)
+    assert network.get_submodule("1").gain.item() == pytest.approx(found.gain(2, adapted=True), rel=1e-3)
+    start_near_population(network, images=moved)
+    assert network.get_submodule("1").gain.item() > 0.98
+
+
+def test_after_adabn_on_one_domain_the_measured_gain_is_zero() -> None:
+    images = domain(200, 0.5, 0.3)
+    original = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
+    nn.init.dirac_(original[0].weight)
+    bkn_zoo.recalibrate(original, images)
+    network = convert(original.eval())
+    start_near_population(network, images=images, adapted=True)
+    assert network.get_submodule("1").gain == 0
+    start_near_population(network, images=images, adapted=True, least_gain=LEARNING_GAIN)
+    assert network.get_submodule("1").gain.item() == pytest.approx(LEARNING_GAIN)
+    start_near_population(network, 0.3, images=images)
+    assert network.get_submodule("1").gain.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_at_the_measured_gain_the_update_restores_v_over_n(group: int) -> None:
+    """Prediction and domain have variance W + V, a group's variance is W + V - V/n in expectation."""
+    shift, spread, within, groups = 0.3, 0.5, 1.0, 200_000
+    means = shift**0.5 + spread**0.5 * torch.randn(groups, group, dtype=torch.float64)
+    between, mean = torch.var_mean(means, 1, correction=0)
+    observed = bkn_zoo.norms.Belief(mean[:, None], within + between[:, None])
+    predicted = bkn_zoo.norms.Belief(torch.zeros(1, 1).double(), torch.full((1, 1), within + spread).double())
+    lacking = within + spread - float(observed.var.mean())
+    assert lacking == pytest.approx(spread / group, rel=0.02)
+    gain = Shift(shift, 0.0, spread, groups).gain(group)
+    for q, restored in ((gain, True), (gain / 2, False), ((1 + gain) / 2, False)):
+        belief = bkn_zoo.norms.update(predicted, observed, torch.tensor([q], dtype=torch.float64))
+        error = abs(float(belief.var.mean()) - (within + spread))
+        assert (error < 0.02 * spread / group) == restored
+
+
+def test_measuring_leaves_the_network_as_it_was() -> None:
+    network = convert(pretrained(small, torch.float32), statistics_batch_size=2).train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    measure(network, [(torch.randn(4, 3, 16, 16), "label")])
+    assert network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+def test_images_that_cannot_be_measured_are_refused() -> None:
+    network = one_norm()
+    for images, message in (([torch.randn(1, CHANNELS, 4, 4)], "fewer than two images"), (["a"], "a str is not")):
+        with pytest.raises(InputError, match=message):
+            start_near_population(network, images=images)
+    with pytest.raises(InputError, match="whole number"):
+        start_near_population(network, images=domain(50, 0, 0.1), group=0)
+    with pytest.raises(InputError, match="no BKN norm"):
+        measure(small(), domain(50, 0, 0.1))
+
+
+ADVICE = [
+    ({"a": (0.0, 0.3)}, 2, "freeze"),
+    ({"a": (0.5, 0.3)}, 2, "AdaBN"),
+    ({"a": (0.5, 0.02), "b": (0.5, 0.02), "c": (0.5, 0.02)}, 2, "BN"),
+    ({"a": (0.2, 0.4), "b": (0.2, 0.4), "c": (0.2, 0.4)}, 2, "BKN"),
+    ({"a": (0.0, 0.4), "b": (0.0, 0.4)}, 1, "freeze"),
+]
+
+
+@pytest.mark.parametrize(("domains", "group", "choice"), ADVICE)
+def test_advice_is_what_the_expected_errors_say(
+    domains: dict[str, tuple[float, float]], group: int, choice: str
+) -> None:
+    images = {name: domain(200, *about, seed) for seed, (name, about) in enumerate(domains.items())}
+    advice = advise(one_norm(), images, batch_size=group)
+    assert advice.choice == choice
+    assert f"recommended: {choice}" in str(advice)
+    assert advice.errors["BKN"] <= min(advice.errors.values()) + 0.01
+
+
+# Gains that learn
+
+
+def learned_gain(norm: BatchKalmanNorm2d, optimizer: torch.optim.Optimizer, shift: float) -> float:
+    """q after 300 steps in which the belief's mean should become the domain's: best at q = nT / (nT + V)."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        mean = shift**0.5 * torch.randn(1, CHANNELS, 1, 1, generator=generator)
+        images = mean + 0.5 * torch.randn(2, CHANNELS, 1, 1, generator=generator)
+        images = images + torch.randn(2, CHANNELS, 4, 4, generator=generator)
+        optimizer.zero_grad()
+        _, belief = norm(images, None, Statistics("batch", 2))
+        (belief.mean - mean.flatten(1)).square().mean().backward()
+        optimizer.step()
+    return norm.gain.item()
+
+
+def at_a_low_gain(norm: BatchKalmanNorm2d) -> BatchKalmanNorm2d:
+    norm.set_center(torch.zeros(CHANNELS))
+    norm.center.requires_grad_(False)
+    norm.set_gain(LEARNING_GAIN)
+    return norm
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.125, 0.5])
+@pytest.mark.parametrize("optimizer", [lambda gain: torch.optim.SGD(gain, 0.1, 0.9), lambda gain: Adam(gain, 0.03)])
+def test_a_low_gain_learns_its_best_value(optimizer: Callable[..., torch.optim.Optimizer], shift: float) -> None:
+    norm = at_a_low_gain(Centered2d(CHANNELS))
+    best = 2 * shift / (2 * shift + 0.25 + 1 / 16)
+    assert learned_gain(norm, optimizer([norm.raw_gain]), shift) == pytest.approx(best, rel=0.15)
+
+
+def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning() -> None:
+    scaled, usual = Centered2d(CHANNELS), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
+    gains = [
+        learned_gain(norm, torch.optim.SGD([norm.raw_gain], 0.01, 0.9), 0.125)
+        for norm in map(at_a_low_gain, (scaled, usual))
+    ]
+    assert gains[0] == pytest.approx(0.444, rel=0.15)
+    assert gains[1] < 0.015  # with the logit's own gradient
+
+
+# Learning without labels
+
+
+def photographs(batches: int = 6) -> list[Tensor]:
+    """Batches of images that differ in brightness and contrast, which `sample` statistics would take away."""
+    generator = torch.Generator().manual_seed(2)
+    shape = batches, 8, 3, 1, 1
+    brightness, contrast = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) + 0.5
+    return list(brightness + contrast * torch.randn(batches, 8, 3, 16, 16, generator=generator))
+
+
+def known(images: list[Tensor]) -> nn.Module:
+    """A network whose population is that of these images."""
+    network = small()
+    bkn_zoo.recalibrate(network, images)
+    return network.eval()
+
+
+def error(network: nn.Module, images: list[Tensor], mode: str) -> float:
+    with torch.no_grad():
+        return float(sum(relative_error(network(x, statistics=mode), network(x)) for x in images)) / len(images)
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_statistics_are_learned_without_labels(link: bool) -> None:
+    images = photographs()
+    original = known(images)
+    network = convert(original, statistics_batch_size=4)
+    start_near_population(network, gain=0.3)
+    before, outputs = error(network, images, "sample"), [network(x) for x in images]
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    requires = [parameter.requires_grad for parameter in network.parameters()]
+    learned = bkn_zoo.learn_statistics(
+        network.train(), [(x, 0) for x in images], epochs=15, lr=0.01, gain=0.3, link=link
+    )
+    assert network.training
+    assert [parameter.requires_grad for parameter in network.parameters()] == requires
+    network.eval()
+    assert error(network, images, "sample") < 0.3 * before
+    assert error(network, images, "expected") < 0.3 * before
+    assert learned.losses[-1] < 0.3 * learned.losses[0]
+    kinds = {"raw_process_noise", "raw_gain", "center"} | ({"transition"} if link else set())
+    assert learned.moved.keys() == kinds
+    own = network.no_weight_decay()
+    for name, tensor in network.state_dict().items():
+        stays = name not in own or (not link and name.endswith("transition"))
+        assert torch.equal(tensor, state[name]) == stays, name
+    for x, output in zip(images, outputs, strict=True):
+        assert torch.equal(network(x), output)
+
+
+def test_jitter_changes_the_student_s_images_alone() -> None:
+    images = photographs(2)
+    network = convert(known(images))
+    seen: list[Tensor] = []
+    hook = network.get_submodule("0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    bkn_zoo.learn_statistics(network, images, epochs=1, jitter=lambda x: 0.5 * x)
+    hook.remove()
+    for number, x in enumerate(seen):  # a teacher's, then a student's
+        assert torch.equal(x, images[number // 2] * (0.5 if number % 2 else 1.0))
+
+
+def test_learning_that_cannot_be_is_refused_and_undone() -> None:
+    images = photographs(2)
+    network = convert(known(images))
+    with pytest.raises(InputError, match="a gain between 0 and 1"):
+        bkn_zoo.learn_statistics(network, images, gain=0.0)
+    with pytest.raises(InputError, match="pass a list or a DataLoader"):
+        bkn_zoo.learn_statistics(network, iter(images), epochs=2)
+    with pytest.raises(InputError, match="sample or expected"):
+        bkn_zoo.learn_statistics(network, images, statistics="population")
+    with pytest.raises(InputError, match="learn nothing"):
+        bkn_zoo.learn_statistics(network, images, epochs=0)
+    start_near_population(network, gain=0.1)
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(InputError, match="the loss is nan"):
+        bkn_zoo.learn_statistics(network, [x * float("nan") for x in images], gain=None)
+    with pytest.raises(InputError, match="did not learn"):
+        bkn_zoo.learn_statistics(network, images, epochs=1, gain=None, loss=lambda y, t: (0 * y).sum())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())

@@ -1,0 +1,249 @@
+"""The study of robustness under distribution shift: corruptions, rules, the whole pipeline at toy size."""
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import shift, shift_evaluate
+from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt, plasma
+from studies.shift_evaluate import packed, roc_area, unpacked
+from studies.shift_rules import (
+    Adaptive,
+    Watch,
+    augmented,
+    believing_by,
+    instance_aware,
+    mixed,
+    norms,
+    tent_online,
+    tent_single,
+)
+
+from bkn_zoo import create_model
+from bkn_zoo.errors import UnknownNameError
+from bkn_zoo.models import Network
+from bkn_zoo.training.augmentation import generator
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
+
+
+def photographs(count: int, side: int = 32) -> torch.Tensor:
+    """Smooth random images, in bytes."""
+    noise = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return (torch.nn.functional.interpolate(noise, side, mode="bicubic").clamp(0, 1) * 255).to(torch.uint8)
+
+
+def trained(norm: str = "bn", group: int | None = None) -> Network:
+    """A network whose running averages have seen images."""
+    torch.manual_seed(0)
+    model = create_model(f"inception_cifar_{norm}", 10)
+    model.statistics_batch_size = group
+    model.train()
+    for _ in range(30):
+        model(torch.randn(8, 3, 16, 16) + torch.randn(8, 3, 1, 1))
+    return model.eval()
+
+
+@pytest.mark.parametrize("side", CONSTANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_corruption_grows_with_severity(name: str, side: int) -> None:
+    images = photographs(16 if side == 32 else 4, side)
+    assert corrupt(images, name, 0) is images
+    results = [corrupt(images, name, severity, seed=3) for severity in SEVERITIES]
+    assert all(result.dtype == torch.uint8 and result.shape == images.shape for result in results)
+    assert torch.equal(results[1], corrupt(images, name, 2, seed=3))
+    changes = [(result.float() - images.float()).abs().mean().item() for result in results]
+    assert changes[0] > 0
+    if name not in ("elastic_transform", "saturate", "spatter"):  # whose official constants do not
+        assert changes[4] > changes[0]
+
+
+def test_corruption_refuses_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match="rain"):
+        corrupt(photographs(1), "rain", 1)
+
+
+def test_corruptions_are_those_of_the_benchmark() -> None:
+    assert len(MAIN) == 15
+    assert {len(levels) for of_side in CONSTANTS.values() for levels in of_side.values()} == {5}
+
+
+def test_plasma_covers_zero_to_one() -> None:
+    heights = plasma(3, 32, 2.0, generator("cpu", 0))
+    assert heights.shape == (3, 1, 32, 32)
+    assert torch.allclose(heights.amax((1, 2, 3)), torch.ones(3))
+    assert torch.allclose(heights.amin((1, 2, 3)), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode"),
+    [
+        (mixed(math.inf), "population"),
+        (mixed(0), "sample"),
+        (augmented(math.inf, 2), "population"),
+        (augmented(0, 1), "sample"),
+    ],
+)
+@torch.no_grad()
+def test_mix_limits_are_the_modes(rule: Any, mode: str) -> None:
+    model, images = trained(), torch.randn(4, 3, 16, 16)
+    with believing_by(model, rule):
+        result = model(images, statistics="sample")
+    assert torch.allclose(result, model(images, statistics=mode), atol=1e-5)
+
+
+@pytest.mark.parametrize(("alpha", "mode"), [(0.0, "sample"), (1e9, "population")])
+@torch.no_grad()
+def test_instance_aware_limits_are_the_modes(alpha: float, mode: str) -> None:
+    model, images = trained(), torch.randn(4, 3, 16, 16)
+    with believing_by(model, instance_aware(model, images, alpha)):
+        result = model(images, statistics="sample")
+    assert torch.allclose(result, model(images, statistics=mode), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "group", "base"), [("bn", None, "population"), ("bkn", 2, "population"), ("bkn", 2, "expected")]
+)
+@torch.no_grad()
+def test_adaptive_with_infinite_k_is_its_base(norm: str, group: int | None, base: str) -> None:
+    model, clean = trained(norm, group), torch.randn(64, 3, 16, 16)
+    rule = Adaptive(1.0, base, group).fit(model, clean)
+    with believing_by(model, rule):
+        on_clean = model(clean, statistics="sample")
+    assert torch.allclose(on_clean, model(clean, statistics=base), atol=1e-4)
+    rule.clean = {layer: tuple(part._replace(k=math.inf) for part in parts) for layer, parts in rule.clean.items()}
+    shifted = 5 * torch.randn(8, 3, 16, 16) + 7
+    with believing_by(model, rule):
+        result = model(shifted, statistics="sample")
+    assert torch.allclose(result, model(shifted, statistics=base), atol=1e-4)
+
+
+@torch.no_grad()
+def test_adaptive_approaches_image_statistics_under_shift() -> None:
+    model, clean = trained(), torch.randn(64, 3, 16, 16)
+    rule = Adaptive(0.9).fit(model, clean)
+    first = norms(model)[0]
+    beliefs = {}
+
+    def spying(layer: Any, images: Any, prior: Any) -> Any:
+        belief = rule(layer, images, prior)
+        if layer is first:
+            beliefs["images"], beliefs["adapted"] = images, belief
+        return belief
+
+    with believing_by(model, spying):
+        model(clean[:8] + 20, statistics="sample")
+    distance = beliefs["adapted"].mean - beliefs["images"].mean
+    assert distance.abs().max() < 0.1 * (first.running_mean - beliefs["images"].mean).abs().max()
+
+
+@torch.no_grad()
+def test_rules_do_not_depend_on_the_rest_of_the_batch() -> None:
+    model, images = trained(), torch.randn(6, 3, 16, 16)
+    for rule in (mixed(4), instance_aware(model, images, 4.0), Adaptive(0.5).fit(model, torch.randn(64, 3, 16, 16))):
+        with believing_by(model, rule):
+            together, alone = model(images, statistics="sample"), model(images[2:3], statistics="sample")
+        assert torch.allclose(together[2:3], alone, atol=1e-4)
+
+
+def test_tent_single_treats_images_alone() -> None:
+    model, images = trained(), torch.randn(3, 3, 16, 16)
+    together = tent_single(model, images)
+    assert torch.allclose(together[1:2], tent_single(model, images[1:2]), atol=1e-4)
+    assert not torch.equal(together, model(images, statistics="sample"))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tent_online_adapts_a_copy() -> None:
+    model, images = trained(), torch.randn(8, 3, 16, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    adapt = tent_online(model)
+    assert not torch.equal(adapt(images), adapt(images))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_watch_scores_shifted_images_higher() -> None:
+    model = trained()
+    watch = Watch(model)
+    with watch.watching():
+        model(torch.randn(64, 3, 16, 16))
+    with watch.watching():
+        model(torch.randn(16, 3, 16, 16))
+        clean = watch.score()
+        model(3 * torch.randn(16, 3, 16, 16))
+        shifted = watch.score()
+    assert clean.shape == (2, 16)
+    assert all(roc_area(high.numpy(), low.numpy()) > 0.9 for high, low in zip(shifted, clean, strict=True))
+
+
+def test_roc_area_counts_ties_half() -> None:
+    assert roc_area(np.array([1.0, 2.0]), np.array([1.0, 0.0])) == 0.875
+    assert roc_area(np.ones(3), np.ones(4)) == 0.5
+
+
+def test_packed_hits_can_be_read_back() -> None:
+    counts = np.arange(76, dtype=np.uint8)
+    assert np.array_equal(unpacked(packed(counts)), counts)
+
+
+def write_cifar(folder: Path) -> None:
+    """Both data sets with a few images."""
+    rng = np.random.default_rng(0)
+
+    def write(name: str, count: int, key: bytes, classes: int) -> None:
+        labels = rng.integers(0, classes, count)
+        pixels = photographs(count).numpy().reshape(count, -1) // 2 + 10 * (labels[:, None] % 10).astype(np.uint8)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(pickle.dumps({b"data": pixels.astype(np.uint8), key: labels.tolist()}))
+
+    for number in range(1, 6):
+        write(f"cifar-10-batches-py/data_batch_{number}", 40, b"labels", 10)
+    write("cifar-10-batches-py/test_batch", 40, b"labels", 10)
+    write("cifar-100-python/test", 40, b"fine_labels", 100)
+    names = {b"label_names": [f"class {number}".encode() for number in range(10)]}
+    (folder / "cifar-10-batches-py/batches.meta").write_bytes(pickle.dumps(names))
+
+
+def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path)
+    corruptions = ("contrast", "gaussian_noise")
+    monkeypatch.setattr(shift_evaluate, "MAIN", corruptions)
+    monkeypatch.setattr(shift_evaluate, "EXTRA", ("saturate",))
+    sets = [("clean", 0), *((name, severity) for name in corruptions for severity in SEVERITIES)]
+    monkeypatch.setattr(shift_evaluate, "SETS", sets)
+    arguments = [
+        "--data", str(tmp_path), "--arms", "bn128", "gn", "bkn2", "--seeds", "0", "--epochs", "1", "--device", "cpu",
+        "--images", "40", "--chunk", "20", "--tuning", "20", "--fitted", "40", "--published",
+        "--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results"),
+    ]  # fmt: skip
+    args = shift.parse(arguments)
+    whole = shift.recipe_of
+    monkeypatch.setattr(shift, "recipe_of", lambda *of: shift.dataclasses.replace(whole(*of), gradient_batch=32))
+    for arm in args.arms:
+        shift.folder_of(arm, 0, args).mkdir(parents=True)
+        shift.train(arm, 0, args)
+    shift.measure("0", args)
+    record = json.loads((tmp_path / "results" / "cifar10.bn128.seed=0.json").read_text())
+    assert record["images"] == 40
+    assert set(record["methods"]) >= {
+        "population",
+        "sample",
+        "mix, tuned",
+        "IABN, tuned",
+        "AugBN, N = 16",
+        "TENT online",
+    }
+    population = record["methods"]["population"]
+    assert len(unpacked(population["shifted_hits"])) == 40
+    assert population["shifted"] == pytest.approx(100 * unpacked(population["shifted_hits"]).mean() / 10, abs=1e-3)
+    assert set(population["by_corruption"]) == set(corruptions)
+    assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
+    other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
+    assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
+    assert other["recipe"]["statistics_batch"] == 2
