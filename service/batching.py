@@ -202,6 +202,7 @@ class Line:
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
         for call, row in zip(batch, scores, strict=True):
+            self.metrics.confidence.labels(self.name, statistics).observe(row.max().item())
             self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
             call.future.set_result(Answer(row, begun - call.entered, seconds))
 
