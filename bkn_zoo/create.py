@@ -29,8 +29,9 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
             for a library's network, numbers and lists of numbers that its builder takes.
     """
     if not pretrained:
-        if name in list_checkpoints():
-            raise UnknownNameError(f"{name!r} is a checkpoint: pass pretrained=True, or the name of its network.")
+        network, dot, _ = name.partition(".")
+        if dot and network in list_models():
+            raise UnknownNameError(f"{name!r} is the name of a checkpoint: pass pretrained=True, or take {network!r}.")
         return build(name, num_classes, **options)
     if of_library(name):
         return from_library(name, num_classes, options, pretrained=True).eval()
@@ -61,8 +62,8 @@ def checkpoint_of(architecture: str) -> str:
 def _with_classes(model: Network, num_classes: int | None) -> Network:
     """The network with a fresh classifier of so many classes, and what its config says apart from the classes."""
     changed = build(model.name, num_classes, **model.norm_options)
-    own, changed_shapes = model.state_dict(), changed.state_dict()
-    kept = {name: tensor for name, tensor in own.items() if tensor.shape == changed_shapes[name].shape}
+    own, fresh = model.state_dict(), changed.state_dict()  # layers make what they lack, such as centers, as they load
+    kept = {name: tensor for name, tensor in own.items() if tensor.shape == fresh.get(name, tensor).shape}
     changed.load_state_dict(kept, strict=False)
     changed.statistics_batch_size = model.statistics_batch_size
     changed.default_statistics = model.default_statistics

@@ -6,7 +6,6 @@ python scripts/report.py      # docs/performance.md and its appendix and plot, d
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ def pages() -> dict[Path, str]:
         DOCS / "performance.md": summary(benchmarks),
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
+        DOCS / "imagenet.md": {"cost": imagenet(benchmarks)},
+        DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
         ROOT / "README.md": {
             "headline": headline(read_plan(), read_records(RESULTS / "reproduce", RESULTS / "runs")),
@@ -48,25 +49,11 @@ def pages() -> dict[Path, str]:
     }
     return {
         **{path: filled(path, contents) for path, contents in regions.items()},
-        DOCS / "imagenet.md": with_tables(DOCS / "imagenet.md", imagenet(benchmarks)),
-        DOCS / "conversion.md": with_tables(
-            DOCS / "conversion.md", *conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"])
-        ),
         **{
             CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
             for name, config in configs.items()
         },
     }
-
-
-def with_tables(page: Path, *shown: str) -> str:
-    """A page with tables in the place of those that have the same first column."""
-    text = page.read_text(encoding="utf-8")
-    for each in shown:
-        first = re.escape(each.split(" | ")[0])
-        text, found = re.subn(rf"^{first} \|.*?(?=\n\n)", lambda _, each=each: each, text, flags=re.M | re.S)
-        assert found == 1, (page, first)
-    return text
 
 
 def imagenet(benchmarks: Records) -> str:
@@ -92,7 +79,7 @@ def imagenet(benchmarks: Records) -> str:
     return table(rows, list(rows[0]))
 
 
-def conversion(rows: list[dict[str, Any]]) -> tuple[str, str]:
+def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
     """What converts, by library, and what does not, for docs/conversion.md."""
 
     def largest(rows: list[dict[str, Any]], *names: str) -> str:
@@ -112,7 +99,7 @@ def conversion(rows: list[dict[str, Any]]) -> tuple[str, str]:
             "round trip": f"{sum(row['round_trip'] == 0 for row in checked)} of {len(checked)}",
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
-    return table(shares, list(shares[0])), table(failed, list(failed[0]))
+    return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
 
 
 def shown() -> list[FullLength]:

@@ -1,18 +1,18 @@
-"""Trains what our own studies plan, and writes the pages that show it.
+"""Runs the studies of this repository and writes the pages that show their results.
 
-    python scripts/study.py --list                                      # every study: what is done, what is missing
-    python scripts/study.py replication --data DATA --jobs 12           # train what is missing, twelve at a time
+    python scripts/study.py --list                                      # for every study: which runs are done
+    python scripts/study.py replication --data DATA --jobs 12           # train the missing runs, twelve at a time
     python scripts/study.py replication --data DATA --only link --minutes 8
-    python scripts/study.py pretrained --data OFFICIAL --pack SMALL     # what a study needs of large data sets
+    python scripts/study.py pretrained --data OFFICIAL --pack SMALL     # copy the part of the data that a study uses
     python scripts/study.py --table --plot                              # the pages in docs/, and their pictures
 
-A study is a file of scripts/studies/ that defines STUDY; its first lines say what DATA has to hold. Runs whose data is
-not there are left out. Each run leaves one JSON file, and whatever has one is not trained again.
+A study is a file of scripts/studies/ that defines STUDY. Its docstring says which folders DATA must contain; runs
+without data are skipped. Each run writes one JSON record. A run that has a record is not trained again.
 
-Runs start in the order of the plan. With --minutes none starts that would not be finished in time, judging by those
-that are, and what still runs then is stopped; the same command goes on with the rest. Processes that share a GPU take
-turns on it, unless NVIDIA's MPS runs (nvidia-cuda-mps-control -d), under which their kernels run at the same time, but
-one that is killed (SIGKILL) takes the others with it: stop this script, or a run, with Ctrl-C or SIGTERM.
+Runs start in the order of the plan. --minutes sets a time limit: a run starts only if it is expected to finish in time,
+judging by finished runs of the same kind, and runs that are still active at the limit are stopped. The same command
+continues later. Processes on one GPU take turns unless NVIDIA MPS is running (nvidia-cuda-mps-control -d). Under MPS,
+SIGKILL of one process also kills the others: stop this script, or a run, with Ctrl-C or SIGTERM.
 """
 
 import sys

@@ -12,7 +12,7 @@ from .errors import ServiceError
 if TYPE_CHECKING:
     from .connections import Connection
 
-log = logging.getLogger("service")
+log = logging.getLogger("bkn_zoo.service")
 
 MAX_BUFFERED = 65_536  # bytes of a body that the application has not asked for yet
 CLOSE = (b"connection", b"close")

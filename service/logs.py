@@ -43,8 +43,8 @@ def set_up_logs() -> None:
     handler.setFormatter(JsonFormatter())
     logging.root.handlers = [handler]
     logging.root.setLevel(logging.WARNING)
-    chosen = logging.getLogger("bkn_zoo").level  # by --log-level
-    logging.getLogger("bkn_zoo.service").setLevel(chosen or logging.INFO)
+    chosen = os.environ.get("BKN_ZOO_LOG_LEVEL", "info").upper()  # as bkn-zoo --log-level sets it
+    logging.getLogger("bkn_zoo").setLevel(logging.getLevelNamesMapping().get(chosen, logging.INFO))
     warnings.simplefilter("ignore")  # those of libraries say what is odd about a stranger's image, once per oddity
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the Hub is first asked
 

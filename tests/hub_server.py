@@ -94,9 +94,9 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path, token: str, part_size: int = 10**9) -> None:
+    def __init__(self, root: Path, token: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.root, self.token, self.part_size = root, token, part_size
+        self.root, self.token = root, token
         self.repositories: dict[str, Repository] = {}
         self.faults: list[Fault] = []
         self.log: list[str] = []  # "METHOD /path", with " +token" where one came, and the range asked for
@@ -186,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         try:
             if self.fault.status is not None:
-                code = {401: "", 403: "", 404: "RepoNotFound"}.get(self.fault.status, "")
+                code = "RepoNotFound" if self.fault.status == 404 else ""
                 raise Answer(self.fault.status, {"error": "ordered"}, X_Error_Code=code, **self.fault.headers)
             for method, pattern, handler in ROUTES:
                 match = re.fullmatch(pattern, self.url.path)
@@ -263,10 +263,6 @@ class Handler(BaseHTTPRequestHandler):
 
     # Questions.
 
-    def whoami(self) -> None:
-        self.check_token(needed=True)
-        raise Answer(body={"type": "user", "name": "owner", "orgs": [], "auth": {"type": "access_token"}})
-
     def info(self, name: str, revision: str = MAIN) -> None:
         repository = self.repository(name)
         commit = self.revision(repository, revision)
@@ -341,12 +337,6 @@ class Handler(BaseHTTPRequestHandler):
         raise Answer(body=answer)
 
     def validate_yaml(self) -> None:
-        import yaml
-
-        content = self.json()["content"]
-        header = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
-        if header is None or not isinstance(yaml.safe_load(header[1]), dict):
-            raise Answer(400, {"errors": [{"message": "no metadata"}], "warnings": []})
         raise Answer(body={"errors": [], "warnings": []})
 
     def preupload(self, name: str, revision: str) -> None:
@@ -369,34 +359,16 @@ class Handler(BaseHTTPRequestHandler):
             answer: dict[str, Any] = {"oid": oid, "size": size}
             if not (self.server.root / oid).exists():
                 answer["actions"] = {
-                    "upload": self.upload_action(oid, size),
+                    "upload": {"href": f"{self.server.storage}/upload/{oid}"},
                     "verify": {"href": f"{self.server.endpoint}/{name}.git/info/lfs/verify"},
                 }
             objects.append(answer)
         raise Answer(body={"transfer": "basic", "objects": objects})
 
-    def upload_action(self, oid: str, size: int) -> dict[str, Any]:
-        limit, url = self.server.part_size, self.server.storage
-        if size <= limit:
-            return {"href": f"{url}/upload/{oid}"}
-        parts = {f"{i + 1:05}": f"{url}/part/{oid}/{i + 1}" for i in range(-(-size // limit))}
-        return {"href": f"{self.server.endpoint}/complete/{oid}", "header": {"chunk_size": str(limit), **parts}}
-
     def upload(self, oid: str) -> None:
-        self.keep(oid, self.body or b"")
-
-    def upload_part(self, oid: str, number: str) -> None:
-        (self.server.root / f"{oid}.part{number}").write_bytes(self.body or b"")
-        raise Answer(ETag=f'"{number}"')
-
-    def complete(self, oid: str) -> None:
-        parts = [self.server.root / f"{oid}.part{part['partNumber']}" for part in self.json()["parts"]]
-        self.keep(oid, b"".join(path.read_bytes() for path in parts))
-
-    def keep(self, oid: str, data: bytes) -> None:
-        if hashlib.sha256(data).hexdigest() != oid:
+        if hashlib.sha256(self.body or b"").hexdigest() != oid:
             raise Answer(400, {"error": "the content is not that of its name"})
-        (self.server.root / oid).write_bytes(data)
+        (self.server.root / oid).write_bytes(self.body or b"")
         raise Answer()
 
     def lfs_verify(self, name: str) -> None:
@@ -456,6 +428,13 @@ class Handler(BaseHTTPRequestHandler):
             (self.server.root / key).unlink()
         raise Answer()
 
+    def show_repository(self, name: str) -> None:
+        repository = self.server.repositories[name]
+        commits = {
+            commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
+        }
+        raise Answer(body=vars(repository) | {"commits": commits})
+
     def show_log(self) -> None:
         raise Answer(body=self.server.log)
 
@@ -472,7 +451,6 @@ class Handler(BaseHTTPRequestHandler):
 
 NAME, REVISION = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
 ROUTES: list[tuple[str, str, Callable[..., None]]] = [
-    ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", f"/api/models/{NAME}", Handler.info),
@@ -488,11 +466,10 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"/{NAME}\\.git/info/lfs/verify", Handler.lfs_verify),
     ("GET", r"/storage/(\w+)", Handler.storage),
     ("PUT", r"/upload/(\w+)", Handler.upload),
-    ("PUT", r"/part/(\w+)/(\d+)", Handler.upload_part),
-    ("POST", r"/complete/(\w+)", Handler.complete),
     ("POST", "/-/faults", Handler.order_faults),
     ("POST", "/-/copy", Handler.copy_repository),
     ("POST", "/-/forget", Handler.forget),
     ("GET", "/-/log", Handler.show_log),
+    ("GET", f"/-/repositories/{NAME}", Handler.show_repository),
     ("POST", "/-/stop", Handler.stop),
 ]

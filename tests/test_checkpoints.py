@@ -614,11 +614,11 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, damage: Damage, words: li
 
 
 def test_fields_that_a_newer_version_wrote_are_warned_of(folder: Path) -> None:
-    config(colour="red", preprocessing=PIXELS | {"crop": 0.9})(folder)
+    config(colour="red", preprocessing=PIXELS | {"shape": "round"})(folder)
     with pytest.warns(UserWarning) as caught:  # noqa: PT030, more than one
         assert from_pretrained(folder).config.preprocessing.size == 32
     told = [str(each.message) for each in caught]
-    assert any("the field preprocessing.crop is ignored" in text for text in told)
+    assert any("the field preprocessing.shape is ignored" in text for text in told)
     assert any(text.startswith(f"{folder}/config.json: the field colour is ignored") for text in told)
 
 
@@ -802,8 +802,8 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
 @pytest.mark.usefixtures("places")
 def test_create_model_loads_checkpoints_by_their_names() -> None:
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(UnknownNameError, match="is a checkpoint: pass pretrained=True"):
-        bkn_zoo.create_model("a.tree")
+    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
+        bkn_zoo.create_model(f"{SMALL}.tree")
     wanted = from_pretrained("a.tree")
     loaded = bkn_zoo.create_model("a.tree", pretrained=True)
     assert torch.equal(loaded(images), wanted(images))

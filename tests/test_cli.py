@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -64,19 +65,19 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Output:
-    """What a call of the command printed, and its exit code."""
+class Output(NamedTuple):
+    """The exit code of a call of the command, and what it printed."""
 
-    def __init__(self, code: int, captured: Any) -> None:
-        self.code, self.out, self.err = code, captured.out, captured.err
+    code: int
+    out: str
+    err: str
 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: object) -> Output:
         torch_too = ["--engine", "torch"] if arguments[0] in ("classify", "compare") else []
-        code = cli.main([*map(str, arguments), *torch_too])
-        return Output(code, capsys.readouterr())
+        return Output(cli.main([*map(str, arguments), *torch_too]), *capsys.readouterr())
 
     return run
 
@@ -170,12 +171,6 @@ def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, roo
         assert f"{best.score:.4f}  {best.label}" in rows[0]
 
 
-def test_compare_of_a_bad_file_fails_in_one_sentence(call: Any, photos: Path) -> None:
-    found = call("compare", photos / "notes.txt")
-    assert (found.code, found.out, found.err.count("\n")) == (1, "", 1)
-    assert "notes.txt is in no known image format" in found.err
-
-
 def test_list_shows_what_is_here(call: Any) -> None:
     found = call("list")
     header, bare, small = found.out.splitlines()
@@ -226,26 +221,34 @@ def test_info_describes_a_checkpoint(call: Any, root: Path) -> None:
     assert rows["label_names"] == "ape, bee, cat, dog, élan, ..."
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["fly"],
-        ["classify"],
-        ["classify", "x.png", "--top-k", "0"],
-        ["classify", "x.png", "--top-k", "1.5"],
-        ["classify", "x.png", "--statistics", "mean"],
-        ["classify", "x.png", "--format", "xml"],
-        ["compare"],
-        ["info"],
-        ["list", "more"],
-    ],
-)
-def test_misuse_exits_with_2_and_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+MISUSES = (
+    "", "fly", "classify", "classify x.png --top-k 0", "classify x.png --top-k 1.5", "classify x.png --statistics mean",
+    "classify x.png --format xml", "compare", "info", "list more", "--log-level", "--log-level loud list",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", MISUSES)
+def test_misuse_exits_with_2_and_the_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
+        cli.main(arguments.split())
     assert caught.value.code == 2
     assert "usage: bkn-zoo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"], []])
+def test_log_level_shows_what_the_package_logs(
+    option: list[str], call: Any, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "warning")
+    assert call("info", root / "small").code == 0
+    assert caplog.text == ""
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "" if option else "info")
+    assert call(*option, "info", root / "small").code == 0
+    assert f"small is in {root / 'small'}" in caplog.text
+    assert {record.name for record in caplog.records} == {"bkn_zoo.checkpoints.locate"}
+    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
+    assert call("list").code == 2
+    logging.getLogger("bkn_zoo").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
@@ -259,30 +262,24 @@ def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_such_repository")
-def test_an_unknown_model_is_misuse_in_one_line(call: Any, photos: Path) -> None:
-    for arguments in (["classify", photos / "b.PNG", "--model", "nothing"], ["info", "nothing"]):
-        found = call(*arguments)
-        assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
-        assert "unknown checkpoint 'nothing': choose from bare, small" in found.err
-
-
-@pytest.mark.usefixtures("no_such_repository")
-def test_what_the_hub_says_is_passed_on_in_one_line(call: Any, photos: Path) -> None:
-    found = call("classify", photos / "b.PNG", "--model", "owner/repo")
-    assert (found.code, found.out) == (1, "")
-    assert found.err == "bkn-zoo: there is no repository owner/repo: correct the name.\n"
-
-
-def test_a_checkpoint_that_cannot_classify_fails_in_one_line(call: Any, photos: Path) -> None:
-    found = call("classify", photos / "b.PNG", "--model", "bare")
-    assert (found.code, found.out, found.err.count("\n")) == (1, "", 1)
-    assert "bare does not say how its images are preprocessed" in found.err
-
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert (caught.value.code, capsys.readouterr().out) == (0, f"bkn-zoo {bkn_zoo.__version__}\n")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["classify", "b.PNG", "--model", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        (["info", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        (["classify", "b.PNG", "--model", "owner/repo"], 1, "there is no repository owner/repo: correct the name."),
+        (["classify", "b.PNG", "--model", "bare"], 1, "bare does not say how its images are preprocessed"),
+        (["compare", "notes.txt"], 1, "notes.txt is in no known image format"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_one_line(
+    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(photos)
+    found = call(*arguments)
+    assert (found.code, found.out, found.err.count("\n")) == (code, "", 1)
+    assert found.err.startswith("bkn-zoo: ")
+    assert words in found.err
 
 
 OWN = ["classify", "compare", "list", "info", "train", "evaluate", "publish"]

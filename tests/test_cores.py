@@ -10,8 +10,7 @@ import torch
 from service_process import save_small_checkpoint
 
 import bkn_zoo
-from bkn_zoo import Network
-from bkn_zoo.cli import command
+from bkn_zoo import Network, cli
 from bkn_zoo.cores import share_quota, usable_cores
 from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
@@ -21,7 +20,6 @@ from service.pool import Loaded
 from service.settings import Settings
 from service.workers import _work
 
-GROUPS = "sys/fs/cgroup"
 LIMITS = {"INFERENCE_NUM_THREADS": 1, "ENABLE_CPU_PINNING": False}
 
 
@@ -37,62 +35,59 @@ def quota_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 3.0)
 
 
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)]
-)
-def test_cores_are_those_that_affinity_and_quota_leave(tmp_path: Path, quota: str, cores: int) -> None:
-    assert usable_cores(tmp_path) == 8
-    write(tmp_path, {f"{GROUPS}/cpu.max": quota})
-    assert usable_cores(tmp_path) == cores
+V1 = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 
 
 @pytest.mark.parametrize(
     ("group", "files", "cores"),
     [
-        pytest.param("0::/", {"cpu.max": "200000 100000"}, 2, id="a container"),
+        pytest.param(None, {}, 8, id="no groups"),
+        *(
+            pytest.param(None, {"cpu.max": quota}, cores, id=quota)
+            for quota, cores in (("max 10", 8), ("25 10", 3), ("5 10", 1), ("990 10", 8))
+        ),
+        pytest.param("0::/", {"cpu.max": "20 10"}, 2, id="container"),
         pytest.param(
-            "0::/system.slice/it.service",
-            {"system.slice/cpu.max": "400000 100000", "system.slice/it.service/cpu.max": "max 100000"},
+            "0::/a.slice/it.service",
+            {"a.slice/cpu.max": "40 10", "a.slice/it.service/cpu.max": "max 10"},
             4,
             id="systemd, the group above",
         ),
-        pytest.param(
-            "0::/a/b", {"a/cpu.max": "max 100000", "a/b/cpu.max": "50000 10000", "b/cpu.max": "1 1"}, 5, id="systemd"
-        ),
+        pytest.param("0::/a/b", {"a/cpu.max": "max 10", "a/b/cpu.max": "50 10", "b/cpu.max": "1 1"}, 5, id="systemd"),
         pytest.param(
             "5:cpu,cpuacct:/docker/1234\n4:memory:/x\n0::/",
-            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            dict(zip(V1, ("20", "10"), strict=True)),
             2,
             id="the first version, in a container under the machine's name",
         ),
         pytest.param(
             "5:cpu:/it\n4:cpuset:/other",
-            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-            | {"cpu/it/cpu.cfs_quota_us": "600000", "cpu/it/cpu.cfs_period_us": "100000"},
+            dict(zip(V1, ("-1", "10"), strict=True))
+            | {"cpu/it/cpu.cfs_quota_us": "60", "cpu/it/cpu.cfs_period_us": "10"},
             6,
             id="the first version",
         ),
-        pytest.param("5:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8, id="none"),
+        pytest.param("5:cpu:/", dict(zip(V1, ("-1", "10"), strict=True)), 8, id="the first version, no quota"),
         pytest.param("no such format", {"cpu.max": "nor this"}, 8, id="nonsense"),
     ],
 )
-def test_the_quota_is_that_of_the_processes_own_groups(
-    tmp_path: Path, group: str, files: dict[str, str], cores: int
+def test_cores_are_those_that_affinity_and_quota_leave(
+    tmp_path: Path, group: str | None, files: dict[str, str], cores: int
 ) -> None:
-    write(tmp_path, {"proc/self/cgroup": group} | {f"{GROUPS}/{name}": text for name, text in files.items()})
+    written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (written | ({} if group is None else {"proc/self/cgroup": group})).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
     assert usable_cores(tmp_path) == cores
 
 
 @pytest.mark.usefixtures("quota_of_three")
-def test_workers_share_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_decoders_share_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.setpgid", lambda *_: None)
     monkeypatch.setattr("service.workers.set_up_logs", lambda: None)
+    decoders = Decoders(Settings())
+    assert decoders._small._threads._max_workers == 3
+    decoders.stop()
     found: list[int] = []
     for workers in (1, 2, 3, 8):
         with pytest.raises(SystemExit):
@@ -100,35 +95,32 @@ def test_workers_share_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [3, 2, 1, 1]
 
 
-@pytest.mark.usefixtures("quota_of_three")
-def test_there_are_as_many_decoders_as_a_quota_leaves_cores() -> None:
-    decoders = Decoders(Settings())
-    assert decoders._small._threads._max_workers == 3
-    decoders.stop()
-
-
 def serve(folder: Path) -> None:
     save_small_checkpoint(folder)
     Loaded("it", bkn_zoo.from_pretrained(folder), Settings(engine="torch", device="cpu"), Metrics())
 
 
-def classify(folder: Path) -> None:
-    assert command.main(["classify", str(folder), "--model", str(folder)]) == 1  # there is neither
+def command(*words: str) -> Callable[[Path], None]:
+    """One that fails after it has set the number of threads: there is neither data nor a checkpoint."""
 
+    def fail(folder: Path) -> None:
+        assert cli.main([str(folder) if word == "FOLDER" else word for word in words]) != 0
 
-def measure(folder: Path) -> None:
-    assert command.main(["evaluate", str(folder), "--data", str(folder), "--device", "cpu"]) == 1
-
-
-def train(folder: Path) -> None:
-    assert command.main(["train", "--data", str(folder), "--device", "cpu", "--model", "inception_cifar_bkn"]) != 0
+    return fail
 
 
 @pytest.mark.usefixtures("quota_of_three")
-@pytest.mark.parametrize("program", [serve, classify, measure, train])
-def test_programs_let_pytorch_have_as_many_threads_as_a_quota_leaves_cores(
-    program: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        serve,
+        command("classify", "FOLDER", "--model", "FOLDER"),
+        command("evaluate", "FOLDER", "--data", "FOLDER", "--device", "cpu"),
+        command("train", "--data", "FOLDER", "--device", "cpu", "--model", "inception_cifar_bkn"),
+    ],
+    ids=["serve", "classify", "evaluate", "train"],
+)
+def test_programs_keep_pytorchs_threads_to_the_quota(program: Callable[[Path], None], tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         for threads, kept in ((5, 3), (2, 2)):
@@ -141,7 +133,7 @@ def test_programs_let_pytorch_have_as_many_threads_as_a_quota_leaves_cores(
 
 @pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
 @pytest.mark.parametrize(("quota", "limits"), [(math.inf, {}), (8.0, {}), (1.0, LIMITS)])
-def test_openvino_keeps_to_a_quota_and_goes_its_own_way_where_there_is_none(
+def test_openvino_keeps_to_a_quota_if_there_is_one(
     monkeypatch: pytest.MonkeyPatch, quota: float, limits: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: quota)

@@ -4,8 +4,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from image_trees import write_noise
 from PIL import Image
 from studies import finetuning, finetuning_data
 from studies.finetuning import ARMS, DEFAULTS, ORIGINAL, PROBE, STUDY, planned, study_table
@@ -18,15 +18,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(finetuning, "CHECKPOINT", "inception_cifar_bkn.cifar10")
     for name, value in {"PER_CLASS": 10, "TESTED": 4, "SIDE": 16}.items():
         monkeypatch.setattr(finetuning_data, name, value)
-    rng = np.random.default_rng(0)
     for folder, names in {"imagewoof2-320": ("cat", "dog"), "imagenette2-320": ("car", "sun")}.items():
         for split, count in (("train", 35), ("val", 6)):
-            for label, name in enumerate(names):
-                place = tmp_path / "official" / folder / split / name
-                place.mkdir(parents=True)
-                for k in range(count):
-                    pixels = rng.integers(100 * label, 100 * label + 100, (40, 60, 3), dtype=np.uint8)
-                    Image.fromarray(pixels).save(place / f"{k}.png")
+            write_noise(tmp_path / "official" / folder / split, (60, 40), **dict.fromkeys(names, count))
     STUDY.pack(Namespace(data=tmp_path / "official", pack=tmp_path / "small"))
     return tmp_path / "small"
 

@@ -77,38 +77,44 @@ def test_layers_share_a_base_and_differ_in_dims() -> None:
 # BatchNorm's options
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+SHAPES = {(8, 6): 1, (8, 6, 3): 1, (8, 6, 3, 4): 2, (4, 6, 2, 3, 4): 3}
+OPTIONS_OF_BN: list[dict[str, Any]] = [
+    {}, {"eps": 1e-2}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False},
+    {"momentum": None, "affine": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_prior", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eps": 1e-2},
-        {"momentum": None},
-        {"affine": False},
-        {"bias": False},
-        {"track_running_stats": False},
-        {"momentum": None, "affine": False},
-    ],
-    ids=str,
-)
-def test_with_gain_one_the_layer_is_batch_norm_with_the_same_options(
-    make_belief, dims: int, with_prior: bool, options: dict[str, Any]
+@pytest.mark.parametrize("options", OPTIONS_OF_BN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_with_gain_one_the_layer_is_batch_norm(
+    make_belief, shape: tuple[int, ...], with_prior: bool, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=torch.float64)
-    twin = TWINS[dims](6, **{name: options[name] for name in options if name != "bias"}, dtype=torch.float64)
+    dims = SHAPES[shape]
+    layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=dtype)
+    twin = TWINS[dims](6, **{name: options[name] for name in options if name != "bias"}, dtype=dtype)
     if "bias" in options:  # which only newer versions of PyTorch take
         twin.bias = None
     assert (layer.affine, layer.track_running_stats) == (twin.affine, twin.track_running_stats)
     if with_prior:
         layer.set_gain(1.0)
+        nn.init.normal_(layer.transition)
     if layer.affine:
         twin.weight.data.normal_()
         layer.weight.data.copy_(twin.weight)
-    prior = make_belief(1, 4) if with_prior else None
-    for training in (True, True, True, False):
-        x = some(8, 6, *[3] * dims)
+    prior = make_belief(1, 4, dtype) if with_prior else None
+    layouts = [torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))]
+    for training, layout in zip((True, True, True, False), layouts * 2, strict=True):
+        x = some(*shape).to(dtype).contiguous(memory_format=layout or torch.contiguous_format).requires_grad_()
         y, belief = layer.train(training)(x, prior)
-        assert_close(y, twin.train(training)(x))
+        wanted, grad_y = twin.train(training)(x), torch.randn(shape, dtype=dtype)
+        near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+        assert_close(y, wanted, **near)
+        assert y.stride() == x.stride()
+        of_ours, of_theirs = ([x, *(p for p in (m.weight, m.bias) if p is not None)] for m in (layer, twin))
+        ours, theirs = torch.autograd.grad(y, of_ours, grad_y), torch.autograd.grad(wanted, of_theirs, grad_y)
+        assert_close(ours, theirs, **near)
         assert (belief is None) == (layer.track_running_stats and not training)
     ours, theirs = layer.state_dict(), twin.state_dict()
     assert_close({name: ours[name] for name in theirs}, theirs)
@@ -178,21 +184,15 @@ def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_bel
 
 @kinds
 def test_statistics_can_be_named_and_the_group_be_the_layers_own(make_norm, make_belief, kind: str) -> None:
-    layer, twin = make_norm(kind, 3, 4), make_norm(kind, 3, 4)
-    twin.load_state_dict(layer.state_dict())
-    layer.statistics_batch_size = 2
-    x = some(4, 3, 5, 5)
-    prior = make_belief(4, 4)
-    for mode in MODES:
-        assert_close(layer.eval()(x, prior, mode), twin.eval()(x, prior, Statistics(mode, 2)), rtol=0, atol=0)
-
-
-def test_in_training_a_group_of_the_layers_own_is_that_of_the_call(make_norm, make_belief) -> None:
-    layer, x, prior = make_norm("bkn", 3, 4), some(4, 3, 5, 5), make_belief(2, 4)
+    layer, x = make_norm(kind, 3, 4), some(4, 3, 5, 5)
     twin = copy.deepcopy(layer)
-    twin.statistics_batch_size = 2
-    assert_close(twin(x, prior), layer(x, prior, Statistics("batch", 2)), rtol=0, atol=0)
-    assert_close(memory(twin), memory(layer), rtol=0, atol=0)
+    layer.statistics_batch_size = 2
+    for mode in MODES:
+        named, chosen = (make_belief(4, 4), mode), Statistics(mode, 2)
+        assert_close(layer.eval()(x, *named), twin.eval()(x, named[0], chosen), rtol=0, atol=0)
+    prior = make_belief(2, 4)
+    assert_close(layer.train()(x, prior), twin.train()(x, prior, Statistics("batch", 2)), rtol=0, atol=0)
+    assert_close(memory(layer), memory(twin), rtol=0, atol=0)
 
 
 def test_statistics_that_cannot_be_named_are_refused() -> None:
@@ -239,26 +239,31 @@ def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms
     assert network(x)[1].mean.shape == (2, 6)
 
 
-def test_a_part_of_a_container_has_its_groups() -> None:
+def test_parts_of_a_container_have_its_groups_and_its_mode() -> None:
     network, x = small(group=2), some(4, 3, 8, 8)
     y, belief = network[:4](x)
     assert belief.mean.shape == (2, 4)
     assert_close(network[4:](y, belief), network(x))
     assert network[-1] is list(network)[-1]
+    y, belief = network.eval()[:4](x[:3], statistics="sample")
+    assert_close(network[4:](y, belief, statistics="sample"), network(x[:3], statistics="sample"))
 
 
-def test_a_part_of_a_container_in_evaluation_is_in_evaluation() -> None:
-    network, x = small(group=2).eval(), some(3, 3, 8, 8)
-    y, belief = network[:4](x, statistics="sample")
-    assert_close(network[4:](y, belief, statistics="sample"), network(x, statistics="sample"))
+def noises(model: nn.Module) -> set[nn.Parameter]:
+    return {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
 
 
-def test_layers_that_share_r_share_it_when_their_container_leaves_the_meta_device() -> None:
+def test_layers_that_share_r_share_it_wherever_their_network_goes() -> None:
     with torch.device("meta"):
         shared = new_process_noise(1)
         layers = [BatchKalmanNorm2d(3, 3, raw_process_noise=shared) for _ in range(2)]
-        network = KalmanSequential(*layers).to_empty(device="cpu")
-    assert network[0].raw_process_noise is network[1].raw_process_noise
+        container, model = KalmanSequential(*layers), create_model("inception_cifar_bkn")
+        other = create_model("inception_cifar_bkn")
+    assert len(noises(container.to_empty(device="cpu"))) == 1
+    assert len(noises(model.to_empty(device="cpu").half().double())) == 1
+    other.load_state_dict(create_model("inception_cifar_bkn").state_dict(), assign=True)
+    assert not [name for name, tensor in [*other.named_parameters(), *other.named_buffers()] if tensor.is_meta]
+    assert len(noises(other.to("cpu"))) == 1
 
 
 @pytest.mark.parametrize("names", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "first", "last"])
@@ -376,25 +381,6 @@ def test_from_the_meta_device_a_network_starts_as_any_other(name: str) -> None:
     assert_close(memory(model), memory(fresh), rtol=0, atol=0)
 
 
-def test_a_process_noise_that_layers_share_stays_shared_wherever_the_network_goes() -> None:
-    with torch.device("meta"):
-        model = create_model("inception_cifar_bkn")
-    model = model.to_empty(device="cpu").half().double()
-    noises = {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
-    assert len(noises) == 1
-
-
-def test_a_network_that_was_assigned_its_state_leaves_nothing_on_the_meta_device() -> None:
-    state = create_model("inception_cifar_bkn").state_dict()
-    with torch.device("meta"):
-        model = create_model("inception_cifar_bkn")
-    model.load_state_dict(state, assign=True)
-    assert not [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    model.to("cpu")
-    noises = {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
-    assert len(noises) == 1
-
-
 @pytest.mark.parametrize("name", [*list_models("inception_cifar_*"), *list_models("*_bkn")[1:]])
 def test_a_network_in_half_precision_runs_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
@@ -494,7 +480,7 @@ def test_a_network_trains_above_and_around_frozen_norms(name: str, which: str) -
 
 
 @pytest.mark.parametrize("frozen", ["norm", "container"])
-def test_norms_above_a_frozen_one_train_in_a_container_that_leaves_the_groups_to_them(frozen: str) -> None:
+def test_norms_above_a_frozen_one_train_in_their_own_groups(frozen: str) -> None:
     below = KalmanSequential(nn.Conv2d(3, 4, 3), BatchKalmanNorm2d(4))
     above = BatchKalmanNorm2d(4, 4)
     network = KalmanSequential(below, above).double()
@@ -509,14 +495,10 @@ def test_norms_above_a_frozen_one_train_in_a_container_that_leaves_the_groups_to
     y.square().sum().backward()
     assert above.transition.grad.abs().sum() > 0
     assert network.eval()(x)[1] is None  # the population: no belief travels
-
-
-def test_a_frozen_container_has_the_groups_of_the_norms_in_it() -> None:
-    below = KalmanSequential(nn.Conv2d(3, 4, 3), BatchKalmanNorm2d(4, statistics_batch_size=2))
-    network = KalmanSequential(below, BatchKalmanNorm2d(4, 4, statistics_batch_size=2))
+    below[1].statistics_batch_size = above.statistics_batch_size = 2
+    network.train()
     below.eval()
-    _, belief = network(torch.randn(8, 3, 6, 6))
-    assert belief.mean.shape == (4, 4)
+    assert network(x)[1].mean.shape == (2, 4)
 
 
 # Weight decay
@@ -602,18 +584,24 @@ def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights()
             assert_close(found, wanted, rtol=0, atol=0, msg=name)
 
 
+BATCH = torch.randn(8, 3, 6, 6)
+
+
+@pytest.mark.filterwarnings("ignore:a training batch was not finite")
 @pytest.mark.parametrize(
     ("batches", "says"),
     [
         ([], "no batches"),
-        ([torch.randn(8, 3, 6, 6), torch.randn(3, 3, 6, 6)], "statistics groups"),
-        ([torch.randn(8, 3, 6, 6), {"image": torch.randn(8, 3, 6, 6)}], "a dict is not a batch of images: pass"),
+        ([BATCH, BATCH[:3]], "statistics groups"),
+        ([BATCH, {"image": BATCH}], "a dict is not a batch of images: pass"),
         ([()], "a tuple is not a batch"),
+        ([BATCH * math.nan], "no batch that was finite"),
     ],
 )
 def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Any], says: str) -> None:
-    network = KalmanSequential(BatchKalmanNorm2d(3), statistics_batch_size=2).eval()
-    before = memory(network)
+    network = KalmanSequential(BatchKalmanNorm2d(3), statistics_batch_size=2)
+    network(BATCH)
+    before = memory(network.eval())
     with pytest.raises(InputError, match=says):
         recalibrate(network, batches)
     assert_close(memory(network), before, rtol=0, atol=0)
@@ -621,16 +609,11 @@ def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[An
     assert network[0].momentum == 0.1
 
 
-def test_a_recalibration_without_a_finite_batch_leaves_everything_as_it_was() -> None:
-    network, x = KalmanSequential(BatchKalmanNorm2d(3)), torch.randn(4, 3, 6, 6)
-    network(x)
-    before = memory(network)
-    with pytest.warns(RuntimeWarning, match="not finite"), pytest.raises(InputError, match="no batch that was finite"):
-        recalibrate(network, [x * math.nan])
-    assert_close(memory(network), before, rtol=0, atol=0)
+def test_recalibration_leaves_out_batches_that_are_not_finite() -> None:
+    network = KalmanSequential(BatchKalmanNorm2d(3))
     with pytest.warns(RuntimeWarning, match="not finite"):
-        recalibrate(network, [x * math.nan, x + 1])
-    assert_close(network[0].running_mean, (x + 1).mean((0, 2, 3)))
+        recalibrate(network, [BATCH * math.nan, BATCH + 1])
+    assert_close(network[0].running_mean, (BATCH + 1).mean((0, 2, 3)))
 
 
 def test_a_network_without_running_averages_cannot_be_recalibrated() -> None:

@@ -30,6 +30,9 @@ from service.app import create_app
 from service.settings import read_settings
 
 pytest.importorskip("timm")
+from bkn_zoo.training.fine_tuning import FINE_TUNING
+from bkn_zoo.training.origin import build
+from bkn_zoo.training.recipes import read_recipe
 
 NETWORK = "timm:test_resnet"
 ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
@@ -196,7 +199,7 @@ def test_training_starts_from_a_library_s_weights(tmp_path: Path, monkeypatch: p
     builder = libraries._builder
     monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], lambda: published))
     monkeypatch.chdir(tmp_path)
-    source = train.build(train.read_recipe(None, {"model": NETWORK, **train.FINE_TUNING}), NETWORK, ["a", "b"])
+    source = build(read_recipe(None, {"model": NETWORK, **FINE_TUNING}), NETWORK, ["a", "b"])
     assert torch.equal(source.state_dict()["conv1.0.weight"], published["conv1.0.weight"])
     more = ["--epochs", "1", "--validation", "0.3", "--gradient_batch", "4", "--device", "cpu", "--size", "32"]
     train.main(["--data", "photos", "--init", NETWORK, *more, "--name", "mine"])
@@ -258,7 +261,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
     name: str, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        bkn_zoo.create_model(name, **options)
+        libraries.build(name, **options)  # as checkpoints do, whose config may be a stranger's
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who waits for more than two seconds at a terminal is told for what, and nobody else is."""
+"""Progress is shown at a terminal after two seconds, and nowhere else."""
 
 import contextlib
 import io
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hub_server import HubServer
+from image_trees import write_image, write_tree
 from PIL import Image
 from service_process import ROOT, save_small_checkpoint
 from shallow import shallow
@@ -44,79 +44,53 @@ def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
     return screen
 
 
-def count(seconds: float) -> None:
+def work(seconds: float) -> None:
     with progress.bar(4, "counting", "image") as done:
         for _ in range(4):
             time.sleep(seconds)
             done(1)
-
-
-def wait(seconds: float) -> None:
     with progress.waiting("thinking"):
-        time.sleep(seconds)
+        time.sleep(4 * seconds)
 
 
-def test_nothing_is_shown_to_who_does_not_wait_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = look(monkeypatch, 0.5)
-    count(0.0)
-    wait(0.0)
+    work(0.0)
     assert screen.getvalue() == ""
-    count(0.15)
-    assert "counting" in screen.getvalue()
-    assert "/4 " in screen.getvalue()
-    assert screen.left.strip() == ""
-    wait(0.6)
-    assert "thinking: 00:0" in screen.getvalue()
+    work(0.15)
+    assert all(words in screen.getvalue() for words in ("counting", "/4 ", "thinking: 00:0"))
     assert screen.left.strip() == ""
 
 
-def test_an_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = look(monkeypatch, 0.0)
-    with pytest.raises(KeyError), progress.waiting("thinking"):
-        raise KeyError
-    with pytest.raises(KeyError), progress.bar(4, "counting", "B"):
-        raise KeyError
+    for shown in (progress.waiting("thinking"), progress.bar(4, "counting", "B")):
+        with pytest.raises(KeyError), shown:
+            raise KeyError
     assert "counting" in screen.getvalue()
     assert screen.left.strip() == ""
 
 
-def test_without_a_terminal_nothing_is_shown_however_long_it_takes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_shown_without_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    count(0.1)
-    wait(0.1)
+    work(0.1)
     assert capsys.readouterr().err == ""
 
 
-def test_weights_engines_evaluations_and_data_sets_say_how_far_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_engines_and_data_sets_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = look(monkeypatch, 0.0)
     monkeypatch.chdir(tmp_path)
     save_small_checkpoint(tmp_path / "mine")
-    for number in range(10):
-        folder = tmp_path / "photos" / f"class {number}"
-        folder.mkdir(parents=True)
-        for k in range(2):
-            pixels = np.random.default_rng(k).integers(0, 256, (40, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{k}.png")
+    write_tree(tmp_path / "photos", 2, tuple(f"class {number}" for number in range(10)))
     options = ["--dataset", "folder", "--data", "photos", "--split", "all", "--device", "cpu", "--engine", "torch"]
     assert cli.main(["evaluate", "./mine", *options]) == 0
-    for what in ("checking weights", "preparing inception_cifar_bkn", "evaluating"):
+    for name in ("train/n1/images/0", "train/n1/images/1", "val/images/0"):
+        write_image(tmp_path / "tiny" / f"{name}.JPEG", (0, 0, 0), (64, 64))
+    for name, text in (("wnids", "n1"), ("words", "n1\tone"), ("val/val_annotations", "0.JPEG\tn1")):
+        (tmp_path / "tiny" / f"{name}.txt").write_text(text + "\n")
+    load_data("tiny_imagenet", tmp_path / "tiny", validation=0.5)
+    for what in ("checking weights", "preparing inception_cifar_bkn", "evaluating", "decoding images: "):
         assert what in screen.getvalue()
-
-    root = tmp_path / "tiny"
-    for name in ("train/n1/images", "val/images"):
-        (root / name).mkdir(parents=True)
-    for k in range(2):
-        Image.new("RGB", (64, 64)).save(root / "train/n1/images" / f"{k}.JPEG")
-    Image.new("RGB", (64, 64)).save(root / "val/images/0.JPEG")
-    (root / "wnids.txt").write_text("n1\n")
-    (root / "words.txt").write_text("n1\tone\n")
-    (root / "val/val_annotations.txt").write_text("0.JPEG\tn1\n")
-    load_data("tiny_imagenet", root, validation=0.5)
-    assert "decoding images: " in screen.getvalue()
     assert screen.left.strip() == ""
 
 
@@ -155,16 +129,11 @@ class Terminal:
             return self._more.wait_for(lambda: what in self.shown[before:], 20)
 
 
-def test_no_pass_of_a_validation_or_an_evaluation_is_silent_and_broken_images_are_told_in_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each goes on only when it sees itself on the terminal, as if it took as long as that needs."""
+def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on only when it sees itself on the terminal; broken images are told in plain lines."""
     monkeypatch.chdir(tmp_path)
-    for number in range(4):
-        folder = tmp_path / "photos" / ("val" if number % 2 else "train") / f"class {number // 2}"
-        folder.mkdir(parents=True)
-        for k in range(10):
-            Image.new("RGB", (8, 8), (k, 100 * number, 0)).save(folder / f"{k}.png")
+    for split in ("train", "val"):
+        write_tree(tmp_path / "photos" / split, 10, ("class 0", "class 1"))
     for name in ("train/class 0/1", "train/class 0/2", "train/class 0/3", "train/class 0/4", "val/class 1/5"):
         (tmp_path / "photos" / f"{name}.png").write_bytes(b"not an image")
     # In three modes: two images that were held out; one that is saved with the weights; the twenty test images, sixteen
@@ -233,9 +202,8 @@ TWICE = """
 """
 
 
-def test_a_download_the_check_of_its_weights_and_its_engine_are_shown_on_a_terminal_and_nowhere_else(
-    tmp_path: Path,
-) -> None:
+def test_download_is_shown_on_a_terminal_and_nowhere_else(tmp_path: Path) -> None:
+    """And the check of its weights, and its engine."""
     save_small_checkpoint(tmp_path / "mine")
     (tmp_path / "server").mkdir()
     server = HubServer(tmp_path / "server", "hf_token")

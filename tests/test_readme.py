@@ -176,7 +176,8 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["repository-code"] in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_workflow_runs_make_test_on_both_processors_and_two_pythons() -> None:
+def test_the_workflow_runs_make_test_on_every_system_and_python() -> None:
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
-    assert job["strategy"]["matrix"] == {"runner": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.13"]}
+    runners, pythons = ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"], ["3.11", "3.12", "3.13", "3.14"]
+    assert job["strategy"]["matrix"] == {"runner": runners, "python": pythons}
     assert {"run": "make test"} in job["steps"]

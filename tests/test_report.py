@@ -33,14 +33,6 @@ def test_pictures_show_the_records() -> None:
     assert inside == plotted(performance.picture(RECORDS))
 
 
-def test_tables_replace_those_with_the_same_first_column(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n\nText.\n")
-    assert report.with_tables(page, "| a | c |\n| new |") == "# Page\n\n| a | c |\n| new |\n\nText.\n"
-    with pytest.raises(AssertionError, match=r"page\.md"):
-        report.with_tables(page, "| other | c |")
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(0.0, "0"), (2.5649e-05, "2.56e-05"), (0.95, "0.950"), (99.94, "99.9"), (99.96, "100"), (1954.7, "1955"), (7, 7)],

@@ -4,15 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from studies.rules import (
-    coarse,
-    evalnorm,
-    example_weighing,
-    low_rank,
-    observing_by,
-    variance_gaps,
-    with_smaller_transitions,
-)
+from studies import rules
+from studies.rules import layers
 from studies.variants import BatchKalmanVariant2d, create_variant
 from torch import nn
 
@@ -21,7 +14,6 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, predict, update
 from bkn_zoo.norms.statistics import observe, pool
-from bkn_zoo.training.comparisons import layers, recalibrated
 
 
 def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:
@@ -59,27 +51,22 @@ def test_without_a_link_gain_and_noise_move_and_a_does_not() -> None:
             assert kind not in ("raw_gain", "raw_process_noise") or (value != before[name]).all(), name
 
 
-def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief: Any) -> None:
-    layer = BatchKalmanVariant2d(4, 3, prediction_bias=True, gain_per_channel=True).double()
+@pytest.mark.parametrize("more", [True, False])
+def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief: Any, more: bool) -> None:
+    """Without them, it is BKN."""
+    layer = BatchKalmanVariant2d(4, 3, prediction_bias=more, gain_per_channel=more).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
-    _, belief = layer(x, prior, Statistics("batch", 2))
+    x, prior, statistics = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3), Statistics("batch", 2)
+    ours = layer(x, prior, statistics)
     predicted = predict(prior, layer.transition, layer.process_noise)
-    predicted = Belief(predicted.mean + layer.prediction_bias, predicted.var)
-    right = update(predicted, pool(observe(x), 2), torch.sigmoid(layer.raw_gain))
-    torch.testing.assert_close(belief, right)
-    assert layer.raw_gain.shape == (4,)
-    assert not layer.fusible  # no kernel knows it
-
-
-def test_a_variant_without_its_additions_is_bkn(make_belief: Any) -> None:
-    plain, variant = BatchKalmanNorm2d(4, 3).double(), BatchKalmanVariant2d(4, 3).double()
-    nn.init.normal_(plain.transition)
-    variant.load_state_dict(plain.state_dict())
-    x, prior = torch.randn(6, 4, 5, 5, dtype=torch.float64), make_belief(3, 3)
-    ours, theirs = (layer(x, prior, Statistics("batch", 2)) for layer in (variant, plain))
-    torch.testing.assert_close(ours, theirs)
+    predicted = Belief(predicted.mean + (layer.prediction_bias if more else 0), predicted.var)
+    torch.testing.assert_close(ours[1], update(predicted, pool(observe(x), 2), torch.sigmoid(layer.raw_gain)))
+    assert (layer.raw_gain.shape == (4,)) is (not layer.fusible) is more  # no kernel knows it
+    if not more:
+        plain = BatchKalmanNorm2d(4, 3).double()
+        plain.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(ours, plain(x, prior, statistics))
 
 
 @pytest.mark.parametrize("option", ["prediction_bias", "gain_per_channel"])
@@ -117,7 +104,7 @@ def test_example_weighing_at_one_nth_is_nearly_expected() -> None:
     for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
         buffer.uniform_(0.5, 1.5)
     images, n = observe(torch.randn(7, 5, 3, 3)), 4
-    ours, theirs = layer.expect(images, n), example_weighing(1 / n)(layer, images, n)
+    ours, theirs = layer.expect(images, n), rules.example_weighing(1 / n)(layer, images, n)
     torch.testing.assert_close(theirs.mean, ours.mean)
     torch.testing.assert_close(theirs.var, ours.var + layer.image_spread * (n - 1) / n**2)
 
@@ -129,7 +116,7 @@ def test_evalnorm_finds_one_nth_as_the_share_of_a_mean() -> None:
     for batch in images:
         model(batch)
     before = state(model)
-    rule = evalnorm(model.eval(), images)
+    rule = rules.evalnorm(model.eval(), images)
     first = layers(model)[0]
     usual = first.partners()[0].mean
     observed = rule(first, Belief(usual + 1, torch.ones(5, 32)), 4)
@@ -141,27 +128,16 @@ def test_a_rule_holds_within_its_context_only() -> None:
     model = small().eval()
     images = torch.randn(2, 3, 4, 4)
     expected, sample = model(images, "expected"), model(images, "sample")
-    with observing_by(model, lambda layer, own, group: own):
+    with rules.observing_by(model, lambda layer, own, group: own):
         torch.testing.assert_close(model(images, "expected"), sample)
     torch.testing.assert_close(model(images, "expected"), expected)
     assert not torch.allclose(expected, sample)
 
 
-def test_recalibrating_takes_the_mean_of_batches_in_a_copy() -> None:
-    model = small("bn")
-    before = state(model)
-    batches = [torch.randn(8, 3, 4, 4) for _ in range(5)]
-    fresh = recalibrated(model, batches)
-    means = torch.stack([model.conv.conv(batch).mean((0, 2, 3)) for batch in batches])
-    torch.testing.assert_close(fresh.conv.norm.running_mean, means.mean(0))
-    assert [layer.momentum for layer in layers(fresh)] == [layer.momentum for layer in layers(model)]
-    assert_same(state(model), before)
-
-
 def test_transitions_are_made_smaller_in_a_copy() -> None:
     model = small()
     before = state(model)
-    smaller = with_smaller_transitions(model, torch.ones_like)
+    smaller = rules.with_smaller_transitions(model, torch.ones_like)
     linked = [each for each in layers(smaller) if isinstance(each, BatchKalmanNorm2d) and each.prior_features]
     assert linked
     assert all((layer.transition == 1).all() for layer in linked)
@@ -170,7 +146,7 @@ def test_transitions_are_made_smaller_in_a_copy() -> None:
 
 def test_eight_bits_are_close_and_a_low_rank_is_the_nearest() -> None:
     a = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
-    b, c = coarse(a, 8), low_rank(a, 4)
+    b, c = rules.coarse(a, 8), rules.low_rank(a, 4)
     assert ((a - b).abs() <= 0.51 * a.abs().amax(1, keepdim=True) / 127).all()
     assert not torch.equal(a, b)
     assert torch.linalg.matrix_rank(c) == 4
@@ -179,7 +155,7 @@ def test_eight_bits_are_close_and_a_low_rank_is_the_nearest() -> None:
 
 def test_variance_gaps_are_zero_at_the_running_variance() -> None:
     image = torch.randn(1, 3, 4, 4).expand(8, -1, -1, -1)
-    first, *_ = variance_gaps(recalibrated(small("bn"), [image]), [image, 3 * image])
+    first, *_ = rules.variance_gaps(rules.recalibrated(small("bn"), [image]), [image, 3 * image])
     assert first.shape == (8, 32)
     bessel = 8 / 7  # 2 images of 2 x 2 positions
     torch.testing.assert_close(first[:4], torch.full((4, 32), 1 / bessel).log(), atol=1e-3, rtol=0)

@@ -400,7 +400,7 @@ def test_base64_may_be_broken_into_lines_and_of_the_kind_for_addresses(running: 
 
 def test_logs_are_ascii_and_without_the_warnings_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     code = "import service.logs, logging, warnings; service.logs.set_up_logs(); warnings.warn('odd'); "
-    code += "logging.getLogger('service').info('a\\u2028b\\u202ec', extra={'path': '/\\u2028'})"
+    code += "logging.getLogger('bkn_zoo.service').info('a\\u2028b\\u202ec', extra={'path': '/\\u2028'})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert line.isascii()

@@ -24,8 +24,8 @@ from studies.shift_rules import (
     tent_single,
 )
 
+from bkn_zoo import Network, create_model
 from bkn_zoo.errors import UnknownNameError
-from bkn_zoo.models import Network, create_model
 from bkn_zoo.training.augmentation import generator
 
 pytestmark = pytest.mark.usefixtures("shallow_network")

@@ -85,7 +85,7 @@ def test_what_still_runs_at_the_end_is_stopped(work: Any, by: str, capsys: pytes
     stopped = work(SLEEP.format(60), jobs=3, minutes=0.01 if by == "the time" else 5)
     assert stopped.through() == 0
     assert time.monotonic() - begun < 30
-    assert "one.seed=0 is stopped after 0 of 1 epochs" in capsys.readouterr().out
+    assert "one.seed=0 stopped after 0 of 1 epochs" in capsys.readouterr().out
     assert left(stopped) == []
 
 
@@ -106,11 +106,11 @@ def test_runs_are_chosen_by_name_and_by_their_data(
     assert "one                                                          done: [1]  missing: [0, 2]" in listing(
         chosen.study, chosen.study.records(chosen.study.results)
     )
-    with pytest.raises(InputError, match="there is no run or part of the plan 'three'"):
+    with pytest.raises(InputError, match="unknown run or group 'three'"):
         work(only=["three"]).through()
     monkeypatch.setattr(Run, "data", "cats")
     assert work().through() == 0
-    assert "some are left out, since there is no cats in data" in capsys.readouterr().out
+    assert "skipping runs without data: data has no cats" in capsys.readouterr().out
 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
     for arguments, says in [
         (["--data", str(tmp_path / "none")], "there is no folder"),
         (["--list", "--set", "epochs"], "--set takes fields as FIELD=VALUE, not 'epochs'"),
-        (["--data", str(tmp_path), "--pack", "x"], "replication takes the data sets as they are"),
+        (["--data", str(tmp_path), "--pack", "x"], "replication uses the data sets as they are"),
     ]:
         with pytest.raises(InputError, match=says):
             main(["replication", *arguments])

@@ -11,7 +11,7 @@ from shallow import shallow
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bkn_zoo import KalmanSequential, create_model
+from bkn_zoo import KalmanSequential, Network, create_model
 from bkn_zoo.models.registry import NORMS
 from bkn_zoo.norms import BatchKalmanNorm2d
 from bkn_zoo.norms.statistics import observe, pool
@@ -28,12 +28,16 @@ def gratings(count: int, pixels: int = 8) -> tuple[Tensor, Tensor]:
     y, x = torch.meshgrid(torch.arange(pixels), torch.arange(pixels), indexing="ij")
     along = torch.cos(angle)[:, None, None] * x + torch.sin(angle)[:, None, None] * y
     stripes = torch.sin(1.5 * along + 2 * math.pi * torch.rand(count, 1, 1))[:, None]
-    images = stripes + torch.randn(count, 1, 1, 1) + 0.5 * torch.randn(count, 3, pixels, pixels)
-    return images, labels
+    return stripes + torch.randn(count, 1, 1, 1) + 0.5 * torch.randn(count, 3, pixels, pixels), labels
+
+
+def linked(model: Network) -> list[BatchKalmanNorm2d]:
+    """Norms that have a layer below."""
+    return [module for module in model.modules() if isinstance(module, BatchKalmanNorm2d) and module.prior_features]
 
 
 @pytest.mark.parametrize(("group", "mode"), [(1, "sample"), (2, "expected")])
-def test_the_small_network_fits_64_images_with_tiny_statistics_batches(group: int, mode: str) -> None:
+def test_small_network_fits_64_images_with_tiny_groups(group: int, mode: str) -> None:
     """(16, 1) and (16, 2): 16 images a gradient step, normalized alone or in pairs."""
     images, labels = gratings(64)
     model = create_model("inception_cifar_bkn", num_classes=CLASSES)
@@ -48,17 +52,15 @@ def test_the_small_network_fits_64_images_with_tiny_statistics_batches(group: in
         with torch.no_grad():
             accuracies.append((model.eval()(images, statistics=mode).argmax(1) == labels).float().mean().item())
     assert accuracies[-1] > 0.95, accuracies
-    gains = [m.gain.item() for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
-    assert max(abs(gain - 0.5) for gain in gains) > 1e-3
+    assert max(abs(norm.gain.item() - 0.5) for norm in linked(model)) > 1e-3
 
 
-def test_a_shared_process_noise_is_one_parameter_for_all_layers_and_trains() -> None:
+def test_shared_process_noise_is_one_parameter_and_trains() -> None:
     model = create_model("inception_cifar_bkn", num_classes=CLASSES)
-    norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
-    assert len({id(norm.raw_process_noise) for norm in norms}) == 1
+    norms = linked(model)
     noise = norms[0].raw_process_noise
-    assert noise.numel() == 1
-    assert sum(parameter is noise for parameter in model.parameters()) == 1
+    assert all(norm.raw_process_noise is noise for norm in norms)
+    assert noise.numel() == sum(parameter is noise for parameter in model.parameters()) == 1
     assert_close(norms[0].process_noise, torch.ones(1))
 
     images, labels = gratings(8)
@@ -71,14 +73,13 @@ def test_a_shared_process_noise_is_one_parameter_for_all_layers_and_trains() -> 
     assert copy.deepcopy(model).inception_a.branches[0][0].norm.raw_process_noise.item() == noise.item()
 
 
-def test_without_sharing_every_layer_and_channel_has_its_own_process_noise() -> None:
-    model = create_model("inception_cifar_bkn", shared_process_noise=False)
-    norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d) and m.prior_features]
+def test_unshared_process_noise_is_each_layers_own() -> None:
+    norms = linked(create_model("inception_cifar_bkn", shared_process_noise=False))
     assert len({id(norm.raw_process_noise) for norm in norms}) == len(norms)
     assert all(norm.process_noise.shape == (norm.num_features,) for norm in norms)
 
 
-def test_a_compiled_training_step_is_the_eager_one() -> None:
+def test_compiled_training_step_is_the_eager_one() -> None:
     torch._dynamo.reset()
     images, labels = gratings(4)
     eager = shallow(NORMS["bkn"](), CLASSES)  # compiling takes long
@@ -94,21 +95,21 @@ def test_a_compiled_training_step_is_the_eager_one() -> None:
     assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
 
 
-def test_statistics_compiled_for_any_number_of_images_have_gradients_where_there_is_one_group() -> None:
-    """The statistics alone, since inductor takes its time; it failed over one group, the size of which it had not."""
+def test_compiled_statistics_of_one_group_have_gradients() -> None:
+    """For any number of images. The statistics alone, since inductor takes its time."""
     torch._dynamo.reset()
 
     def loss(x: Tensor) -> Tensor:
         belief = pool(observe(x), 2)
         return (belief.mean.sin() + belief.var).square().sum()
 
-    compiled = torch.compile(loss, dynamic=True, backend=BACKEND)
     x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    compiled = torch.compile(loss, dynamic=True, backend=BACKEND)
     actual, expected = (torch.autograd.grad(function(x), x)[0] for function in (compiled, loss))
     assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_network_gives_the_same_outputs() -> None:
+def test_compiled_network_gives_the_same_outputs() -> None:
     """In `expected` mode, which has every step that the others have."""
     torch._dynamo.reset()
     images, _ = gratings(4)
@@ -116,7 +117,6 @@ def test_a_compiled_network_gives_the_same_outputs() -> None:
     model = KalmanSequential(*layers, statistics_batch_size=2)
     with torch.no_grad():
         model(images)
-        model.eval()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(model.eval(), fullgraph=True, backend="aot_eager")
         outputs = compiled(images, statistics="expected")
         assert_close(outputs, model(images, statistics="expected"), rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,25 +66,23 @@ def data() -> Data:
     return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(4, (0.5,) * 3, (0.3,) * 3))
 
 
+def half(rank: int) -> Batch:
+    """This process's images of the batch."""
+    images, targets = batch()
+    return Batch(images[4 * rank : 4 * rank + 4], targets[4 * rank : 4 * rank + 4])
+
+
 def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
     """The gradient and the running averages after a step on this process's half of the batch."""
     recipe = replace(RECIPE, micro_batch=micro_batch)
     state = begin(recipe, network(), CPU)
-    images, targets = batch()
-    half = slice(4 * rank, 4 * rank + 4)
-    plain, passes_alone = DistributedDataParallel.no_sync, 0
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal passes_alone
-        passes_alone += 1
-        return plain(*arguments)
-
-    DistributedDataParallel.no_sync = counted
-    loss = make_step(state, recipe, CPU)(Batch(images[half], targets[half]))
-    DistributedDataParallel.no_sync = plain
+    with mock.patch.object(
+        DistributedDataParallel, "no_sync", autospec=True, side_effect=DistributedDataParallel.no_sync
+    ) as alone:
+        loss = make_step(state, recipe, CPU)(half(rank))
     gradients = {name: parameter.grad for name, parameter in state.model.named_parameters()}
     buffers = dict(state.model.named_buffers())
-    return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": passes_alone}
+    return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": alone.call_count}
 
 
 def own_loop(images: Tensor, targets: Tensor, shard: Callable[[Any], Any] = lambda model: model) -> dict[str, Tensor]:
@@ -103,10 +102,8 @@ def own_loop(images: Tensor, targets: Tensor, shard: Callable[[Any], Any] = lamb
 
 def sharded(rank: int) -> dict[str, Tensor]:
     """By FSDP2, on this process's half of the batch."""
-    images, targets = batch()
-    half = slice(4 * rank, 4 * rank + 4)
     mesh = init_device_mesh("cpu", (2,))
-    return own_loop(images[half], targets[half], lambda model: fully_shard(model, mesh=mesh))
+    return own_loop(*half(rank), lambda model: fully_shard(model, mesh=mesh))
 
 
 def with_frozen_norms(rank: int, told: bool, **options: Any) -> str:
@@ -118,11 +115,10 @@ def with_frozen_norms(rank: int, told: bool, **options: Any) -> str:
             for name in norm.no_weight_decay() if told else ():
                 norm.get_parameter(name).requires_grad_(False)
     wrapped = DistributedDataParallel(model, **options)
-    images, targets = batch()
-    half = slice(4 * rank, 4 * rank + 4)
+    images, targets = half(rank)
     try:
         for _ in range(2):
-            F.cross_entropy(wrapped(images[half]), targets[half]).backward()
+            F.cross_entropy(wrapped(images), targets).backward()
     except RuntimeError as error:
         return str(error)
     return "done"
@@ -139,13 +135,12 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
             yield found
 
     save_minutes = 1e-4 if rank == 0 else 1e4
-    loop.training_batches = terminated
     message = ""
     try:
-        fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, CPU, save_minutes, quiet=True)
+        with mock.patch.object(loop, "training_batches", terminated):
+            fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, CPU, save_minutes, quiet=True)
     except SystemExit as stop:
         message = str(stop)
-    loop.training_batches = plain
     dist.barrier()  # process 0 has written the state
     state = begin(RECIPE, network(), CPU)
     load_state(state, RECIPE, folder, CPU)

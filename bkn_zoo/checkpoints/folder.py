@@ -36,7 +36,6 @@ from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
     copied,
-    of_today,
     read_tensors,
     read_weights,
     stored_dtype,
@@ -173,7 +172,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
     """The network of a checkpoint folder, as `load` gives it."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
-    weights = of_today(read_weights(path))
+    weights = read_weights(path)
     check_hashes(path, config.sha256)
     # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)

@@ -71,21 +71,21 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of the file that `weights_file` found, which must be finite."""
     if path.name == WEIGHTS:
-        return _finite(read_tensors(path), path)
+        return _finite(of_today(read_tensors(path)), path)
     files = read_index(path)
     weights: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         shard = read_tensors(path.parent / file)
         if shard.keys() != {name for name, where in files.items() if where == file}:
             raise CheckpointError(f"{path.parent / file} does not hold the tensors that {INDEX} says: restore both.")
-        weights |= _finite(shard, path.parent / file)
+        weights |= _finite(of_today(shard), path.parent / file)
     return weights
 
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         # The least and the largest are NaN where any number is; other ways take many times as long for 16 bits.
-        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
             raise CheckpointError(
                 f"{path}: {name} has numbers that are infinite or not numbers, so that every answer would be, too: "
                 "restore the file from the original checkpoint, or save the model as it was before it diverged."

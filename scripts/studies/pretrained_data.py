@@ -127,7 +127,7 @@ def preprocessing(size: int) -> Preprocessing:
 
 def vary_photograph(pixels: Tensor, labels: Tensor, run: FineTuning, source: torch.Generator) -> tuple[Tensor, Tensor]:
     """A random part of each, of the network's size, mirrored or not."""
-    chosen = preprocessing(run.size)
+    chosen = preprocessing(run.size or NATIVE)
     return normalize(vary(pixels, run.recipe.augmentation, chosen, source), chosen), labels
 
 

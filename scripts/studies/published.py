@@ -1,9 +1,8 @@
-"""Asks published checkpoints what trainings are asked today, since they are older.
+"""Measures on the published checkpoints what newer trainings measure themselves.
 
-`recalibrated`: whether they were better with running averages taken anew, on the validation images (docs/runs.md).
-`evalnorm`: their accuracy by EvalNorm's rule (Singh & Shrivastava 2019), which is not a mode, on the test images
-(docs/results.md and the cards take it for the networks' own). DATA holds the official folders of the data sets, as for
-`replication`. Nothing is published.
+`recalibrated`: validation accuracy with recomputed running averages (docs/runs.md). `evalnorm`: test accuracy by
+EvalNorm's rule (Singh & Shrivastava 2019), shown in docs/results.md and in the model cards. DATA contains the official
+folders of the data sets, as for `replication`. Nothing is published.
 """
 
 import argparse
@@ -18,14 +17,13 @@ import torch
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.comparisons import recalibrated
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import batch_size, evaluate
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.recipes import read_recipe
 from studies.base import OFFICIAL, RESULTS, ROOT, Record, Run, Study, device
-from studies.rules import evalnorm, observing_by
+from studies.rules import evalnorm, observing_by, recalibrated
 
 QUESTIONS = ("recalibrated", "evalnorm")
 BATCHES = 64  # of training images
@@ -33,7 +31,7 @@ BATCHES = 64  # of training images
 
 @dataclass(frozen=True)
 class Question(Run):
-    """What one checkpoint is asked."""
+    """One measurement of one checkpoint."""
 
     asked: str
     checkpoint: str
@@ -45,7 +43,7 @@ class Question(Run):
 
     @property
     def data(self) -> str:
-        return OFFICIAL[self.dataset]
+        return OFFICIAL.get(self.dataset, "")
 
 
 class Published(Study):
@@ -84,7 +82,11 @@ class Published(Study):
         else:
             stored, anew = measured(model, data.validation), measured(recalibrated(model, passed), data.validation)
             rows = [{"statistics": m, "stored": stored[m]["top1"], "anew": anew[m]["top1"]} for m in stored]
-        about = {"checkpoint": run.checkpoint, "default_statistics": model.default_statistics, "batches": BATCHES}
+        about = {
+            "checkpoint": Path(run.checkpoint).name,
+            "default_statistics": model.default_statistics,
+            "batches": BATCHES,
+        }
         return {**about, "images": len(data.validation), "rows": rows}
 
 

@@ -1,7 +1,7 @@
-"""Repeats the paper's comparisons, and asks some more: docs/results.md.
+"""Repeats the paper's comparisons and adds further ones: docs/results.md.
 
-DATA holds the official folders of the data sets: cifar-10-batches-py, cifar-100-python, tiny-imagenet-200. What is
-trained, and in which order, is in replication.toml; runs of results/runs/ with the same recipe count, too.
+DATA contains the official folders of the data sets: cifar-10-batches-py, cifar-100-python, tiny-imagenet-200. The plan
+is in replication.toml. Records in results/runs/ with the same recipe count as runs of the plan.
 """
 
 import argparse
@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from bkn_zoo.errors import CheckpointError
+from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.comparisons import recalibrated
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, decoded_once, load_data
 from bkn_zoo.training.evaluation import evaluate
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import STATE, TrainingError, begin, load_state
+from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import DOCS, OFFICIAL, RESULTS, Record, Run, Study, device
 from studies.replication_cells import read_records
 from studies.replication_page import contents
@@ -34,6 +33,7 @@ from studies.rules import (
     example_weighing,
     low_rank,
     observing_by,
+    recalibrated,
     variance_gaps,
     with_smaller_transitions,
 )
@@ -119,9 +119,7 @@ def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.de
     try:
         fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
         record |= Questions(training.result, recipe, data, device).answers()
-    except TrainingError as error:
-        if "finite" not in str(error):
-            raise
+    except NonFiniteLossError as error:
         record["failed"] = str(error).partition(":")[0]  # a result, too
     (folder / STATE).unlink(missing_ok=True)
     history = [{**line, "validation": rounded(line["validation"])} for line in training.history]

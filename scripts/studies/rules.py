@@ -16,12 +16,16 @@ from bkn_zoo import kernels
 from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
 from bkn_zoo.norms.statistics import observe, pool
-from bkn_zoo.training.comparisons import layers
 
 Rule = Callable[[RunningNorm, Belief, int], Belief]
 """From a layer, the statistics of the images and the group met in training, what is observed of each image."""
+
+
+def layers(model: Network) -> list[RunningNorm]:
+    return [module for module in model.modules() if isinstance(module, RunningNorm)]
 
 
 @contextmanager
@@ -92,6 +96,13 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
         return Belief(torch.lerp(usual.mean, images.mean, of_mean), torch.lerp(usual.var, images.var, of_var))
 
     return rule
+
+
+def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
+    """A copy whose running averages are taken anew over `batches`, by the weights as they are now."""
+    model = copy.deepcopy(model)
+    recalibrate(model, batches)
+    return model
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from studies.work import Work
 
 
 def studies() -> list[str]:
-    """Their names."""
+    """The names of all studies."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [file.stem for file in files if re.search(r"^STUDY\b", file.read_text(encoding="utf-8"), re.MULTILINE)]
 
@@ -25,28 +25,30 @@ def load(name: str) -> Study:
 
 
 def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, list[Study]]:
-    """The options, and the studies that they are about."""
+    """The options, and the studies that they select."""
     names = studies()
     chosen = [load(name) for name in (arguments[:1] if arguments[:1] and arguments[0] in names else names)]
     parser = argparse.ArgumentParser(
         "study.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", nargs="?", choices=names, help="default: all, for --list, --table and --plot")
-    parser.add_argument("--list", action="store_true", help="show what is done and what is missing")
+    parser.add_argument("--list", action="store_true", help="list finished and missing runs")
     parser.add_argument("--table", action="store_true", help="write the study's pages")
-    parser.add_argument("--plot", action="store_true", help="draw the study's pictures")
-    parser.add_argument("--data", type=Path, help="train what is missing, on the data sets in this folder")
-    parser.add_argument("--pack", type=Path, help="instead, put what is needed of them into this folder")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs, or parts of the plan")
+    parser.add_argument("--plot", action="store_true", help="draw the study's figures")
+    parser.add_argument("--data", type=Path, help="train the missing runs on the data sets in this folder")
+    parser.add_argument("--pack", type=Path, help="do not train: copy the data that the study uses to this folder")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="train only these runs or groups of runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after as many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
     parser.add_argument("--device", default=None, help="default: cuda where there is one")
-    parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="for unfinished runs, decoded images")
-    parser.add_argument("--results", type=Path, help="where the records go; default: the study's folder in results/")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="change all recipes: for another --results"
+        "--output", type=Path, default=Path("runs/studies"), help="folder for unfinished runs and decoded images"
     )
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # what the runner starts itself
+    parser.add_argument("--results", type=Path, help="folder for the records; default: the study's folder in results/")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="override recipe fields; use with another --results"
+    )
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # used by the runner for its processes
     for study in chosen if len(chosen) == 1 else []:
         study.add_options(parser)
     args = parser.parse_args(arguments)
@@ -62,7 +64,7 @@ def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, 
 
 
 def change(text: str) -> tuple[str, Any]:
-    """A field and its value, read as JSON where it is some."""
+    """A field and its value, parsed as JSON if possible."""
     field, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"--set takes fields as FIELD=VALUE, not {text!r}.")
@@ -81,7 +83,7 @@ def main(arguments: list[str], about: str | None = None) -> int:
 
 
 def carry_out(study: Study, args: argparse.Namespace) -> int:
-    """Do with a study what the options ask for; returns how many runs failed."""
+    """Apply the options to a study; returns the number of failed runs."""
     results, failed = args.results or study.results, 0
     if args.data and not args.data.is_dir():
         raise InputError(f"there is no folder {args.data}: name the one that holds the data sets.")
@@ -108,14 +110,14 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
 
 
 def pages(study: Study, records: Mapping[str, Record]) -> dict[Path, str]:
-    """The study's pages as its records have them."""
+    """The text of the study's pages, with all regions filled from its records."""
     from studies.regions import filled
 
     return {path: filled(path, contents) for path, contents in study.regions(records).items()}
 
 
 def listing(study: Study, records: Mapping[str, Record]) -> str:
-    """A line for each arm: runs that differ by their seeds alone."""
+    """One line for each group of runs that differ only in their seeds."""
     arms: dict[str, list[Run]] = {}
     planned = study.planned(records, {})
     for run in planned:
@@ -129,7 +131,7 @@ def listing(study: Study, records: Mapping[str, Record]) -> str:
 
 
 def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
-    """Train a run, and write what it found with all that says where it comes from."""
+    """Train a run and write its record, with command, hardware and versions."""
     from bkn_zoo.checkpoints.provenance import environment
     from bkn_zoo.publishing.results import write_record
 

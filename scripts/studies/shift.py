@@ -96,7 +96,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
     """Train one network, or resume, and keep its weights and what it scored on validation images."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
     from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, begin, load_state
@@ -119,7 +119,8 @@ def measure(group: str, args: argparse.Namespace) -> None:
     """Evaluate the networks of one seed, or the published ones, and write a record for each."""
     import torch
 
-    from bkn_zoo.publishing.results import environment, write_record
+    from bkn_zoo.checkpoints.provenance import environment
+    from bkn_zoo.publishing.results import write_record
     from bkn_zoo.training.datasets import load_data
     from studies.shift_evaluate import evaluate, part
 
@@ -177,7 +178,7 @@ def trained(seed: int, args: argparse.Namespace, data: Any, device: Any) -> dict
     """The networks of a seed whose trainings are done, by name, with what records say of them."""
     import torch
 
-    from bkn_zoo.models import create_model
+    from bkn_zoo import create_model
 
     found = {}
     for arm in args.arms:

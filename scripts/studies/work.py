@@ -1,4 +1,4 @@
-"""Many runs of a study, several at a time, each in a process of its own."""
+"""Trains the runs of a study in parallel, one process per run."""
 
 import argparse
 import os
@@ -16,14 +16,14 @@ from studies.base import ROOT, Run, Study
 
 
 def selected(runs: Sequence[Run], only: Sequence[str] | None) -> list[Run]:
-    """Those that --only names; all without."""
+    """The runs selected by --only; all runs if it is not given."""
     if only is None:
         return list(runs)
     known = {name for run in runs for name in (run.name, *run.groups)}
     for name in only:
         if name not in known:
             groups = ", ".join(dict.fromkeys(name for run in runs for name in run.groups))
-            raise InputError(f"there is no run or part of the plan {name!r}: choose among {groups}.")
+            raise InputError(f"unknown run or group {name!r} for --only: choose among {groups}.")
     return [run for run in runs if not {run.name, *run.groups}.isdisjoint(only)]
 
 
@@ -35,16 +35,16 @@ class Job:
     started: float
 
     def failure(self) -> str:
-        """The last that it said."""
+        """Exit code and last lines of output."""
         tail = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-3:]
         return f"({self.process.returncode}): {' | '.join(tail)}"
 
 
 class Work:
-    """Trains what is missing of a study.
+    """Trains the missing runs of a study.
 
     Args:
-        study: which.
+        study: the study.
         args: the options of the command.
     """
 
@@ -56,22 +56,22 @@ class Work:
         self.jobs: list[Job] = []
         self.failed: set[str] = set()
         self.lacking: set[str] = set()  # folders of data sets
-        self.pace: dict[str, float] = {}  # the most seconds an epoch, by what decides it
+        self.pace: dict[str, float] = {}  # largest number of seconds per epoch, by Run.like
         self.done = 0
 
     def through(self) -> int:
-        """Until all is done or the time is over; returns how many failed."""
+        """Train until no run is missing or the time limit is reached; returns the number of failed runs."""
         runs = self.missing()
         print(f"{len(runs)} runs to train", flush=True)
         if self.lacking:
-            print(f"some are left out, since there is no {', '.join(sorted(self.lacking))} in {self.args.data.name}")
+            print(f"skipping runs without data: {self.args.data.name} has no {', '.join(sorted(self.lacking))}")
         self.study.prepare(runs, self.args)
         before = signal.signal(signal.SIGTERM, self.stop)
         said = time.monotonic()
         try:
             while time.monotonic() < self.deadline:
                 if self.gather():
-                    runs = self.missing()  # what was found may decide on more
+                    runs = self.missing()  # a finished run may lead to further ones
                 runs = [run for run in runs if self.fits(run)]
                 while runs and len(self.jobs) < self.args.jobs:
                     self.jobs.append(self.start(runs.pop(0)))
@@ -96,7 +96,7 @@ class Work:
         self.deadline = 0.0
 
     def missing(self) -> list[Run]:
-        """Of what is asked for, what has no record, is not running, did not fail, and has its data."""
+        """Selected runs that have data and no record, and are neither running nor failed."""
         records = self.study.records(self.results)
         runs = selected(self.study.planned(records, self.args.changes), self.args.only)
         busy = {job.run.name for job in self.jobs} | self.failed
@@ -112,7 +112,7 @@ class Work:
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     def fits(self, run: Run) -> bool:
-        """Whether it would be finished in time, at the pace of its like."""
+        """Whether a run would finish before the deadline, at the pace of similar runs."""
         rest = run.epochs - self.epochs_done(run)
         return time.monotonic() + rest * self.pace.get(run.like, 0.0) < self.deadline
 
@@ -125,11 +125,11 @@ class Work:
         return Job(run, process, folder, time.monotonic())
 
     def command(self, run: Run) -> list[str]:
-        """This one once more, for one run."""
+        """The same command for one run."""
         return [sys.executable, str(ROOT / "scripts" / "study.py"), *self.args.arguments, "--run", run.name]
 
     def gather(self) -> bool:
-        """Take the jobs that have ended off the list; whether there were some."""
+        """Remove finished jobs; returns whether there were any."""
         ended = [job for job in self.jobs if job.process.poll() is not None]
         for job in ended:
             self.jobs.remove(job)
@@ -144,10 +144,10 @@ class Work:
         return bool(ended)
 
     def end(self) -> None:
-        """Stop what still runs; trainings that save their state will go on from there."""
+        """Stop the active jobs. Trainings that saved their state resume from it next time."""
         self.gather()
         for job in self.jobs:
             job.process.terminate()
         for job in self.jobs:
             job.process.wait()
-            print(f"{job.run.name} is stopped after {self.epochs_done(job.run)} of {job.run.epochs} epochs", flush=True)
+            print(f"{job.run.name} stopped after {self.epochs_done(job.run)} of {job.run.epochs} epochs", flush=True)

@@ -1,0 +1,82 @@
+"""What published checkpoints are asked later: running averages taken anew, and EvalNorm's rule."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_trees import write_noise
+from studies import published
+from studies.published import Question
+from studies.records import read_run
+
+import bkn_zoo
+from bkn_zoo.modes import MODES
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Asks a checkpoint of a training on a folder, whose recipe it has with it; 24 images are for each split."""
+    for split in ("train", "test"):
+        write_noise(tmp_path / "tree" / split, dark=12, light=12)
+    recipe = {"model": "inception_cifar_bkn", "dataset": "folder", "size": 8, "validation": 0.5, "gradient_batch": 6}
+    model = bkn_zoo.create_model("inception_cifar_bkn", 2)
+    model.statistics_batch_size = 2
+    about = {"default_statistics": "expected", "training": {"recipe": {**recipe, "statistics_batch": 2, "epochs": 1}}}
+    bkn_zoo.save_pretrained(model.eval(), tmp_path / "old", **about)
+    monkeypatch.setattr(published, "BATCHES", 2)
+    args = Namespace(data=tmp_path / "tree", device="cpu", changes={})
+    return lambda asked: published.STUDY.train(Question("run", 0, asked, str(tmp_path / "old"), "folder"), args)
+
+
+def test_averages_taken_anew_are_judged_on_validation(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def evaluate(model: bkn_zoo.Network, batches: Any, modes: list[str]) -> dict[str, dict[str, float]]:
+        """The layers' running variances stand for the accuracy."""
+        asked.append(sum(len(images) for images, _ in batches))
+        layer = next(module for module in model.modules() if hasattr(module, "running_var"))
+        return {mode: {"top1": layer.running_var.mean().item()} for mode in modes}
+
+    monkeypatch.setattr(published, "evaluate", evaluate)
+    record = ask("recalibrated")
+    assert (record["checkpoint"], record["images"], record["default_statistics"]) == ("old", 12, "expected")
+    assert asked == [12, 12]
+    assert [row["statistics"] for row in record["rows"]] == list(MODES)
+    assert all(row["stored"] == 1 != row["anew"] for row in record["rows"])  # as it was made, and as it is
+
+
+def test_evalnorms_rule_is_fitted_in_groups_and_kept_with_runs(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, asked = published.evalnorm, []
+
+    def watched(model: bkn_zoo.Network, batches: Any) -> Any:
+        batches = list(batches)
+        asked.append([len(images) for images in batches])
+        fitted = rule(model, batches)
+        return lambda *given: asked.append(given[2]) or fitted(*given)
+
+    monkeypatch.setattr(published, "evalnorm", watched)
+    record = ask("evalnorm")
+    (row,) = record["rows"]
+    assert (record["checkpoint"], record["batches"]) == ("old", 2)
+    assert 0 <= row["top1"] <= 100
+    assert asked[0] == [6, 6]
+    assert set(asked[1:]) == {2}  # its rule observed, in groups as in training
+    for folder, content in (("evalnorm", record), ("runs", {"name": "old"})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "old.json").write_text(json.dumps(content))
+    assert read_run(tmp_path / "runs" / "old.json") == {"name": "old", "rules": {"EvalNorm": row}}
+
+
+def test_every_checkpoint_is_asked_everything() -> None:
+    names = {path.parent.name for path in (published.ROOT / "checkpoints").glob("*/config.json")}
+    planned = published.STUDY.planned({}, {})
+    assert {run.name for run in planned} == {
+        f"{asked}/{name}" for asked in ("recalibrated", "evalnorm") for name in names
+    }
+    assert {run.key for run in planned} >= set(published.STUDY.records(published.RESULTS))

@@ -1,0 +1,710 @@
+"""bkn_zoo.train, bkn_zoo.fine_tune and the commands train and evaluate: from options to the files that they leave."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_trees import write_noise
+
+import bkn_zoo
+from bkn_zoo import InputError, cli
+from bkn_zoo.checkpoints.hub import check_repository
+from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
+from bkn_zoo.errors import HubError
+from bkn_zoo.images import Preprocessing
+from bkn_zoo.training.curves import draw_curves
+from bkn_zoo.training.fine_tuning import FINE_TUNING, fitted
+from bkn_zoo.training.interruption import Stopped
+from bkn_zoo.training.origin import build, find_origin
+from bkn_zoo.training.plan import make_plan
+from bkn_zoo.training.recipes import read_recipe
+from bkn_zoo.training.run import alone
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
+NETWORK = "inception_cifar_bkn"
+NEW = ("--model", NETWORK, "--size", "8", "--device", "cpu", "--epochs", "1")
+MODES = {"population", "sample", "expected"}
+SIZE_8 = Preprocessing(8, (0.4,) * 3, (0.2,) * 3)
+Refused = Callable[..., str]
+
+
+def command(*arguments: Any) -> None:
+    assert cli.main([str(word) for word in arguments]) == 0
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The sentence in which a command says what it cannot do."""
+
+    def refuse(*arguments: Any) -> str:
+        capsys.readouterr()
+        assert cli.main([str(word) for word in arguments]) in (1, 2)
+        sentence = capsys.readouterr().err.removesuffix("\n")
+        assert "\n" not in sentence
+        return sentence
+
+    return refuse
+
+
+@pytest.fixture(autouse=True)
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two classes of photographs, told apart by their brightness, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return write_noise(tmp_path / "photos", dark=12, light=12)
+
+
+def saved(folder: Path, *label_names: str, preprocessing: Preprocessing = SIZE_8) -> Path:
+    """A new network for these classes."""
+    model = bkn_zoo.create_model(NETWORK, len(label_names))
+    model.statistics_batch_size = 2
+    model(torch.randn(4, 3, 8, 8))
+    bkn_zoo.save_pretrained(model.eval(), folder, label_names=list(label_names), preprocessing=preprocessing)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return saved(tmp_path / "start", *"abcde")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    return saved(tmp_path / "mine", "dark", "light")
+
+
+def read(*parts: str) -> dict[str, Any]:
+    return json.loads(Path(*parts).read_text())
+
+
+# The functions
+
+
+def test_fine_tune_returns_network_record_and_folder(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"epochs": 1, "augmentation": {"mixup": 0.2}, "device": torch.device("cpu"), "quiet": True}
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, **options)
+    assert "".join(capsys.readouterr()) == ""
+    name = f"{NETWORK}.photos-augmentation.mixup_0.2-epochs_1"
+    assert result.folder == Path("runs") / name / name
+    assert result.record == read("runs", name, "results", "runs", f"{name}.json")
+    assert (result.record["recipe"]["augmentation"]["mixup"], result.record["gradient_batch"]) == (0.2, 16)
+    stored = bkn_zoo.from_pretrained(result.folder)
+    assert result.model.config == stored.config
+    assert not result.model.training
+    assert all(torch.equal(tensor, result.model.state_dict()[key]) for key, tensor in stored.state_dict().items())
+    assert "its training and its accuracy" in (result.folder / "README.md").read_text()
+
+
+def test_train_takes_a_recipe_by_path_name_or_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"dataset": "folder", "epochs": 1, "gradient_batch": 8, "size": 8, "precision": "float32"}
+    recipe = bkn_zoo.Recipe(model=NETWORK, **fields)
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+    (tmp_path / "mine.toml").write_text(f'model = "{NETWORK}"\n{text}')
+    monkeypatch.setattr("bkn_zoo.training.recipes.SOURCE_TREE", tmp_path)
+    flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    weights = []
+    for given in (recipe, "mine.toml", "mine"):
+        shutil.rmtree("runs", ignore_errors=True)
+        result = bkn_zoo.train(given, "photos", device="cpu", quiet=True, lr=0.02)
+        assert result.folder.name == (f"{NETWORK}.photos-lr_0.02" if given is recipe else "mine-lr_0.02")
+        weights.append(result.model.fc.weight)
+    assert all(torch.equal(tensor, weights[0]) for tensor in weights)
+    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == flags
+    again = bkn_zoo.train("mine", "photos", device="cpu", quiet=True, lr=0.02, resume=True)
+    assert torch.equal(again.model.fc.weight, weights[0])
+
+
+@pytest.mark.filterwarnings("ignore:a training batch was not finite")
+def test_diverged_training_raises_its_own_error() -> None:
+    with pytest.raises(bkn_zoo.NonFiniteLossError):
+        bkn_zoo.fine_tune("photos", model=NETWORK, size=8, lr=1e30, warmup=0.0, epochs=2, device="cpu", quiet=True)
+
+
+# What a run leaves
+
+
+def test_fine_tuning_leaves_what_evaluate_confirms(
+    tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
+    monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
+    command("train", "--data", tree, "--init", checkpoint, *more)
+
+    output = tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-gradient_batch_8-lr_0.02-validation_0.3"
+    assert f"try it with: bkn-zoo serve --models runs/{output.name}/{output.name}" in capsys.readouterr().out
+    model = bkn_zoo.from_pretrained(output / output.name)
+    config = model.config
+    assert (model.name, model.num_classes, model.statistics_batch_size) == (NETWORK, 2, 2)  # groups as the checkpoint's
+    assert (config.label_names, config.preprocessing.size) == (("dark", "light"), 8)
+    assert config.accuracy.keys() == MODES
+    assert (config.training["init"], config.training["recipe"]["statistics_batch"]) == ("start", 2)
+    # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
+    before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
+    assert 0 < (model.conv.conv.weight - before).norm() / before.norm() < 0.3
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((output / "log.jsonl").read_text().splitlines()) == 2
+
+    record = read(output, "results", "runs", f"{output.name}.json")
+    facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
+    facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
+    # Weights that are not averaged keep their statistics.
+    facts |= {"validation_anew": None, "statistics_anew": False}
+    assert {name: record[name] for name in facts} == facts
+    assert record["seconds"] > 0
+    assert record["hardware"]
+    assert "torch" in record["versions"]
+    assert [line["epoch"] for line in record["curve"]] == [1, 2]
+    assert record["test"].keys() == MODES
+    validation, chosen = record["curve"][record["kept_epoch"] - 1]["validation"], record["chosen_statistics"]
+    assert record["validation"] == validation
+    assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
+    assert model.default_statistics == config.default_statistics == chosen
+    # From a checkout, too: results/ there is the zoo's own, which a user's record would contradict.
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "start", "runs"}
+
+    for engine in ("eager", "torch"):
+        command("evaluate", output, "--data", tree, "--device", "cpu", "--engine", engine, "--output", "measured.json")
+        measured = read("measured.json")
+        assert {"command", "hardware", "versions", "rows"} <= measured.keys()
+        rows = {row["statistics"]: row for row in measured["rows"]}
+        assert rows.keys() == record["test"].keys()
+        for mode, metrics in record["test"].items():
+            assert rows[mode]["images"] == 8  # the same share was held out
+            assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
+            for name in ("top1", "top5", "ece"):
+                assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
+                assert config.accuracy[mode][name] == pytest.approx(metrics[name], abs=0.1)
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_averaged_weights_get_better_statistics_of_their_own(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
+) -> None:
+    goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
+    monkeypatch.setattr("bkn_zoo.training.finish.top1", lambda metrics: next(goodness))
+    options = {"validation": 0.3, "gradient_batch": 8, "epochs": 1, "ema": 0.9, "device": "cpu", "quiet": True}
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, name="averaged", **options)
+    record, norm = result.record, result.model.conv.norm
+    assert record["validation_anew"].keys() == MODES
+    assert record["validation"] == (record["validation_anew"] if better else record["curve"][0]["validation"])
+    assert record["statistics_anew"] is result.model.config.training["statistics_anew"] is better
+    averaged = torch.load("runs/averaged/state.pt", weights_only=True)["best"]
+    assert torch.allclose(norm.running_mean, averaged["conv.norm.running_mean"], rtol=1e-3) is not better
+    assert torch.allclose(result.model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)
+
+
+def test_bn_over_whole_batches_needs_no_recipe_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text(
+        f'model = "{NETWORK}"\ndataset = "folder"\nepochs = 1\ngradient_batch = 8\nstatistics_batch = 2\n'
+        'size = 8\nprecision = "float32"\n[augmentation]\nscale = 0.5\n'
+    )
+    twin = ("--model", "inception_cifar_bn", "--statistics_batch", "None", "--name", "net.bn", "--results", "shown")
+    command("train", "net.toml", "--data", "photos", "--device", "cpu", *twin)
+    record = read("shown", "net.bn.json")
+    assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
+    assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
+    model = bkn_zoo.from_pretrained("runs/net.bn")
+    assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
+
+
+def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0), interpolation="bicubic")
+    saved(tmp_path / "odd", "dark", "light", preprocessing=odd)
+    start = ("train", "--data", "photos", "--init", "./odd", "--device", "cpu", "--epochs", "1", "--name", "mine")
+    command(*start, "--lr", "0", "--freeze")
+    assert "; 8 px (bicubic), mean 0.1 0.2 0.3, std 1 2 3; epochs: 1" in capsys.readouterr().out
+    config = bkn_zoo.from_pretrained("runs/mine").config
+    assert config.preprocessing == odd
+    assert config.training["init"] == "odd"  # and not where it lies
+    losses = []
+    for name in ("./odd", "runs/mine"):
+        options = ("--split", "all", "--device", "cpu", "--output", "out.json")
+        command("evaluate", name, "--data", "photos", *options)
+        losses.append([row["loss"] for row in read("out.json")["rows"]])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    state = torch.load("runs/mine/state.pt", weights_only=True)
+    assert state["fingerprint"] == read("runs/mine/results/runs/mine.json")["data_sha256"] != ""
+
+
+def test_patience_is_told_in_record_config_and_card() -> None:
+    start = ("train", "--data", "photos", *NEW[:-1], "9", "--lr", "0", "--patience", "1", "--freeze")
+    command(*start, "--name", "mine")
+    record = read("runs/mine/results/runs/mine.json")
+    assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
+    assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2
+    assert "It ended after 2 of 9 epochs, the last 1 no better." in Path("runs/mine/mine/README.md").read_text()
+    command(*start, "--name", "whole", "--epochs", "1")
+    assert "It ended after" not in Path("runs/whole/whole/README.md").read_text()
+
+
+def test_options_of_brn_reach_its_layers() -> None:
+    result = bkn_zoo.fine_tune(
+        "photos", model="inception_cifar_brn", size=8, epochs=1, device="cpu", gradient_batch=8, statistics_batch=4,
+        output="out", ema=0.5, norm_options={"warmup": 3, "r_steps": 9, "d_steps": 7}, name="mine", quiet=True,
+    )  # fmt: skip
+    norm = bkn_zoo.from_pretrained("out/mine").conv.norm
+    assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
+    assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
+    assert result.model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
+
+
+def test_variant_that_no_engine_knows_is_not_said_to_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    command("train", "--data", "photos", *NEW, "--norm_options.prediction_bias", "true", "--name", "odd")
+    said = capsys.readouterr().out
+    assert "saved to runs/odd/odd: a variant for ablations" in said
+    assert "bkn-zoo serve" not in said
+
+
+def test_unwritable_results_and_signals_lose_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    in_the_way = tmp_path / "out" / "curves.png"
+    in_the_way.mkdir(parents=True)
+    start = ("train", "--data", "photos", *NEW, "--output", "out", "--name", "mine")
+    assert "make room, and repeat the command with --resume" in refused(*start)
+    in_the_way.rmdir()
+    (tmp_path / "out" / "mine" / "notes.txt").touch()
+    told = refused(*start, "--resume")
+    assert "holds notes.txt" in told
+    assert told.endswith("The training is saved: then repeat the command with --resume.")
+    (tmp_path / "out" / "mine" / "notes.txt").unlink()
+
+    def measure(*_: Any, **__: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end these tests"
+        signal.raise_signal(signal.SIGTERM)
+
+    before = sorted((tmp_path / "out").iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr("bkn_zoo.training.finish.evaluate", measure)
+        with pytest.raises(SystemExit) as end:
+            command(*start, "--resume")
+    assert end.value.code == 128 + signal.SIGTERM
+    assert "stopped before all results were written; go on with:\n" in capsys.readouterr().err
+    assert sorted((tmp_path / "out").iterdir()) == before
+    command(*start, "--resume")
+    assert in_the_way.is_file()
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_curves_have_whole_epochs_and_hide_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0}
+    validation = dict.fromkeys(MODES, metrics)  # all the same
+    history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
+    draw_curves(Path("curves.png"), history, count, "a run")
+    for axes in drawn[0].axes:
+        ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+        assert ticks
+        assert all(tick == round(tick) >= 1 for tick in ticks)
+        drawn[0].draw_without_rendering()  # where things come to lie
+        for line in axes.lines[:-1]:  # but for the dotted one
+            top = axes.transData.transform((1, max(line.get_ydata())))[1]
+            assert top + line.get_markersize() / 2 * drawn[0].dpi / 72 <= axes.bbox.y1
+    lines = [line for line in drawn[0].axes[1].lines if line.get_label() in validation]
+    widths = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+    assert len(widths) == 3
+    assert widths == sorted(set(widths), reverse=True)  # those that are drawn later are narrower
+
+
+def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, count in (("train", 10), ("val", 3), ("test", 5)):
+        write_noise(Path("split", split), dark=count, light=count)
+    options = ("--init", mine, "--device", "cpu", "--epochs", "3", "--patience", "1", "--freeze")
+    for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
+        command("train", "--data", data, "--name", data, *options)
+        said = capsys.readouterr().out
+        assert "batches of 16 in groups of 2" in said  # as the checkpoint's
+        accuracies = [line for line in said.splitlines() if "top-1" in line]
+        assert {line.partition(",")[0] for line in accuracies if ": top-1 " in line} == {measured}
+        assert len(accuracies) > 3
+        assert all(re.search(r"top-1 [\d.]+ % \(95 %: [\d.]+ to [\d.]+\)", line) for line in accuracies)
+        command("evaluate", f"runs/{data}/{data}", "--data", data, "--output", "out.json")
+        record = read("out.json")
+        assert (record["split"], record["rows"][0]["images"]) == (measured, count)
+        assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
+    assert "20 images of 2 classes, 6 more to choose by and 10 to test by" in said
+    for data, split, count in (("photos", "all", 24), ("split", "validation", 6)):
+        command("evaluate", "runs/split", "--data", data, "--split", split, "--output", "out.json")
+        assert read("out.json")["rows"][0]["images"] == count
+
+
+# Options, names, and what a training starts from
+
+
+def test_options_override_the_recipe_wherever_they_stand() -> None:
+    line = "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --weight_decay .003"
+    line += " --statistics_batch None --seed 01 --graph False --model m --augmentation.flip true --ema 0 --freeze"
+    args, overrides = parse(line.split())
+    assert (args.recipe, args.data) == (Path("recipes/x.toml"), Path("D"))
+    assert overrides == {
+        "augmentation.crop": 0.25, "augmentation.flip": True, "norm_options.warmup": 100, "lr": 0.05, "seed": 1,
+        "statistics_batch": None, "weight_decay": 0.003, "graph": False, "model": "m", "ema": 0, "freeze": True,
+    }  # fmt: skip
+    args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
+    assert (args.recipe, overrides) == (None, {"augmentation.crop": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        *(
+            ([*words], words[0])
+            for words in (["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["--private"])
+        ),
+        (["one", "two"], "two"),
+        *(([f"--{name}", ""], f"--{name} needs a value") for name in ("lr", "augmentation.crop", "freeze")),
+        (["--lr="], "--lr needs a value"),
+    ],
+)
+def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--data", "D", *wrong])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("images", "given", "sizes"),
+    [
+        (100_000, {}, (16, 4, 5)),
+        (180, {}, (16, 4, 37)),
+        (64, {}, (16, 4, 100)),
+        (11, {}, (8, 4, 100)),  # and no more, though they make fewer steps
+        (2, {}, (2, 2, 100)),
+        (180, {"gradient_batch": 6}, (6, 2, 14)),
+        (180, {"statistics_batch": 1, "epochs": 3}, (16, 1, 3)),
+        (180, {"statistics_batch": None}, (16, None, 37)),
+    ],
+)
+def test_batches_groups_and_epochs_of_small_data_sets(images: int, given: dict[str, Any], sizes: Any) -> None:
+    recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
+    found = fitted(recipe, images, given)
+    assert (found.gradient_batch, found.statistics_batch, found.epochs) == sizes
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("resnet101_bkn.tiny_imagenet --data D", "resnet101_bkn.tiny_imagenet"),
+        (
+            "resnet101_bkn.tiny_imagenet --data D --statistics_batch None --model resnet101_bn",
+            "resnet101_bkn.tiny_imagenet-model_resnet101_bn-statistics_batch_None",
+        ),
+        ("resnet101_bkn.tiny_imagenet --data D --epochs 2 --name twin", "twin"),
+        ("--data some/photos --model resnet101_bn", "resnet101_bn.photos"),
+        ("--data some/photos --epochs 1 --init torchvision:resnet18", "torchvision_resnet18.photos-epochs_1"),
+        ("--data . --model resnet101_bn", "resnet101_bn.My_photos"),
+    ],
+)
+def test_run_is_named_after_what_is_overridden(
+    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the twin of a run does not take its place; a folder, the service and a repository take the name."""
+    (tmp_path / "My photos").mkdir()
+    monkeypatch.chdir(tmp_path / "My photos")
+    args, overrides = parse(line.split())
+    assert make_plan(args.recipe, args.data, overrides, init=args.init, name=args.name).name == name
+    check_repository(f"me/{name}")
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"), [(["dark", "light"], True), (["rust", "scratch"], False), (["dark", "light", "eel"], False)]
+)
+def test_classifier_is_kept_for_classes_of_the_same_names(mine: Path, names: list[str], kept: bool) -> None:
+    model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
+    assert bool(model.get_parameter("fc.weight").any()) == kept
+    own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
+    changed = {name for name, tensor in source.items() if not torch.equal(tensor, own[name])}
+    assert changed == (set() if kept else {"fc.weight", "fc.bias"})
+
+
+def test_origin_has_a_name_for_others(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint)
+    assert {find_origin(str(path)).name for path in (".", "../start", checkpoint)} == {"start"}
+    commit = "0123456789" * 4
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", lambda name, revision: (checkpoint, commit))
+    assert {find_origin(name).name for name in ("owner/repo", "owner/repo@main")} == {f"owner/repo@{commit}"}
+
+
+# Interruptions, and several processes
+
+
+def test_older_state_is_not_said_to_be_resumable(tmp_path: Path) -> None:
+    plan = make_plan(None, "D", {"model": NETWORK}, output=tmp_path)
+    (tmp_path / "state.pt").write_bytes(b"an older one")
+    found = stamp(plan)
+    assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
+    (tmp_path / "new").write_bytes(b"its own")
+    (tmp_path / "new").replace(tmp_path / "state.pt")
+    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("go on with:\ntrain --resume")
+
+
+@pytest.mark.parametrize(
+    ("processes", "told"),
+    [
+        (1, "go on with:\nbkn-zoo train {options} --resume\n"),
+        (2, "go on with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
+        (4, "go on with the same torchrun command and --resume, on each machine\n"),
+    ],
+)
+def test_stopped_training_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int, told: str
+) -> None:
+    def stopped(plan: Any) -> None:
+        (tmp_path / "state.pt").touch()
+        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; go on with --resume")
+
+    monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(processes, 2)))
+    options = ["--data", "D", "--model", NETWORK, "--output", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(options)
+    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(options=' '.join(options))}"
+
+
+@pytest.mark.parametrize(
+    ("started", "processes", "here", "told"),
+    [
+        ("scripts/report.py", 1, None, "python scripts/report.py"),
+        ("/home/me/zoo/scripts/report.py", 1, None, "python scripts/report.py"),
+        ("/home/me/own.py", 1, None, "python own.py"),
+        ("/home/me/.venv/bin/bkn-zoo", 1, None, "bkn-zoo"),
+        ("./own.py", 8, 8, "torchrun --nproc-per-node=8 ./own.py"),
+        ("own.py", 16, 8, "torchrun --nnodes=2 --nproc-per-node=8 own.py"),
+        ("/home/me/.venv/bin/bkn-zoo", 2, 2, "torchrun --nproc-per-node=2 --no-python bkn-zoo"),
+    ],
+)
+def test_result_says_how_its_command_was_started(
+    monkeypatch: pytest.MonkeyPatch, started: str, processes: int, here: int | None, told: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos"])
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    found = environment(0)
+    assert (found["command"], found["processes"]) == (f"{told} --data photos", processes)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_process_prints(
+    rank: str, tree: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: Any) -> None:
+        raise InputError("enough")
+
+    (tree / "dark" / "notes.heic").touch()
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend: None)
+    monkeypatch.setattr("bkn_zoo.training.plan.default_checkpoint", lambda: str(checkpoint))
+    monkeypatch.setattr("bkn_zoo.training.run.fit", fit)
+    with pytest.raises(InputError, match="enough"):
+        main(["--data", str(tree), "--device", "cpu", "--output", "out"])
+    said = "".join(capsys.readouterr())
+    for words in ("starting from", "22 images of 2 classes", "by their names: 1 .heic"):
+        assert (words in said) == (rank == "0")
+
+
+# What is refused
+
+
+OPTIONS = ("--workers", "-1", 0), ("--batch", "-3", 1), ("--batch", "0", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
+        (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
+        (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
+        (["--statistics_batch", "3", "--freeze"], "there is no folder nowhere"),  # frozen norms take no statistics
+        (["--device", "meta"], "device 'meta' is nothing that PyTorch finds here"),
+    ],
+)
+def test_bad_options_are_refused_before_data_are_read(options: list[str], says: str, refused: Refused) -> None:
+    assert says in refused("train", "--data", "nowhere", *NEW, *options)
+    assert not Path("runs").exists()
+
+
+def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    def unreachable(repository: str) -> None:
+        raise HubError(f"{repository} is out of reach")
+
+    monkeypatch.setattr("bkn_zoo.cli.train.check_reachable", unreachable)
+    assert "me/mine is out of reach" in refused("train", "--data", "nowhere", *NEW, "--publish", "me", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "least"),
+    [("train", *OPTIONS[0]), *(("evaluate", *option) for option in OPTIONS)],
+)
+def test_numbers_of_options_have_a_least_value(command: str, option: str, value: str, least: int, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "x", "--data", "photos", option, value])
+    assert end.value.code == 2
+    assert f"argument {option}: '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data", "nowhere"], "there is no folder"),
+        (["--name", "../up"], "a run cannot be called '../up'"),
+        (["nowhere.toml"], "nowhere.toml cannot be read"),
+        (["--init", "no_such_thing"], "unknown checkpoint"),
+        (["--model", "alexnet"], "unknown model 'alexnet'"),
+        (["--epochs", "x"], "epochs is 'x'"),
+        (["--gradient_batch", "64"], "do not fill a batch of 64"),
+        (["--resume"], "there is no training to resume"),
+        (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
+        (["--norm_options.warmup", "1"], "does not take the options 'warmup'"),
+        (["--model", "inception_cifar_bn"], "do not fit inception_cifar_bn"),
+        (["--norm_options.shared_process_noise", "false"], "do not fit inception_cifar_bkn"),
+    ],
+)
+def test_bad_input_ends_train_with_one_sentence(
+    options: list[str], says: str, checkpoint: Path, refused: Refused
+) -> None:
+    assert says in refused("train", "--data", "photos", "--init", checkpoint, "--device", "cpu", *options)
+    assert not list(Path().glob("runs/*/state.pt"))
+
+
+def test_train_without_checkpoints_says_what_to_name(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", Path("nowhere"))
+    said = refused("train", "--data", "photos")
+    assert all(words in said for words in ("add --init CHECKPOINT", "--model NAME"))
+
+
+def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path, refused: Refused) -> None:
+    start = ("evaluate", checkpoint, "--device", "cpu", "--data")
+    assert "there is no folder" in refused(*start, "nowhere")
+    assert "has 2 classes" in refused(*start, tree)
+    for found, called in (("dark", "a"), ("light", "b")):
+        (tree / found).rename(tree / called)
+    for more in ("c", "d", "f"):
+        shutil.copytree(tree / "a", tree / more)
+    assert "has 'f' for 'e' of" in refused(*start, tree)
+    assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
+    assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
+    assert "device 'warp' is nothing that PyTorch finds here" in refused(*start, tree, "--device", "warp")
+    Path("file").touch()
+    for options in (("--report", "file"), ("--output", "file/out.json")):
+        assert "file cannot be made for the results" in refused(*start, tree, *options)
+
+
+def test_nothing_is_written_among_the_classes(
+    tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    train = ("train", "--data", ".", "--init", checkpoint, "--device", "cpu", "--epochs", "1", "--name", "mine")
+    evaluate = ("evaluate", checkpoint, "--data", ".", "--device", "cpu")
+    monkeypatch.chdir(tree)
+    for words, place, option in (
+        (train, "runs/mine/mine", "--output"),
+        ((*train, "--output", tree), f"{tree}/mine", "--output"),
+        ((*train, "--output", tmp_path / "out", "--results", "dark"), "dark/mine", "--results"),
+        ((*evaluate, "--report", "pictures"), "pictures", "--report"),
+        ((*evaluate, "--output", "results/a.json"), "results", "--output"),
+    ):
+        said = refused(*words)
+        assert f"{place} is among the classes of ., and would be taken for one" in said
+        assert said.endswith(f"name a place outside of it with {option}.")
+    assert {path.name for path in tree.iterdir()} == {"dark", "light"}
+    assert not (tmp_path / "out").exists()
+    for name in ("train", "val"):  # beside which nothing is taken for a class
+        shutil.copytree(tree, tmp_path / "project" / name)
+    monkeypatch.chdir(tmp_path / "project")
+    assert "there is no training to resume" in refused(*train, "--resume")
+
+
+def test_other_images_neither_resume_nor_replace_a_run(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    start = ("train", *NEW, "--name", "mine", "--output", tmp_path / "out", "--data")
+    command(*start, tree)
+    monkeypatch.chdir(tree)
+    command(*start, ".", "--resume")  # the same, from elsewhere
+    for one, other in (("dark", "light"), ("light", "dark")):
+        (tree / one / "00.png").rename(tree / other / "moved.png")
+    told = "is of a training on other images, or on some of them in other classes"
+    assert told in refused(*start, ".", "--resume")
+    assert "holds another finished training (data differs)" in refused(*start, ".")
+
+
+def test_unusable_places_are_refused_before_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    (tmp_path / "file").touch()
+    start = ("train", "--data", tmp_path, "--dataset", "cifar10", *NEW, "--name", "mine")
+    assert "file cannot be made for the results (File exists)" in refused(*start, "--output", "file")
+    assert "file/runs cannot be made for the results" in refused(*start, "--results", "file/runs")
+    (tmp_path / "taken" / "log.jsonl").mkdir(parents=True)
+    assert "taken/log.jsonl cannot be written (Is a directory)" in refused(*start, "--output", "taken")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda place, mode: Path(place).name != "runs")
+        assert "results/runs may not be written to: name another place" in refused(*start)
+    with alone(Path("runs/mine")):
+        told = "another training uses runs/mine: wait for its end, or choose another --name or --output."
+        assert told in refused(*start)
+    assert "put the official files of cifar10" in refused(*start)  # it is free again, and the data are read
+
+
+# Evaluation
+
+
+def test_evaluate_preprocesses_and_measures_as_asked(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 2).eval(), tmp_path / "odd", preprocessing=odd)
+    start = ("evaluate", "./odd", "--data", tree, "--device", "cpu")
+    assert "does not say which images its training held out" in refused(*start)
+    seen = []
+    plain = bkn_zoo.Network.forward
+
+    def forward(self: Any, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+        seen.append((images, statistics))
+        return plain(self, images, statistics)
+
+    monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
+    (tree / "dark" / "broken.jpg").write_bytes(b"")
+    options = ("--statistics", "sample", "--output", "measured/odd.json", "--split", "all", "--batch", "100")
+    command(*start, *options)
+    ((images, statistics),) = seen
+    (row,) = read("measured", "odd.json")["rows"]
+    assert (row["images"], row["statistics"], statistics) == (24, "sample", "sample")
+    assert images.shape == (24, 3, 8, 8)
+    pixels = images * torch.tensor(odd.std).view(1, 3, 1, 1) + torch.tensor(odd.mean).view(1, 3, 1, 1)
+    assert -1e-6 <= pixels.min() <= pixels.max() <= 1 + 1e-6
+    assert (pixels * 255 - (pixels * 255).round()).abs().max() < 1e-3  # bytes, once the mean and std are undone
+
+
+def test_all_images_may_be_one_of_each_class(
+    tree: Path, mine: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    for folder in tree.iterdir():
+        for path in sorted(folder.iterdir())[1:]:
+            path.unlink()
+    start = ("evaluate", mine, "--data", tree, "--device", "cpu")
+    command(*start, "--split", "all")
+    assert "| population | 2 |" in capsys.readouterr().out
+    assert "too few images to set any apart" in refused(*start)
+
+
+def test_measured_accuracy_is_shown_though_not_written(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ("evaluate", str(mine), "--data", "photos", "--device", "cpu", "--split", "all", "--output")
+    assert cli.main([*start, "photos"]) == 2
+    said = capsys.readouterr()
+    assert "--output photos is a folder: name a file in it." in said.err
+    assert said.out == ""  # it was not measured first
+    assert cli.main([*start, "x" * 300]) == 2
+    said = capsys.readouterr()
+    assert "cannot be written (File name too long): name another file." in said.err
+    assert "| population | 24 |" in said.out
