@@ -19,6 +19,12 @@ from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 
 STATE, LOG = "state.pt", "log.jsonl"
+SAVED = (
+    "model", "averaged", "best", "optimizer", "step", "finished", "seconds", "losses", "history", "data", "images",
+    "label_names", "fingerprint", "preprocessing", "init", "processes", "recipe",
+)  # fmt: skip
+"""What a state holds."""
+
 REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
 
 
@@ -155,6 +161,8 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     path = find_state(folder)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+        if missing := [name for name in SAVED if name not in state]:
+            raise KeyError(missing[0])
         theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
         changed = _changed(theirs, recipe)
     except Exception as error:
