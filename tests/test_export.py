@@ -152,8 +152,8 @@ def test_what_cannot_be_exported_is_said(checkpoint, monkeypatch):
         (UnknownNameError, "unknown format 'tflite': choose one of onnx, openvino", {"format": "tflite"}),
         (UnknownNameError, "unknown precision 'int8': choose one of f32, f16", {"precision": "int8"}),
         (UnknownNameError, "unknown statistics 'batch'", {"statistics": "batch"}),
-        (InputError, r"mine\.bin does not end in \.onnx", {"path": "mine.bin"}),
-        (CheckpointError, "could not be written", {"path": "no/such/folder/mine.onnx"}),
+        (InputError, r"mine\.bin does not end in \.onnx", {"output": "mine.bin"}),
+        (CheckpointError, "could not be written", {"output": "no/such/folder/mine.onnx"}),
     ]:
         with pytest.raises(error, match=words):
             bkn_zoo.export(checkpoint, **options)
