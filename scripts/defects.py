@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from bkn_zoo.checkpoints.provenance import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "results" / "defects.json"
-SECONDS = 280  # for the tests of one defect
+SECONDS = 220  # for the tests of one defect
+TOO_LONG = f"no failure in {SECONDS} s"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=no", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]
 FAILED = re.compile(r"^FAILED (\S+?::\S.*?)(?: - .*)?$", re.MULTILINE)
 
@@ -155,7 +157,7 @@ def copy_of(root: Path, folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, selected: list[str]) -> tuple[list[str], str]:
+def run_tests(tree: Path, selected: list[str], seconds: float = SECONDS) -> tuple[list[str], str]:
     """The tests that failed, and the last line that pytest printed."""
     here = [each for each in selected if not each.startswith("tests/") or (tree / each.partition("::")[0]).exists()]
     surroundings = os.environ | {
@@ -164,15 +166,15 @@ def run_tests(tree: Path, selected: list[str]) -> tuple[list[str], str]:
     }
     try:
         ended = subprocess.run(
-            [*PYTEST, *here], cwd=tree, env=surroundings, capture_output=True, text=True, timeout=SECONDS, check=False
+            [*PYTEST, *here], cwd=tree, env=surroundings, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return [], f"no failure in {SECONDS} s"
+        return [], TOO_LONG
     lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["nothing was printed"]
     return FAILED.findall(ended.stdout), lines[-1].strip("= ")
 
 
-def try_defect(tree: Path, defect: Defect) -> dict[str, object]:
+def try_defect(tree: Path, defect: Defect, seconds: float) -> dict[str, object]:
     """Put it in, run its tests, take it out."""
     for place in defect.places:
         path = tree / place
@@ -183,7 +185,7 @@ def try_defect(tree: Path, defect: Defect) -> dict[str, object]:
     text = path.read_text()
     try:
         path.write_text(text.replace(defect.right, defect.wrong, 1))
-        failed, said = run_tests(tree, ["-x", *defect.tests])
+        failed, said = run_tests(tree, ["-x", *defect.tests], seconds)
     finally:
         path.write_text(text)
     return {"file": place, "caught_by": failed[0] if failed else None, "said": said}
@@ -195,8 +197,9 @@ def main() -> int:
     parser.add_argument("--state", default="after", help="the name under which results are kept (after)")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--again", nargs="*", default=[], metavar="NAME", help="defects to try anew")
-    parser.add_argument("--most", type=int, default=len(DEFECTS), help="defects to try in this run at most")
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which a run ends, to be resumed later")
     options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
     results = json.loads(options.output.read_text()) if options.output.exists() else {"states": {}}
     found = results["states"].setdefault(options.state, {"defects": {}})["defects"]
     missing = [defect for defect in DEFECTS if defect.name not in found or defect.name in options.again]
@@ -208,14 +211,20 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of(options.root.resolve(), Path(folder))
-        for defect in missing[: options.most]:
-            found[defect.name] = try_defect(tree, defect)
+        for defect in missing:
+            left = end - time.monotonic()
+            result = try_defect(tree, defect, min(left, SECONDS)) if left > 0 else {"said": TOO_LONG}
+            if left < SECONDS and result["said"] == TOO_LONG:
+                return 2  # it may need all of the next run's time
+            found[defect.name] = result
             print(f"{defect.name}: {found[defect.name]['caught_by'] or found[defect.name]['said']}", flush=True)
             write()
         unsure = {name: each for name, each in found.items() if each["caught_by"] and "passes_without" not in each}
-        if unsure and len(missing) <= options.most:
-            failed, said = run_tests(tree, [each["caught_by"] for each in unsure.values()])
+        if unsure:
+            failed, said = run_tests(tree, [each["caught_by"] for each in unsure.values()], end - time.monotonic())
             print(f"without defects: {said}")
+            if "passed" not in said:
+                return 2
             for each in unsure.values():
                 each["passes_without"] = each["caught_by"] not in failed
             write()
