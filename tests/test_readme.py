@@ -5,12 +5,12 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 from shallow import shallow
-from studies.chance import Difference
 from studies.replication_cells import difference, read_records
 from studies.replication_plan import read_plan
 
@@ -70,9 +70,7 @@ def test_there_are_examples(name: str, blocks: int, commands: int) -> None:
     assert len(COMMAND.findall(text)) >= commands
 
 
-def test_the_notebook_runs_from_top_to_bottom_in_an_empty_folder_and_is_stored_without_outputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monkeypatch, capsys) -> None:
     """With fewer images and epochs, which only cost time here."""
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -111,63 +109,57 @@ def test_named_tests_exist(document: Path) -> None:
     assert missing == []
 
 
-def test_what_the_readme_says_below_its_first_table_follows_from_the_records() -> None:
-    plan = read_plan()
-    records = read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
+RULES = (None, *MODES, "EvalNorm", "example weighing", "recalibrated")
+PAIR, ALONE = ("bkn.128-2", "bn.128-2"), ("bkn.128-1", "bn.128-1")
+LINK_PAIR, LINK_ALONE, LINK_TINY = ((f"bkn.{size}", f"bkn.{size}.link=False") for size in ("128-2", "128-1", "256-4"))
+# A sentence of README.md: the setting, the arms and the rules that it compares, the verdict, and the lead at least and
+# at most, in points.
+CLAIMS = [
+    ("it ends above BN, by whichever rule an image is normalized", "cifar100_full", PAIR, RULES, "held"),
+    ("above BRN and GroupNorm", "cifar100_full", ("bkn.128-2", "gn.128-128"), [None], "held"),
+    ("above BRN and GroupNorm", "cifar100_full", ("bkn.128-2", "brn.128-2"), [None], "held"),
+    ("within chance of BN with 128.", "cifar100_full", ("bkn.128-2", "bn.128-128"), [None], "within chance"),
+    ("With one it ends ten points above BN, which learns slowly", "cifar100_full", ALONE, [None], None, 9.5, 10.5),
+    ("which learns slowly there, if at all.", "cifar100", ALONE, [None], None, 50),
+    ("With eight, BN needs no help: they end alike.", "cifar100_full", ("bkn.128-8", "bn.128-8"), [None], "same"),
+    ("a point with two images a group, and a point with one.", "cifar10_full", PAIR, [None], "held", 0.5, 1.5),
+    ("a point with two images a group, and a point with one.", "cifar10_full", ALONE, [None], "held", 0.5, 1.5),
+    ("held at zero, the network is as good with two images", "cifar100_full", LINK_PAIR, [None], "same"),
+    ("the link is worth two points in the short training", "cifar100", LINK_ALONE, [None], "held", 1.5, 2.5),
+    ("and no more than chance in the full one.", "cifar100_full", LINK_ALONE, [None], "within chance"),
+    ("two points or more by each of four rules", "tiny_full", LINK_TINY, (*MODES, "EvalNorm"), "held (one seed)", 2),
+    ("where the link is worth points or nothing", "tiny", LINK_TINY, [None], "held"),
+    ("depending on the rule;", "tiny", LINK_TINY, ["EvalNorm"], "within chance"),
+    *(
+        ("half a point is left there, on CIFAR-10 and on CIFAR-100, each within chance.", *rest)
+        for data in ("cifar10", "cifar100")
+        for rest in (
+            (data, ("bkn.128-1", "gn.128-128"), [None], "held"),
+            (f"{data}_full", ("bkn.128-1", "gn.128-128"), [None], "within chance", 0.5, 0.75),
+        )
+    ),
+    ("ResNet101's lead over one seed of BN", "tiny_resnet_full", ("bkn.256-4", "bn.256-4"), [None], "within chance"),
+]
+
+
+def test_what_the_readme_says_of_its_tables_is_in_the_records() -> None:
+    plan, records = read_plan(), read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
-    def lead(setting: str, this: str, that: str, rule: str | None = None) -> Difference:
-        arms = {"this": f"{setting}.{this}", "that": f"{setting}.{that}"}
-        found = difference({**arms, "modes": [rule, rule]}, plan, records)
-        assert found is not None
-        return found
+    def lead(setting: str, arms: tuple[str, str], rule: str | None = None) -> Any:
+        this, that = (f"{setting}.{arm}" for arm in arms)
+        return difference({"this": this, "that": that, "modes": [rule, rule]}, plan, records)
 
-    full, short = "cifar100_full", "cifar100"
-    assert "it ends above BN, by whichever rule an image is normalized at inference, above BRN and GroupNorm" in text
-    rules = (None, *MODES, "EvalNorm", "example weighing", "recalibrated")
-    assert all(lead(full, "bkn.128-2", "bn.128-2", rule).verdict() == "held" for rule in rules)
-    assert lead(full, "bkn.128-2", "gn.128-128").verdict() == "held"
-    assert lead(full, "bkn.128-2", "brn.128-2").verdict() == "held"
-    assert "within chance of BN with 128." in text
-    assert lead(full, "bkn.128-2", "bn.128-128").verdict() == "within chance"
-
-    assert "With one it ends ten points above BN, which learns slowly there, if at all." in text
-    assert round(lead(full, "bkn.128-1", "bn.128-1").value) == 10
-    assert lead(short, "bkn.128-1", "bn.128-1").value > 50
-    assert "With eight, BN needs no help: they end alike." in text
-    assert lead(full, "bkn.128-8", "bn.128-8").verdict(same=True) == "held"
-    assert "On CIFAR-10 there is less to gain: a point with two images a group, and a point with one." in text
-    for few in ("128-2", "128-1"):
-        found = lead("cifar10_full", f"bkn.{few}", f"bn.{few}")
-        assert (found.verdict(), round(found.value)) == ("held", 1)
-    assert "held at zero, the network is as good with two images a group, trained fully, each by its best rule." in text
-    assert lead(full, "bkn.128-2", "bkn.128-2.link=False").verdict(same=True) == "held"
-    assert "the link is worth two points in the short training, and no more than chance in the full one." in text
-    alone = lead(short, "bkn.128-1", "bkn.128-1.link=False")
-    assert alone.verdict() == "held"
-    assert round(alone.value) == 2
-    assert lead(full, "bkn.128-1", "bkn.128-1.link=False").verdict() == "within chance"
-    assert "it is most of the gain, and worth two points or more by each of four rules at inference (one seed)" in text
-    whole = lead("tiny_full", "bkn.256-4", "bn.256-4").value
-    assert lead("tiny_full", "bkn.256-4", "bkn.256-4.link=False").value > whole / 2
-    for rule in (*MODES, "EvalNorm"):
-        found = lead("tiny_full", "bkn.256-4", "bkn.256-4.link=False", rule)
-        assert found.value >= 2
-        assert found.verdict() == "held (one seed)"
-    assert "Tiny ImageNet, where the link is worth points or nothing, depending on the rule;" in text
-    assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False").verdict() == "held"
-    assert lead("tiny", "bkn.256-4", "bkn.256-4.link=False", "EvalNorm").verdict() == "within chance"
-
+    for sentence, setting, arms, rules, verdict, *bounds in CLAIMS:
+        assert sentence in text
+        for rule in rules:
+            found = lead(setting, arms, rule)
+            assert min(bounds, default=-100) <= found.value <= (max(bounds) if len(bounds) == 2 else 100), sentence
+            assert verdict is None or found.verdict(same=verdict == "same") == verdict.replace("same", "held"), sentence
+    assert "it is most of the gain" in text
+    assert lead("tiny_full", LINK_TINY).value > lead("tiny_full", ("bkn.256-4", "bn.256-4")).value / 2
     assert "what it leads by is smaller at full length." in text
-    shorter, longer = (lead(setting, "bkn.128-2", "bn.128-2").value for setting in (short, full))
-    assert shorter > longer
-    assert "half a point is left there, on CIFAR-10 and on CIFAR-100, each within chance." in text
-    for setting in ("cifar10", "cifar100"):
-        shorter, longer = (lead(each, "bkn.128-1", "gn.128-128") for each in (setting, f"{setting}_full"))
-        assert (shorter.verdict(), longer.verdict()) == ("held", "within chance")
-        assert 0.5 <= longer.value < 0.75
-    assert "ResNet101's lead over one seed of BN is not more than that by the rules of docs/results.md." in text
-    assert lead("tiny_resnet_full", "bkn.256-4", "bn.256-4").verdict() == "within chance"
+    assert lead("cifar100", PAIR).value > lead("cifar100_full", PAIR).value
 
 
 def test_the_citation_is_of_this_version() -> None:
