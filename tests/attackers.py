@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 
-import http_fuzzer
 import numpy as np
 from http_client import chunked, connect, head, post
 from PIL import Image, ImageFile
@@ -204,6 +203,8 @@ def attack(port: int, name: str, until: float) -> int:
 
 def damage(port: int, until: float, seed: int) -> int:
     """Send damaged requests and damaged images."""
+    import http_fuzzer  # which uses this module
+
     generator, sent = random.Random(seed), 0
     good = [encoded(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
     while time.monotonic() < until:
