@@ -175,6 +175,7 @@ OTHERS: dict[str, Callable[[], bytes]] = {
     "many rows": lambda: post(png(1, 49_999_999, pixels=bytes(1000))),
     "EXIF in a PNG": lambda: post(rationals("PNG")),
     "EXIF in a JPEG": lambda: post(rationals("JPEG")),
+    "EXIF in a WebP": lambda: post(rationals("WEBP")),
     "65535 tags": lambda: post(many_tags()),
     "large PNG": lambda: post(large_png()),
     "PNG of many chunks": lambda: post(png(9, 9, *[(b"eXIf", b"")] * 30_000, pixels=bytes(90))),
