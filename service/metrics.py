@@ -50,7 +50,7 @@ class Metrics:
             "bkn_batch_size", "Images per batch.", ["model"], registry=registry, buckets=(1, 2, 4, 8, 16, 32, 64)
         )
         self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
-        self.restarts = Counter("bkn_engine_restarts_total", "Engines that were restarted.", ["model"], registry=registry)
+        self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)
 
     def text(self) -> bytes:
         """What Prometheus reads."""

@@ -178,7 +178,9 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
-        raise MalformedRequestError("the content type says JSON, but the body is not: send valid JSON, or the image.") from None
+        raise MalformedRequestError(
+            "the body is not valid JSON, as its type says: correct it, or send the image."
+        ) from None
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
     if not isinstance(inner, dict):
