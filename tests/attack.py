@@ -31,7 +31,8 @@ from typing import Any
 import attackers
 from attackers import ROWS, encoded, picture
 from chaos import chaos, fetch, percentile, problems, settle
-from service_process import ROOT, ServiceProcess, Watch, save_small_checkpoint
+from service_process import ROOT, ServiceProcess, save_small_checkpoint
+from watch import Watch
 
 OUTPUT = ROOT / "results" / "attack.json"
 BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds

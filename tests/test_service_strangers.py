@@ -18,7 +18,8 @@ from attackers import encoded, picture, prepared
 from http_client import chunked, connect, head, read, send
 from http_client import post as post_
 from http_fuzzer import fuzz
-from service_process import ServiceProcess, Watch, save_small_checkpoint
+from service_process import ServiceProcess, save_small_checkpoint
+from watch import Watch
 
 FILES, STALL = 256, 1.5  # descriptors that the service may open; seconds that it waits for anybody
 KEY = "X-API-Key: secret"
@@ -63,7 +64,7 @@ def undisturbed(service: ServiceProcess, what: str, megabytes: float = 60.0) -> 
             grown.append(service.memory() - before)
 
     looking = threading.Thread(target=look)
-    with Watch(service.url, IMAGE, {"X-API-Key": "secret"}) as watch:
+    with Watch(service.url, IMAGE, KEY) as watch:
         looking.start()
         try:
             yield
