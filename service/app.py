@@ -51,7 +51,7 @@ from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 
 Answers = dict[int | str, dict[str, Any]]
-ERRORS: Answers = {  # of those who send an image
+ERRORS: Answers = {  # of routes that take an image
     400: {"model": ErrorBody, "description": "malformed request"},
     401: {"model": ErrorBody, "description": "API key missing or wrong"},
     404: {"model": ErrorBody, "description": "unknown model"},
@@ -63,7 +63,7 @@ ERRORS: Answers = {  # of those who send an image
     503: {"model": ErrorBody, "description": "starting, about to stop, or without room for the model"},
     504: {"model": ErrorBody, "description": "deadline passed"},
 }
-# That of an image which is none is in its place within the answer.
+# The error of each image is in its place within the answer.
 ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
 ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
 FAULT: Answers = {500: {"model": ErrorBody, "description": "a fault of the service"}}
