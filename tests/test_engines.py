@@ -230,13 +230,11 @@ def test_a_convolution_that_others_took_the_place_of_is_left() -> None:
 
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.GroupNorm(1, 5), nn.BatchNorm2d(5)])
-@modes
-def test_a_converted_norm_that_others_took_the_place_of_is_refused(other: nn.Module, mode: str) -> None:
-    model = converted_network()
-    model.set_submodule("4", other)
-    for run in (create_engine(model, "torch"), lambda images, mode: model(images, statistics=mode)):
-        with pytest.raises(InputError, match=r"^4 is no longer the norm .*: replace it in the original"):
-            run(photographs(2, 8), mode)
+def test_a_layer_in_the_place_of_a_converted_norm_runs(other: nn.Module) -> None:
+    model, images = converted_network(), photographs(2, 8)
+    model.set_submodule("4", other.eval())
+    for mode in MODES:
+        assert_agrees(create_engine(model, "torch"), model, images, mode)
 
 
 def test_a_norm_may_have_a_scale_alone() -> None:
@@ -285,6 +283,13 @@ def test_a_network_that_views_its_features_in_one_layout_runs() -> None:
     assert engine.layout == torch.contiguous_format  # found out once
     with pytest.raises(RuntimeError, match="channels"):
         engine(images[:, :2])
+
+
+@needs_openvino
+def test_openvino_takes_a_transposed_first_convolution() -> None:
+    layers = [nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten()]
+    model, images = convert(nn.Sequential(*layers)).eval(), photographs(2, 8)
+    assert_agrees(create_engine(model, "openvino"), model, images, "population")
 
 
 @needs_openvino

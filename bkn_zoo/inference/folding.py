@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted, check_norms
+from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
@@ -40,14 +41,13 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
             raise InputError(
                 f"{name} has hooks, which an engine would not call: remove them first, or call the network itself."
             )
-    if isinstance(model, Converted):
-        check_norms(model)
     if statistics.mode == "population":
         return join(fold(model))
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            _replace(network, name, ImageNorm(module, statistics))
+            kind = LinkedImageNorm if isinstance(module, Linked) else ImageNorm
+            _replace(network, name, kind(module, statistics))
     return join(network)
 
 
@@ -68,7 +68,8 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
         conv.weight = nn.Parameter(weight, requires_grad=False)  # a new one: others may share what it had
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
-        _replace(network, name, FoldedNorm(shift if pooled else None))
+        kind = LinkedFoldedNorm if isinstance(norm, Linked) else FoldedNorm
+        _replace(network, name, kind(shift if pooled else None))
     return network
 
 
@@ -96,10 +97,10 @@ def _takes_in(conv: nn.Module) -> bool:
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of a norm, with what a converted one holds beside: its priors, and timm's activation."""
-    for child, module in network.get_submodule(name).named_children():
-        if child != "transition":
-            layer.add_module(child, module)
+    """Put a layer in the place of a norm; in a converted network it gets the norm's links to others."""
+    norm = network.get_submodule(name)
+    if isinstance(layer, Linked) and isinstance(norm, Linked):
+        layer.take_links(norm)
     network.set_submodule(name, layer)
 
 
@@ -189,6 +190,10 @@ class FoldedNorm(nn.Module):
         return finish(x if self.shift is None else x + self.shift, residual, relu), None
 
 
+class LinkedFoldedNorm(Linked, FoldedNorm):  # type: ignore[misc]
+    """The same in a converted network."""
+
+
 class ImageNorm(nn.Module):
     """A norm for `sample` and `expected` statistics alone, in as few operations as it takes.
 
@@ -209,6 +214,7 @@ class ImageNorm(nn.Module):
                 "call the network itself."
             )
         self.believes = isinstance(norm, BatchKalmanNorm2d)
+        self.prior_features = norm.prior_features
         self.follows = isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
@@ -252,6 +258,10 @@ class ImageNorm(nn.Module):
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
         told = mean if self.center is None else mean - self.center
         return finish(y, residual, relu).to(x.dtype), Belief(told, var) if self.believes else None
+
+
+class LinkedImageNorm(Linked, ImageNorm):  # type: ignore[misc]
+    """The same in a converted network."""
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
