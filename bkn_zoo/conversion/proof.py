@@ -172,11 +172,14 @@ def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite."""
-    scales = {name: tensor.abs().max() for name, tensor in expected.items() if tensor.numel()}
-    least = NEGLIGIBLE * max(map(float, scales.values()), default=0.0) or 1.0
+    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite.
+
+    Infinities that are in both, as in a mask, are no difference.
+    """
+    scales = {name: _largest(tensor) for name, tensor in expected.items() if tensor.numel()}
+    least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
     differences = [
-        float((tensor - given[name]).abs().max()) / max(float(scales[name]), least)
+        _largest_difference(tensor, given[name]) / max(scales[name], least)
         if name in given and given[name].shape == tensor.shape
         else math.inf
         for name, tensor in expected.items()
@@ -184,3 +187,11 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
     ]
     # NaN is neither larger nor smaller than anything: a maximum would pass over it.
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(torch.where(tensor.isfinite(), tensor, 0).abs().max())
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    return float(torch.where(one == other, 0, (one - other).abs()).max())

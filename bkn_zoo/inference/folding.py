@@ -140,7 +140,8 @@ def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bo
     of the modules have to say it.
     """
     if isinstance(network, Converted):
-        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items()}
+        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced since
+        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
         return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
