@@ -100,8 +100,9 @@ def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 def without(images: Tensor, dims: Sequence[int]) -> Tensor:
     """The images of values that are made of all values along these dimensions, which stay, with size 1."""
     for dim in dims:
-        first = images.narrow(dim, 0, 1)
-        images = torch.where((images == first).all(dim, keepdim=True), first, MIXED)
+        largest = images.amax(dim, keepdim=True)
+        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant mixes nothing
+        images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
     return images
 
 
