@@ -37,7 +37,7 @@ from bkn_zoo.publishing.results import write_results
 OUTPUT = Path(__file__).resolve().parent.parent / "results" / "conversion.json"
 LARGEST_IN_FLOAT64, LARGEST = 100_000_000, 300_000_000
 """Parameters; of a larger network only the output is checked, in float32."""
-TOGETHER = 8
+TOGETHER = 24
 """Networks that the same processes check."""
 LIBRARIES = ("transformers", "ultralytics", "segmentation-models-pytorch", "monai", "open-clip-torch", "lightning")
 
@@ -183,7 +183,7 @@ def main(names: list[str], resume: bool, seconds: float) -> None:
             for row in filter(None, pool.map(try_check, chosen[first : first + TOGETHER])):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-        save(rows, before)
+                save(rows, before)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ package does not depend on; those of a library that is not installed are left ou
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import timm
@@ -78,11 +79,11 @@ def cases() -> Iterator[Case]:
     for name in DETECTION:
         build = lambda n=name: torchvision.models.get_model(n, weights_backbone=None).backbone  # noqa: E731
         yield Case("torchvision, a detector's backbone", name, build, images(3, 64, 64), with_example=False)
-    for others in (detectors, videos, transformers, ultralytics, segmentation_models, monai, open_clip):
-        try:
+    yield from detectors()
+    yield from videos()
+    for package, others in OTHERS.items():
+        if find_spec(package) is not None:
             yield from others()
-        except ImportError as error:
-            print(f"left out: {error}")
 
 
 def detectors() -> Iterator[Case]:
@@ -103,98 +104,132 @@ def videos() -> Iterator[Case]:
         yield Case("torchvision, video", name, build, images(3, 16, side, side))
 
 
-def transformers() -> Iterator[Case]:
-    import transformers as t
+def of_transformers(network: str, config: str, options: dict[str, Any], parts: dict[str, Any]) -> nn.Module:
+    """A network of transformers.
 
+    Args:
+        parts: configurations within the configuration, as (kind, options).
+    """
+    import transformers
+
+    inner = {name: getattr(transformers, kind)(**given) for name, (kind, given) in parts.items()}
+    return getattr(transformers, network)(getattr(transformers, config)(**options, **inner))
+
+
+def transformers() -> Iterator[Case]:
     stages: Any = {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]}
     levit: Any = {"hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [2] * 3, "key_dim": [8] * 3}
     vit: Any = {"hidden_sizes": [24, 32, 40], "neck_hidden_sizes": [8, 16, 24, 32, 40, 48, 80]}
-    four: Any = {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
-    built: dict[str, tuple[Callable[[], nn.Module], int]] = {
-        "ResNet": (lambda: t.ResNetForImageClassification(t.ResNetConfig(**stages)), 64),
-        "RegNet": (lambda: t.RegNetForImageClassification(t.RegNetConfig(**stages, groups_width=8)), 64),
-        "MobileNetV1": (lambda: t.MobileNetV1ForImageClassification(t.MobileNetV1Config(depth_multiplier=0.25)), 64),
-        "MobileNetV2": (lambda: t.MobileNetV2ForImageClassification(t.MobileNetV2Config(depth_multiplier=0.35)), 64),
-        "MobileNetV2, segmentation": (
-            lambda: t.MobileNetV2ForSemanticSegmentation(t.MobileNetV2Config(depth_multiplier=0.35)), 64),
-        "LeViT": (lambda: t.LevitForImageClassification(t.LevitConfig(**levit)), 224),
-        "Segformer": (lambda: t.SegformerForSemanticSegmentation(t.SegformerConfig(depths=[1] * 4)), 64),
-        "EfficientNet": (
-            lambda: t.EfficientNetForImageClassification(
-                t.EfficientNetConfig(width_coefficient=0.5, depth_coefficient=0.5, hidden_dim=640)), 64),
-        "MobileViT": (lambda: t.MobileViTForImageClassification(t.MobileViTConfig(**vit)), 64),
-        "MobileViT, segmentation": (lambda: t.MobileViTForSemanticSegmentation(t.MobileViTConfig(**vit)), 64),
-        "MobileViTV2": (lambda: t.MobileViTV2ForImageClassification(t.MobileViTV2Config(width_multiplier=0.5)), 64),
-        "CvT": (lambda: t.CvtForImageClassification(t.CvtConfig(depth=[1, 2, 3])), 64),
-        "HGNetV2": (lambda: t.HGNetV2ForImageClassification(t.HGNetV2Config()), 64),
-        "UperNet": (
-            lambda: t.UperNetForSemanticSegmentation(t.UperNetConfig(
-                backbone_config=t.ResNetConfig(**stages, **four), hidden_size=32, auxiliary_in_channels=64)), 128),
-        "RT-DETR": (lambda: t.RTDetrForObjectDetection(t.RTDetrConfig(
-            backbone_config=t.RTDetrResNetConfig(**stages, out_features=four["out_features"][1:]),
-            encoder_in_channels=[32, 64, 64], encoder_hidden_dim=64, encoder_ffn_dim=64, d_model=64,
-            decoder_in_channels=[64] * 3, decoder_ffn_dim=64, num_queries=20, decoder_layers=2,
-            decoder_attention_heads=4, num_denoising=0, freeze_backbone_batch_norms=False)), 128),
+    four = ["stage1", "stage2", "stage3", "stage4"]
+    detr: Any = {
+        "encoder_in_channels": [32, 64, 64], "encoder_hidden_dim": 64, "encoder_ffn_dim": 64, "d_model": 64,
+        "decoder_in_channels": [64] * 3, "decoder_ffn_dim": 64, "num_queries": 20, "decoder_layers": 2,
+        "decoder_attention_heads": 4, "num_denoising": 0, "freeze_backbone_batch_norms": False,
     }  # fmt: skip
-    for name, (build, side) in built.items():
-        yield Case("transformers", name, build, pixel_values(side))
+    classifiers: dict[str, tuple[dict[str, Any], int]] = {
+        "ResNet": (stages, 64), "RegNet": ({**stages, "groups_width": 8}, 64),
+        "MobileNetV1": ({"depth_multiplier": 0.25}, 64), "MobileNetV2": ({"depth_multiplier": 0.35}, 64),
+        "Levit": (levit, 224), "MobileViT": (vit, 64), "MobileViTV2": ({"width_multiplier": 0.5}, 64),
+        "Cvt": ({"depth": [1, 2, 3]}, 64), "HGNetV2": ({}, 64),
+        "EfficientNet": ({"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}, 64),
+    }  # fmt: skip
+    for kind, (options, side) in classifiers.items():
+        build = partial(of_transformers, f"{kind}ForImageClassification", f"{kind}Config", options, {})
+        yield Case("transformers", kind, build, pixel_values(side))
+    for kind, options in {
+        "MobileNetV2": {"depth_multiplier": 0.35},
+        "MobileViT": vit,
+        "Segformer": {"depths": [1] * 4},
+    }.items():
+        build = partial(of_transformers, f"{kind}ForSemanticSegmentation", f"{kind}Config", options, {})
+        yield Case("transformers", f"{kind}, segmentation", build, pixel_values(64))
+    options, backbone = {"hidden_size": 32, "auxiliary_in_channels": 64}, {**stages, "out_features": four}
+    parts: dict[str, Any] = {"backbone_config": ("ResNetConfig", backbone)}
+    build = partial(of_transformers, "UperNetForSemanticSegmentation", "UperNetConfig", options, parts)
+    yield Case("transformers", "UperNet, segmentation", build, pixel_values(128))
+    parts = {"backbone_config": ("RTDetrResNetConfig", {**stages, "out_features": four[1:]})}
+    build = partial(of_transformers, "RTDetrForObjectDetection", "RTDetrConfig", detr, parts)
+    yield Case("transformers", "RTDetr, detection", build, pixel_values(128))
+
+
+def of_ultralytics(name: str, kind: str) -> nn.Module:
+    from ultralytics.nn import tasks
+
+    return getattr(tasks, kind)(f"{name}.yaml", verbose=False)
 
 
 def ultralytics() -> Iterator[Case]:
-    from ultralytics.nn import tasks
+    kinds = {"-seg": "SegmentationModel", "-pose": "PoseModel", "-cls": "ClassificationModel"}
+    for name in (
+        "yolov5n",
+        "yolov8n",
+        "yolov9t",
+        "yolov10n",
+        "yolo11n",
+        "yolov8n-seg",
+        "yolov8n-pose",
+        "yolov8n-cls",
+        "yolo11n-cls",
+    ):
+        kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), "DetectionModel")
+        yield Case("ultralytics", name, partial(of_ultralytics, name, kind), images(3, 64, 64))
 
-    kinds = {
-        "yolov5n": tasks.DetectionModel, "yolov8n": tasks.DetectionModel, "yolov9t": tasks.DetectionModel,
-        "yolov10n": tasks.DetectionModel, "yolo11n": tasks.DetectionModel, "yolov8n-seg": tasks.SegmentationModel,
-        "yolov8n-pose": tasks.PoseModel, "yolov8n-cls": tasks.ClassificationModel,
-        "yolo11n-cls": tasks.ClassificationModel,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        yield Case("ultralytics", name, partial(kind, f"{name}.yaml", verbose=False), images(3, 64, 64))
+
+def of_smp(kind: str, encoder: str) -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    return getattr(smp, kind)(encoder, encoder_weights=None, classes=3)
 
 
 def segmentation_models() -> Iterator[Case]:
-    import segmentation_models_pytorch as smp
-
     for name in SMP:
-        build = partial(getattr(smp, name), "resnet18", encoder_weights=None, classes=3)
         side = 128 if name == "PAN" else 64
-        yield Case("segmentation_models_pytorch", name, build, images(3, side, side))
-    build = partial(smp.Unet, "mobilenet_v2", encoder_weights=None, classes=3)
+        yield Case("segmentation_models_pytorch", name, partial(of_smp, name, "resnet18"), images(3, side, side))
+    build = partial(of_smp, "Unet", "mobilenet_v2")
     yield Case("segmentation_models_pytorch", "Unet, mobilenet_v2", build, images(3, 64, 64))
 
 
-def monai() -> Iterator[Case]:
+def of_monai(kind: str, options: dict[str, Any]) -> nn.Module:
     from monai.networks import nets
 
+    return getattr(nets, kind)(**options)
+
+
+def monai() -> Iterator[Case]:
     unet: Any = {"in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2)}
     plain: Any = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
     flat, deep = images(1, 32, 32), images(1, 32, 32, 32)
-    built: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
-        "UNet, 2D": (lambda: nets.UNet(spatial_dims=2, num_res_units=1, norm="batch", **unet), flat),
-        "UNet, 3D": (lambda: nets.UNet(spatial_dims=3, num_res_units=1, norm="batch", **unet), deep),
-        "AttentionUnet": (lambda: nets.AttentionUnet(spatial_dims=2, **unet), flat),
-        "BasicUNet": (lambda: nets.BasicUNet(features=(8, 8, 16, 16, 16, 8), norm="batch", **plain), flat),
-        "SegResNet": (lambda: nets.SegResNet(init_filters=8, norm="batch", **plain), flat),
-        "VNet, 3D": (lambda: nets.VNet(spatial_dims=3, in_channels=1, out_channels=2), deep),
-        "DenseNet121, 3D": (lambda: nets.DenseNet121(spatial_dims=3, in_channels=1, out_channels=2), deep),
-        "ResNet10, 3D": (lambda: nets.resnet10(spatial_dims=3, n_input_channels=1, num_classes=2), deep),
+    built: dict[str, tuple[str, dict[str, Any], Callable[[int], Any]]] = {
+        "UNet, 2D": ("UNet", {"spatial_dims": 2, "num_res_units": 1, "norm": "batch", **unet}, flat),
+        "UNet, 3D": ("UNet", {"spatial_dims": 3, "num_res_units": 1, "norm": "batch", **unet}, deep),
+        "AttentionUnet": ("AttentionUnet", {"spatial_dims": 2, **unet}, flat),
+        "BasicUNet": ("BasicUNet", {"features": (8, 8, 16, 16, 16, 8), "norm": "batch", **plain}, flat),
+        "SegResNet": ("SegResNet", {"init_filters": 8, "norm": "batch", **plain}, flat),
+        "VNet, 3D": ("VNet", {**plain, "spatial_dims": 3}, deep),
+        "DenseNet121, 3D": ("DenseNet121", {**plain, "spatial_dims": 3}, deep),
+        "ResNet10, 3D": ("resnet10", {"spatial_dims": 3, "n_input_channels": 1, "num_classes": 2}, deep),
     }
-    for name, (build, inputs) in built.items():
-        yield Case("MONAI", name, build, inputs)
+    for name, (kind, options, inputs) in built.items():
+        yield Case("MONAI", name, partial(of_monai, kind, options), inputs)
 
 
-def open_clip() -> Iterator[Case]:
-    import open_clip as clip
+def of_open_clip() -> Any:
+    import open_clip
 
     vision: Any = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
     text: Any = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
+    return open_clip.CLIP(32, open_clip.CLIPVisionCfg(**vision), open_clip.CLIPTextCfg(**text))
 
+
+def clip() -> Iterator[Case]:
     def inputs(count: int) -> Any:
         return torch.randn(count, 3, 64, 64), torch.randint(1, 49, (count, 8))
 
-    def build() -> nn.Module:
-        return clip.CLIP(32, clip.CLIPVisionCfg(**vision), clip.CLIPTextCfg(**text))
+    yield Case("open_clip", "CLIP with a ResNet", of_open_clip, inputs)
+    yield Case("open_clip", "ModifiedResNet", lambda: of_open_clip().visual, images(3, 64, 64))
 
-    yield Case("open_clip", "CLIP with a ResNet", build, inputs)
-    yield Case("open_clip", "ModifiedResNet", lambda: build().visual, images(3, 64, 64))  # type: ignore[return-value]
+
+OTHERS = {
+    "transformers": transformers, "ultralytics": ultralytics, "segmentation_models_pytorch": segmentation_models,
+    "monai": monai, "open_clip": clip,
+}  # fmt: skip

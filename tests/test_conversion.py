@@ -1054,7 +1054,8 @@ def test_parts_are_converted_alone_or_together() -> None:
         assert all(isinstance(part, Converted) for part in network)
         assert not isinstance(network, Converted)
         prove(model, network, images)
-    assert list(priors(network)) == ["0.1", "0.4", "1.1"]
+        assert list(priors(network)) == ["0.1", "0.4", "1.1"]
+        assert network.report.parameters_before == sum(p.numel() for p in model.parameters())
     assert priors(network)["0.4"] == {"0.1": 8}
     assert network.report is network[0].report
     for only in (None, "0", "0.0", "0.1", ["1", "0"]):

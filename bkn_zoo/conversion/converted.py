@@ -99,7 +99,7 @@ class Converted(nn.Module):
         return f"Converted{self._original.__name__}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # for copies and pickles, which cannot find a class made here
-        return _empty, (self._kind(), self._original, self._methods), self.__dict__
+        return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
 
     @classmethod
     def _kind(cls) -> type["Converted"]:
@@ -202,9 +202,11 @@ def convert(
     choose_statistics(False, default_statistics, statistics_batch_size)
     for name in parts:
         check(model, name)
-    whole, before = copy_of(model), _count(model)
+    whole: Any = copy_of(model)
+    before = _count(model)
     inputs = None if example is None else inputs_of(example)
-    reports = []
+    earlier = getattr(whole, "report", Report((), (), before, before))
+    reports = [earlier]
     for name in parts:
         check(whole, name)
         part: Any = whole.get_submodule(name)
@@ -216,10 +218,10 @@ def convert(
         reports.append(part.report)
     report = Report(
         tuple(row for each in reports for row in each.rows), tuple(guess for each in reports for guess in each.guesses),
-        before, _count(whole),
+        earlier.parameters_before, _count(whole),
     )  # fmt: skip
-    for module in (whole, *map(whole.get_submodule, parts)):
-        module.report = report  # type: ignore[assignment]
+    for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
+        module.report = report
     return whole
 
 
