@@ -29,7 +29,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bkn_zoo.conversion import convert, prove
 from bkn_zoo.conversion.checks import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
-from bkn_zoo.conversion.proof import seeded, tensors_in
+from bkn_zoo.conversion.proof import seeded
+from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.norms import MODES
 from bkn_zoo.publishing.results import write_results
@@ -108,7 +109,7 @@ def check(case: Case) -> dict[str, Any]:
         began = time.perf_counter()
         converted: Any = convert(original, **example)
     except BknZooError as error:
-        return row | {"reason": re.sub(r"/\S*/site-packages/", "", str(error))}
+        return row | {"seconds": None, "reason": re.sub(r"/\S*/site-packages/", "", str(error))}
     report = converted.report
     row |= {
         "converts": True,
@@ -148,7 +149,7 @@ def try_check(name: str) -> dict[str, Any] | None:
         return check(case) if holds_norms(case) else None
     except Exception as error:  # whatever a network does, the others are still of interest
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return {"library": case.library, "name": case.name, "converts": False, "reason": reason}
+        return {"library": case.library, "name": case.name, "converts": False, "seconds": None, "reason": reason}
 
 
 def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
@@ -168,7 +169,9 @@ def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
 
 def main(names: list[str], resume: bool, seconds: float) -> None:
     before = json.loads(OUTPUT.read_text()) if (names or resume) and OUTPUT.exists() else {"rows": []}
-    known = {f"{row['library']} {row['name']}" for row in before["rows"]} | set(before.get("without_norms", ()))
+    known = {
+        f"{row['library']} {row['name']}" for row in before["rows"] if "seconds" in row
+    }  # older versions wrote none
     wanted = [case for case in cases() if not names or case.name in names]
     wanted.sort(key=lambda case: not case.with_example)  # small ones first
     chosen = [f"{case.library} {case.name}" for case in wanted]

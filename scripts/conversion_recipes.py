@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import bkn_zoo
 from bkn_zoo.conversion import Converted
+from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.publishing.results import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +120,7 @@ def for_ultralytics() -> tuple[dict[str, Any], Callable[[dict[str, Any]], Found]
 
     def finish(names: dict[str, Any]) -> Found:
         rows = [line.split(",") for line in Path(names["yolo"].trainer.csv).read_text().splitlines()]
-        losses = [float(row[rows[0].index("val/box_loss")]) for row in rows[1:]]
+        losses = [float(row[rows[0].index("train/box_loss")]) for row in rows[1:]]
         trained = names["yolo"].trainer.ema.ema.float()  # last.pt has it in 16 bits
         again = names["again"].model.float()
         assert isinstance(again, Converted)
@@ -174,8 +175,6 @@ def run(library: str) -> dict[str, Any]:
 
 
 def tensors(output: Any) -> list[Tensor]:
-    from bkn_zoo.conversion.proof import tensors_in
-
     return [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bkn_zoo.conversion.checks import check, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, first_sentence, inputs_of, left_alone, plans_for
 from bkn_zoo.conversion.plan import INTERLEAVED, Plan
-from bkn_zoo.conversion.record import calling, is_open, run
+from bkn_zoo.conversion.record import CALLS, Record, is_open, run
 from bkn_zoo.conversion.replace import LinkedNorm2d, names_of, replace_norms
 from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.errors import ConversionError
@@ -62,8 +62,11 @@ class Converted(nn.Module):
             statistics: as in `forward`.
             images: how many there are, if norms get several rows for each.
         """
-        with calling(self, self._choose(statistics, ()), images):
+        CALLS.open.append(Record(self, self._choose(statistics, ()), images))
+        try:
             yield
+        finally:
+            CALLS.open.pop()
 
     def _choose(self, statistics: str | None, inputs: Any) -> Statistics:
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)

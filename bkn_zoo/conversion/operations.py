@@ -200,8 +200,10 @@ def guess(o: Operation) -> Any:
     """Passes on the belief about its first tensor; mixes channels if it changes their number."""
     results = o.result if isinstance(o.result, tuple | list) else [o.result]
     planner, x = o.planner, o.tensors[0]
-    planner.note_guess(o)
-    tag, tags = o.first, []
+    name, kind = planner.modules[-1]
+    place = f"{name} (a {kind})" if name else "the network itself"
+    note = f"{o.name} in {place}: taken to pass on the belief about its first tensor"
+    tag, tags = planner.renumbered(o.first.channels, o.first.images, guess=(note,)), []
     for result in results:
         shape: Sequence[int] = getattr(result, "shape", ())
         if len(shape) < 2 or x.ndim < 2:

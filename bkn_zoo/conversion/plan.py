@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.operations import NeedsValuesError, Operation, guess, handler_of, name_of
 from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Piece, Single, pieces_of, sources_of, through
-from bkn_zoo.conversion.record import _list_with, count_images
-from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, UNKNOWN, Tag, by_row, shortened, without
+from bkn_zoo.conversion.record import count_images, lists_of_images
+from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, UNKNOWN, Tag, by_row, shortened, tensors_in, without
 
 NOT_FOLLOWED = "called on something whose channels are not known"
 INTERLEAVED = "the rows of its input are not one image after another"
@@ -101,8 +101,7 @@ class Planner(TorchDispatchMode):
         self.origins: list[Origin] = [None]
         self.guessed: list[tuple[str, ...]] = [()]
         self.gates: set[int] = set()
-        self.modules: list[str] = []  # those that are running, by name, the innermost last
-        self.kinds: list[str] = []
+        self.modules: list[tuple[str, str]] = []  # those that are running, with their kinds, the innermost last
         self.owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their memory
         self.written: dict[int, Any] = {}  # memory into which features were copied
         self.convolved: list[tuple[str, Tag]] = []
@@ -118,12 +117,10 @@ class Planner(TorchDispatchMode):
     # Modules
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self.modules.append(name)
-        self.kinds.append(type(module).__name__)
+        self.modules.append((name, type(module).__name__))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.modules.pop()
-        self.kinds.pop()
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and isinstance(output, Tensor):
             with untracked():
                 tag = self.tag_of(output)
@@ -137,18 +134,14 @@ class Planner(TorchDispatchMode):
         """Give numbers to the channels of the example, with the images along the first dimension, or in a list."""
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.ndim > 0:
-                listed = _list_with(inputs, leaf) if leaf.ndim == 3 else None
-                place = 0 if listed else min(1, leaf.ndim - 1)
                 tag = self.vague(leaf)
                 if leaf.is_floating_point() and leaf.ndim > 1:
-                    tag.channels = self.numbered(leaf.ndim, place, [None] * leaf.shape[place])
+                    tag.channels = self.numbered(leaf.ndim, 1, [None] * leaf.shape[1])
                 self.set_tag(leaf, tag)
-        for listed in _lists_of_images(inputs):
-            for number, image in enumerate(listed):
-                tag = self.vague(image)
-                tag.channels = self.numbered(3, 0, [None] * image.shape[0])
-                tag.images = torch.full((1, 1, 1), number)
-                self.set_tag(image, tag)
+        for images in lists_of_images(inputs):
+            for number, image in enumerate(images):
+                channels = self.numbered(3, 0, [None] * image.shape[0])
+                self.set_tag(image, Tag(channels, torch.full((1, 1, 1), number)))
 
     def vague(self, x: Tensor) -> Tag:
         """A tag that knows no channels, and takes the first dimension for that of images if its size fits."""
@@ -188,15 +181,15 @@ class Planner(TorchDispatchMode):
         shape[dim] = len(origins)
         return numbers.view(shape)
 
-    def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False) -> Tag:
-        """New numbers for the same channels after an operation.
+    def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False, guess: tuple[str, ...] = ()) -> Tag:
+        """New numbers for the same channels after an operation, which may make a gate, or be guessed.
 
         A norm that sees them from here on has not seen those before the operation.
         """
         old, places = torch.unique(channels, return_inverse=True)
         first = len(self.origins)
         self.origins.extend([self.origins[number] for number in old.tolist()])
-        self.guessed.extend([self.guessed[number] for number in old.tolist()])
+        self.guessed.extend([self.guessed[number] + guess for number in old.tolist()])
         if gate or (old.numel() and int(old[0]) in self.gates):
             self.gates.update(range(first, len(self.origins)))
         return Tag(places + first, shortened(images))
@@ -264,23 +257,11 @@ class Planner(TorchDispatchMode):
             for x, tag in zip(result, made or [None] * len(result), strict=True):
                 self.set_tag(x, tag)
 
-    def note_guess(self, operation: Operation) -> None:
-        """Let the numbers that come of this operation tell of it."""
-        name = self.modules[-1] if self.modules else ""
-        place = f"{name} (a {self.kinds[-1]})" if name else "the network itself"
-        guess = f"{operation.name} in {place}: taken to pass on the belief about its first tensor"
-        tag = operation.first
-        old, places = torch.unique(tag.channels, return_inverse=True)
-        first = len(self.origins)
-        self.origins.extend([self.origins[number] for number in old.tolist()])
-        self.guessed.extend([(*self.guessed[number], guess) for number in old.tolist()])
-        operation.tags[id(operation.tensors[0])] = Tag(places + first, tag.images)
-
     def mixed(self, x: Tensor, tag: Tag, dim: int, shape: Sequence[int], groups: int = 1) -> Tag:
         """A convolution or a linear layer over a dimension."""
         numbers, outputs = self.along(x, tag, dim), shape[dim]
         origins = [self.origins[number] for number in numbers]
-        name = self.modules[-1] if self.modules else ""
+        name = self.modules[-1][0]
         if groups == len(origins):
             made: list[Origin] = [through(origin, name) for origin in origins for _ in range(outputs // groups)]
         else:
@@ -350,7 +331,7 @@ class Planner(TorchDispatchMode):
 
     def find_foldable(self, output: Any) -> None:
         """The norms that one convolution could take in, since nothing else gets what it gives."""
-        returned = {id(vars(leaf).get("_bkn_tag")) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        returned = {id(vars(x).get("_bkn_tag")) for _, x in tensors_in(output)}
         convs, norms = [name for name, _ in self.convolved], [name for name, _ in self.normed]
         for name, tag in self.normed:
             conv = tag.convolution
@@ -358,11 +339,3 @@ class Planner(TorchDispatchMode):
             seen = sum(other is tag for _, other in self.normed)
             if alone and seen == 1 and convs.count(conv) == 1 and norms.count(name) == 1:
                 self.plan.foldable[name] = conv
-
-
-def _lists_of_images(inputs: Any) -> list[list[Tensor]]:
-    """Lists of images of three dimensions, which may differ in size."""
-    if isinstance(inputs, list) and inputs and all(isinstance(x, Tensor) and x.ndim == 3 for x in inputs):
-        return [inputs]
-    parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else ()
-    return [found for part in parts for found in _lists_of_images(part)]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.conversion.example import left_alone
+from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 
@@ -155,20 +156,6 @@ def _outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     with seeded(seed):
         output = model(*args, **named)
     return {name: tensor for name, tensor in tensors_in(output) if tensor.is_floating_point()}
-
-
-def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a network returned, in lists, dicts, dataclasses and the like, with names for them."""
-    if isinstance(output, Tensor):
-        yield name, output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from tensors_in(value, f"{name}.{key}")
-    elif isinstance(output, list | tuple):
-        for place, value in enumerate(output):
-            yield from tensors_in(value, f"{name}.{place}")
-    elif hasattr(output, "__dict__") and not isinstance(output, type | nn.Module) and not callable(output):
-        yield from tensors_in(vars(output), name)
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:

@@ -9,8 +9,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -94,15 +93,6 @@ def run(network: nn.Module, statistics: Statistics, function: Callable[..., Any]
         CALLS.open.pop()
 
 
-@contextmanager
-def calling(network: nn.Module, statistics: Statistics, images: int | None) -> Iterator[None]:
-    CALLS.open.append(Record(network, statistics, images))
-    try:
-        yield
-    finally:
-        CALLS.open.pop()
-
-
 def is_open(network: nn.Module) -> bool:
     """Whether the innermost call of this thread is one of this network."""
     return bool(CALLS.open) and CALLS.open[-1].network is network
@@ -116,16 +106,16 @@ def count_images(inputs: Any) -> int | None:
     first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
     if first is None or first.ndim == 0:
         return None
-    images = _list_with(inputs, first) if first.ndim == 3 else None
-    return first.shape[0] if images is None else len(images)
+    lists = lists_of_images(inputs) if first.ndim == 3 else []
+    return next((len(images) for images in lists if images[0] is first), first.shape[0])
 
 
-def _list_with(inputs: Any, tensor: Tensor) -> list[Any] | None:
-    """The list among inputs whose first entry is this tensor."""
-    if isinstance(inputs, list) and inputs and inputs[0] is tensor:
-        return inputs
+def lists_of_images(inputs: Any) -> list[list[Tensor]]:
+    """Lists of images of three dimensions, which may differ in size."""
+    if isinstance(inputs, list) and inputs and all(isinstance(x, Tensor) and x.ndim == 3 for x in inputs):
+        return [inputs]
     parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else ()
-    return next(filter(None, (_list_with(part, tensor) for part in parts)), None)
+    return [images for part in parts for images in lists_of_images(part)]
 
 
 def find_record(norm: str) -> Record | None:

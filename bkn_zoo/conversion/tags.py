@@ -5,7 +5,7 @@ channel that it belongs to, and the number of its image. What moves features (a 
 both in the same way, however it is written. Along a dimension in which all numbers are the same, a tag has size 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,3 +109,17 @@ def without(images: Tensor, dims: Sequence[int]) -> Tensor:
 def by_row(images: Tensor, rows: int) -> Tensor:
     """The image of each row of a tensor, MIXED where a row holds values of several."""
     return without(images, range(1, images.ndim)).flatten().expand(rows)
+
+
+def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a network returned, in lists, dicts, dataclasses and the like, with names for them."""
+    if isinstance(output, Tensor):
+        yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif isinstance(output, list | tuple):
+        for place, value in enumerate(output):
+            yield from tensors_in(value, f"{name}.{place}")
+    elif hasattr(output, "__dict__") and not callable(output):
+        yield from tensors_in(vars(output), name)
