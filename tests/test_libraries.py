@@ -20,7 +20,7 @@ from bkn_zoo import cli
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.cli import train
 from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
-from bkn_zoo.conversion.libraries import preprocessing_of
+from bkn_zoo.conversion.libraries import named_network, preprocessing_of
 from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images import Preprocessing, normalize
 from bkn_zoo.inference.engines import create_engine
@@ -173,14 +173,14 @@ def test_what_no_engine_runs_and_no_file_holds_is_refused_in_one_sentence(name: 
         create_engine(bkn_zoo.convert(Several(), only="layers"), name)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="but this one gives a dict"):
         create_engine(bkn_zoo.convert(Several()).eval(), name)(images)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Converted"):
+    with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Several"):
         bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]
 
 
 def test_the_average_of_a_whole_map_in_f16_is_that_in_f32() -> None:
     pytest.importorskip("openvino")
     layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.AvgPool2d(112), nn.Flatten())
-    model = LibraryNetwork(bkn_zoo.convert(layers), "averages", 8, {}, 1).eval()
+    model = named_network(bkn_zoo.convert(layers), "averages", 8, {}, 1).eval()
     bright = torch.ones(1, 3, 112, 112)
     with torch.no_grad():
         wanted = model(bright, "population")
@@ -307,7 +307,7 @@ class Odd(torch.nn.Module):
 def test_a_norm_is_folded_only_where_nothing_else_sees_the_convolution() -> None:
     converted = bkn_zoo.convert(Odd())
     assert converted.foldable == {"one": "first"}
-    model = LibraryNetwork(converted, "mine:odd", 3, {}, 8)
+    model = named_network(converted, "mine:odd", 3, {}, 8)
     model.train()(torch.randn(4, 3, 8, 8))
     images = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
