@@ -29,7 +29,7 @@ from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.conversion.replace import LinkedNorm1d, LinkedNorm2d, LinkedNorm3d
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
+from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm2d, Belief
 from bkn_zoo.norms.centered import Centered2d
 
 timm = pytest.importorskip("timm")
@@ -124,8 +124,8 @@ def test_population_outputs_stay_near_the_population(family: str) -> None:
     original = stir(FAMILIES[family]()).double().eval()
     converted = convert(original)
     started = start_near_population(converted, gain=0.3)
-    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm2d)}
-    assert started == [name for name, norm in norms.items() if norm.prior_features is not None]
+    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm)}
+    assert started == list(norms)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     torch.testing.assert_close(converted(images), original(images), rtol=1e-9, atol=1e-9)
     for name in started:
@@ -135,17 +135,10 @@ def test_population_outputs_stay_near_the_population(family: str) -> None:
     assert {f"{name}.center" for name in started} <= converted.no_weight_decay()
 
 
-def test_training_near_the_population_is_like_frozen_norms() -> None:
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
-    original = stir(layers).double().eval()
-    converted = convert(original, statistics_batch_size=1)
-    assert start_near_population(converted, gain=1e-12) == ["4"]
-    converted.train().get_submodule("1").eval()  # a first norm predicts nothing
-    images = torch.randn(2, 3, 9, 9, dtype=torch.float64)
-    torch.testing.assert_close(converted(images), original(images))
+def test_start_near_population_takes_a_converted_part() -> None:
     whole = nn.Module().eval()
-    whole.part = copy.deepcopy(original)
-    assert start_near_population(convert(whole, only="part")) == ["part.4"]
+    whole.part = stir(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)))
+    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])
@@ -173,7 +166,7 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> No
     again = convert(FAMILIES["resnet"]()).eval()
     again.load_state_dict(converted.state_dict())
     with pytest.raises(InputError, match="must lie in"):
-        start_near_population(again, gain=0.0)
+        start_near_population(again, gain=-0.1)
     network = bkn_zoo.create_model("timm:test_resnet", num_classes=10).eval()
     network.load_state_dict(converted.state_dict())
     bkn_zoo.save_pretrained(network, tmp_path / "network", label_names=[str(k) for k in range(10)])
