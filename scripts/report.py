@@ -322,6 +322,7 @@ def conversion() -> str:
             "round trip": f"{sum(row['round_trip'] == 0 for row in checked)} of {len(checked)}",
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
+    failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
     text = CONVERSION.read_text()
     for first, part in (("library", shares), ("does not convert", failed)):
         text = re.sub(rf"^\| {first} \|.*?(?=\n\n)", lambda _, p=part: table(p, list(p[0])), text, flags=re.M | re.S)
