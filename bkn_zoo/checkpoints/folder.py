@@ -35,6 +35,7 @@ from bkn_zoo.checkpoints.files import (
 from bkn_zoo.checkpoints.hub import remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
+    check_finite,
     copied,
     of_today,
     read_tensors,
@@ -163,6 +164,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
     weights = of_today(read_weights(path))
+    check_finite(weights, path)
     check_hashes(path, config.sha256)
     # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
