@@ -109,9 +109,7 @@ class Pool:
 
     async def get(self, name: str | None) -> Loaded:
         """The model of that name, loaded if need be."""
-        name = self.names[0] if name is None else name
-        if name not in self.names:
-            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+        name = self._known(name)
         if not self.started:
             raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
@@ -132,6 +130,13 @@ class Pool:
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
         finally:
             self._waiting -= 1
+
+    def _known(self, name: str | None) -> str:
+        """The name of a model that is offered; the first where none is given."""
+        name = self.names[0] if name is None else name
+        if name not in self.names:
+            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+        return name
 
     def _check_room(self, name: str) -> None:
         """Whether a model may leave for this one: else a client that asks for all in turn keeps everybody waiting."""
@@ -201,11 +206,23 @@ class Pool:
         """What GET /v1/models says."""
         return [{"name": name, "default": name == self.names[0], **self._describe(name)} for name in self.names]
 
+    def labels(self, name: str | None) -> dict[str, Any]:
+        """What GET /v1/labels says."""
+        name = self._known(name)
+        config = self._config(name, self._loaded.get(name))
+        return {"model": name, "labels": list(config.label_names or ()) if config else []}
+
+    def _config(self, name: str, loaded: Loaded | None) -> Config | None:
+        """What the checkpoint says of itself; None where it is on the Hub and not loaded yet."""
+        try:
+            return loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
+        except BknZooError:
+            return None
+
     def _describe(self, name: str) -> dict[str, Any]:
         loaded = self._loaded.get(name)
-        try:
-            config = loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
-        except BknZooError:  # on the Hub, and not loaded yet
+        config = self._config(name, loaded)
+        if config is None:
             return {"loaded": False}
         return {
             "loaded": loaded is not None,
