@@ -232,7 +232,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health answers from the first moment.
-        tasks = [asyncio.create_task(start(app)), asyncio.create_task(service.pool.watch())]
+        tasks = [asyncio.create_task(work) for work in (start(app), service.pool.watch(), service.pool.warm())]
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:

@@ -560,6 +560,13 @@ def test_model_that_cannot_be_loaded_evicts_no_other(broken: Path) -> None:
 
 
 @pytest.mark.usefixtures("bundled")
+def test_all_modes_are_warmed_without_being_asked_for() -> None:
+    with LocalService("--models", "first") as service:
+        engine = service.service.pool._loaded["first"].classifier.engine
+        until(lambda: len(engine._prepared) == 2, "the population's and the image's statistics prepared")
+
+
+@pytest.mark.usefixtures("bundled")
 @pytest.mark.parametrize(("arguments", "loaded"), [([], 1), (["--models", "first,second,third"], 2)])
 def test_named_models_or_the_bundled_default_are_loaded_first(arguments: list[str], loaded: int) -> None:
     with LocalService(*arguments) as service:
