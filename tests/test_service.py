@@ -442,7 +442,7 @@ def test_api_keys_leave_only_health_metrics_and_pages_open() -> None:
         assert [service.ask(path).status for path in ("/", "/health/live", "/metrics", "/openapi.json")] == [200] * 4
         paths = service.ask("/openapi.json").json()["paths"]
         keyed = [(method, path) for path in paths if path.startswith(("/v1", "/models")) for method in paths[path]]
-        assert len(keyed) == 4
+        assert len(keyed) == 5
         for method, path in keyed:
             assert service.ask(path.format(name="first"), method=method.upper()).error == (401, "invalid_key")
         for good in ({"Authorization": "Bearer another"}, {"X-API-Key": "one"}):
