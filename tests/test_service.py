@@ -146,6 +146,13 @@ def test_models_differ_and_are_listed(running: ServiceProcess) -> None:
     assert first["predictions"] != second["predictions"]
 
 
+def test_labels_of_a_model_are_listed(running: ServiceProcess) -> None:
+    wanted = [f"class {number}" for number in range(10)]
+    assert running.ask("/v1/labels").json() == {"model": "first", "labels": wanted}
+    assert running.ask("/v1/labels?model=second").json() == {"model": "second", "labels": wanted}
+    assert running.ask("/v1/labels?model=third").error == (404, "unknown_model")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [
@@ -328,6 +335,7 @@ def test_openapi_lists_every_route_with_parameters_and_statuses(running: Service
         "/v1/classify/batch": (image - {"415"}, options, both),
         "/models/{name}": (image, options | {"name"}, {"application/json", "image/*", "application/octet-stream"}),
         "/v1/models": ({"401", "429"}, set(), set()),
+        "/v1/labels": ({"401", "404", "429"}, {"model"}, set()),
         "/health/live": (set(), set(), set()),
         "/health/ready": ({"503"}, set(), set()),
         "/metrics": (set(), set(), set()),

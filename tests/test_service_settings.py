@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from attackers import encoded, picture
 from local_service import LocalService
-from service_process import save_small_checkpoint
+from service_process import save_small_checkpoint, until
 from starlette.testclient import TestClient
 
 import bkn_zoo
@@ -62,18 +62,13 @@ def test_one_failing_image_of_a_batch_leaves_the_others(monkeypatch: pytest.Monk
     assert [result.get("error", {}).get("code") for result in results] == [None, "internal", None]
 
 
-@pytest.mark.parametrize("cause", ["a variant", "f16"])
-def test_statistics_the_engine_refuses_are_the_clients_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: str
-) -> None:
-    if cause == "f16":
-        pytest.importorskip("openvino")
-    model = bkn_zoo.create_model("inception_cifar_bkn", 10, prediction_bias=cause == "a variant").eval()
-    if cause == "f16":
-        model.conv.norm.running_var.fill_(1e4)  # too large for sums in f16
+def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("openvino")
+    model = bkn_zoo.create_model("inception_cifar_bkn", 10).eval()
+    model.conv.norm.running_var.fill_(1e4)  # too large for sums in f16
     about: dict[str, Any] = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.25,) * 3)}
     bkn_zoo.save_pretrained(model, tmp_path / "odd", default_statistics="population", **about)
-    engine = [] if cause == "a variant" else ["--engine", "openvino", "--precision", "f16"]
+    engine = ["--engine", "openvino", "--precision", "f16"]
     with LocalService("--models", str(tmp_path / "odd"), *engine) as service:
         assert service.ask(body=IMAGE).status == 200
         refused = service.ask("/v1/classify?statistics=sample", IMAGE)
@@ -88,7 +83,7 @@ def test_api_keys_leave_only_health_metrics_and_pages_open() -> None:
         assert [service.ask(path).status for path in ("/", "/health/live", "/metrics", "/openapi.json")] == [200] * 4
         paths = service.ask("/openapi.json").json()["paths"]
         keyed = [(method, path) for path in paths if path.startswith(("/v1", "/models")) for method in paths[path]]
-        assert len(keyed) == 4
+        assert len(keyed) == 5
         for method, path in keyed:
             assert service.ask(path.format(name="first"), method=method.upper()).error == (401, "invalid_key")
         for good in ({"Authorization": "Bearer another"}, {"X-API-Key": "one"}):
@@ -231,3 +226,10 @@ def test_missing_model_ends_the_command_before_it_serves(
     assert main(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
     shown = capsys.readouterr()
     assert (shown.out, words in shown.err) == ("", True)
+
+
+@pytest.mark.usefixtures("bundled")
+def test_all_modes_are_warmed_without_being_asked_for() -> None:
+    with LocalService("--models", "first") as service:
+        engine = service.service.pool._loaded["first"].classifier.engine
+        until(lambda: len(engine._prepared) == 2, "the population's and the image's statistics prepared")
