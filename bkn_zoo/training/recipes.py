@@ -1,4 +1,4 @@
-"""All that a training depends on beside the data, read from a file and checked."""
+"""All that a training depends on beside the data, read from a file and checked. PyTorch is not imported."""
 
 import os
 import tomllib
@@ -9,12 +9,38 @@ from typing import Annotated, Any
 from bkn_zoo.errors import InputError
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
 from bkn_zoo.images.preprocessing import Side
-from bkn_zoo.training.augmentation import Augmentation
 
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are varied. Every range is symmetric, and zero switches its part off.
+
+    Attributes:
+        crop: shift by up to this share of the side (the padded random crop of CIFAR).
+        scale: smallest share of the area that a random part keeps; 1 keeps all.
+        rotate: degrees.
+        colour: brightness, contrast and saturation, each by a factor within 1 +- this.
+        flip: mirror half of the images.
+        erase: side of a square that is blanked, as a share of the image's side.
+        mixup, cutmix: the alphas of their Beta distributions; if both are set, each takes half of the batches.
+    """
+
+    crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
+    scale: Annotated[float, Rule(lambda value: 0 < value <= 1, "a number above 0, up to 1")] = 1.0
+    rotate: Amount = 0.0
+    colour: Amount = 0.0
+    flip: bool = True
+    erase: Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")] = 0.0
+    mixup: Amount = 0.0
+    cutmix: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "augmentation.")
 
 
 @dataclass(frozen=True)
