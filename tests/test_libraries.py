@@ -30,7 +30,7 @@ from service.settings import read_settings
 
 pytest.importorskip("timm")
 from bkn_zoo.training.fine_tuning import FINE_TUNING
-from bkn_zoo.training.origin import build
+from bkn_zoo.training.network import build
 from bkn_zoo.training.recipes import read_recipe
 
 NETWORK = "timm:test_resnet"
