@@ -519,7 +519,10 @@ OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0
         (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (["--statistics_batch", "3", "--freeze"], "empty holds no folders: make one per class"),  # frozen norms take none
+        (
+            ["--statistics_batch", "3", "--freeze"],
+            "empty holds no folders: make one per class",
+        ),  # frozen norms take none
         (["--device", "cuda:99"], "device 'cuda:99' is nothing that PyTorch finds here"),
     ],
 )
