@@ -5,7 +5,6 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -41,7 +40,7 @@ EXECUTED = [path for path in DOCUMENTS if path not in CARDS[1:]]
 
 
 @pytest.mark.parametrize("document", EXECUTED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(document, tmp_path, monkeypatch):
     """Block after block in one namespace, as a reader would paste them, beside photographs; then those for a shell."""
     monkeypatch.chdir(tmp_path)
     if document.name == "guide.md":  # its network is its own, and each layer takes its time when it is exported
@@ -50,7 +49,7 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
     for name in ("photo.jpg", "photos/one.jpg"):
         Image.radial_gradient("L").save(name)
     text = document.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__"}
     for block in PYTHON_BLOCK.finditer(text):
         code = textwrap.dedent(block[1])
         if NOT_RUN.match(code):
@@ -63,14 +62,14 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("name", "blocks", "commands"), [("README.md", 2, 0), ("docs/guide.md", 5, 3)])
-def test_there_are_examples(name: str, blocks: int, commands: int) -> None:
+def test_there_are_examples(name, blocks, commands):
     """So that a changed way of fencing them cannot quietly leave nothing to run."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(PYTHON_BLOCK.findall(text)) >= blocks
     assert len(COMMAND.findall(text)) >= commands
 
 
-def test_the_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monkeypatch, capsys) -> None:
+def test_the_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monkeypatch, capsys):
     """With fewer images and epochs, which only cost time here."""
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -93,13 +92,13 @@ def test_the_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monke
 
 
 @documents
-def test_relative_links_lead_to_files(document: Path) -> None:
+def test_relative_links_lead_to_files(document):
     links = LINK.findall(document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
 @documents
-def test_named_tests_exist(document: Path) -> None:
+def test_named_tests_exist(document):
     """A test is named as test_file.py::test_name."""
     missing = []
     for file, name in NAMED_TEST.findall(document.read_text(encoding="utf-8")):
@@ -142,11 +141,11 @@ CLAIMS = [
 ]
 
 
-def test_what_the_readme_says_of_its_tables_is_in_the_records() -> None:
+def test_what_the_readme_says_of_its_tables_is_in_the_records():
     plan, records = read_plan(), read_records(ROOT / "results" / "reproduce", ROOT / "results" / "runs")
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
-    def lead(setting: str, arms: tuple[str, str], rule: str | None = None) -> Any:
+    def lead(setting, arms, rule=None):
         this, that = (f"{setting}.{arm}" for arm in arms)
         return difference({"this": this, "that": that, "modes": [rule, rule]}, plan, records)
 
@@ -162,13 +161,13 @@ def test_what_the_readme_says_of_its_tables_is_in_the_records() -> None:
     assert lead("cifar100", PAIR).value > lead("cifar100_full", PAIR).value
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == bkn_zoo.__version__
     assert citation["repository-code"] in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_workflow_runs_make_test_on_every_system_and_python() -> None:
+def test_the_workflow_runs_make_test_on_every_system_and_python():
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
     runners, pythons = ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"], ["3.11", "3.12", "3.13", "3.14"]
     assert job["strategy"]["matrix"] == {"runner": runners, "python": pythons}
