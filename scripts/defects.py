@@ -117,7 +117,7 @@ DEFECTS = [
     Defect(
         "optimizer-forgotten", ["bkn_zoo/training/state.py"],
         'training.optimizer.load_state_dict(state["optimizer"])', "pass",
-        ["tests/test_fit.py", "-k", "resume or interrupt or goes_on or killed or state"],
+        ["tests/test_fit.py", "-k", "resum or interrupt"],
     ),
     Defect(
         "exit-code", ["bkn_zoo/cli/command.py"],
@@ -125,17 +125,17 @@ DEFECTS = [
         ["tests/test_cli.py"],
     ),
     Defect(
-        "header-lost", [f"{SERVICE}/envelope.py"], '(b"x-content-type-options", b"nosniff"),', "",
-        ["tests/test_service.py", "tests/test_page.py"],
+        "header-lost", [f"{SERVICE}/errors.py"], 'headers = {"Retry-After": str(retry_after)}', "headers = {}",
+        ["tests/test_service.py", "tests/test_service_load.py"],
     ),
     Defect(
         "upload-unlimited", [f"{SERVICE}/uploads.py"], "if upload.size > self.most:", "if False:",
-        ["tests/test_service_bad_input.py", "tests/test_service.py"],
+        ["tests/test_service.py"],
     ),
     Defect(
         "log-unescaped", [f"{SERVICE}/logs.py"],
         "json.JSONEncoder(default=str)", "json.JSONEncoder(default=str, ensure_ascii=False)",
-        ["tests/test_service.py", "tests/test_service_bad_input.py", "tests/test_service_strangers.py", "-k", "log"],
+        ["tests/test_service.py", "-k", "log"],
     ),
     Defect(
         "any-key", [f"{SERVICE}/app.py"], "hmac.compare_digest(digest, key) for key", "bool(key) for key",
