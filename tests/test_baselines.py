@@ -8,18 +8,18 @@ from torch.testing import assert_close
 from bkn_zoo.norms import BatchRenorm2d, Statistics
 
 
-def some_images() -> torch.Tensor:
+def some_images():
     return (1 + 2 * torch.randn(4, 6, 5, 5)).double()
 
 
-def twin_of(layer: nn.Module) -> nn.BatchNorm2d:
+def twin_of(layer):
     """PyTorch's batch normalization with the layer's weights and running averages."""
     twin = nn.BatchNorm2d(6, eps=layer.eps, momentum=layer.momentum).double()
     twin.load_state_dict({name: layer.state_dict()[name] for name in twin.state_dict()})
     return twin
 
 
-def assert_same_step(layer: nn.Module, expected: torch.Tensor, x: torch.Tensor) -> None:
+def assert_same_step(layer, expected, x):
     """Output and gradients of a layer are those behind `expected`, which has the same leaves."""
     y, inputs = layer(x)[0], [x, layer.weight, layer.bias]
     grad_y = torch.randn_like(y)
@@ -36,14 +36,14 @@ LIMITS = [
 ]  # fmt: skip
 
 
-def test_the_limits_of_brn_widen_as_ioffe_2017_describes() -> None:
+def test_the_limits_of_brn_widen_as_ioffe_2017_describes():
     layer = BatchRenorm2d(3)
     for step, r_max, d_max in LIMITS:
         layer.num_batches_tracked.fill_(step)
         assert [limit.item() for limit in layer.limits()] == pytest.approx([r_max, d_max])
 
 
-def test_the_schedule_of_brn_is_driven_by_the_training_step() -> None:
+def test_the_schedule_of_brn_is_driven_by_the_training_step():
     layer = BatchRenorm2d(6, warmup=2, r_steps=4, d_steps=3).double()
     seen = []
     for _ in range(5):
@@ -54,7 +54,7 @@ def test_the_schedule_of_brn_is_driven_by_the_training_step() -> None:
     assert layer.num_batches_tracked == 5
 
 
-def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm) -> None:
+def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm):
     layer = make_norm("brn", 6)
     layer.num_batches_tracked.zero_()
     twin = twin_of(layer)
@@ -66,7 +66,7 @@ def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm) -> No
     assert_close(layer.running_var, twin.running_var)
 
 
-def test_brn_is_batch_norm_at_running_statistics_of_the_batch(make_norm) -> None:
+def test_brn_is_batch_norm_at_running_statistics_of_the_batch(make_norm):
     """Then r = 1 and d = 0 at the widest limits too; the gradient as well, since r and d are constants to it."""
     layer, x = make_norm("brn", 6), some_images()
     layer.running_mean.copy_(x.mean((0, 2, 3)))
@@ -75,7 +75,7 @@ def test_brn_is_batch_norm_at_running_statistics_of_the_batch(make_norm) -> None
     assert_same_step(layer, nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, eps=layer.eps), x)
 
 
-def test_within_its_limits_brn_uses_the_running_statistics(make_norm) -> None:
+def test_within_its_limits_brn_uses_the_running_statistics(make_norm):
     layer = make_norm("brn", 6)
     x = layer.running_mean[:, None, None] + 1.5 * torch.randn(4, 6, 5, 5).double()
     evaluated, _ = layer.eval()(x)
@@ -84,7 +84,7 @@ def test_within_its_limits_brn_uses_the_running_statistics(make_norm) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 12_000, 40_000])
-def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step: int) -> None:
+def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step):
     layer = make_norm("brn", 6)
     layer.num_batches_tracked.fill_(step)
     mean, std = torch.tensor([9.0, 0.0, -9.0, 1.0, 0.0, 3.0]), torch.tensor([4.0, 0.01, 1.0, 0.1, 9.0, 2.0])
@@ -98,7 +98,7 @@ def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step: i
     assert_same_step(layer, normal * layer.weight[:, None, None] + layer.bias[:, None, None], x)
 
 
-def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm) -> None:
+def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm):
     layer, x = make_norm("brn", 6).eval(), some_images()
     assert_close(layer(x)[0], twin_of(layer).eval()(x))
 
@@ -106,7 +106,7 @@ def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm) -> Non
 # Batch normalization
 
 
-def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
+def test_the_batch_norm_twin_is_batch_norm(make_norm):
     layer = make_norm("bn", 6)
     twin = twin_of(layer)
     for training in (True, True, False):
@@ -124,7 +124,7 @@ def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
 @pytest.mark.parametrize(
     ("channels", "size", "groups"), [(64, 0, 32), (48, 0, 16), (7, 0, 1), (64, 16, 4), (24, 16, 3), (7, 16, 7)]
 )
-def test_the_group_norm_twin_is_group_norm(make_norm, channels: int, size: int, groups: int) -> None:
+def test_the_group_norm_twin_is_group_norm(make_norm, channels, size, groups):
     layer = make_norm("gn", channels, **({"channels_per_group": size} if size else {}))
     twin = nn.GroupNorm(groups, channels).double()
     twin.load_state_dict(layer.state_dict())
@@ -132,7 +132,7 @@ def test_the_group_norm_twin_is_group_norm(make_norm, channels: int, size: int, 
     assert_close(layer(x)[0], twin(x))
 
 
-def test_the_modes_of_group_norm_agree(make_norm) -> None:
+def test_the_modes_of_group_norm_agree(make_norm):
     layer, x = make_norm("gn", 64), torch.randn(3, 64, 4, 4).double()
     chosen = [Statistics("batch"), Statistics("population"), Statistics("sample"), Statistics("expected", 2)]
     outputs = [layer.train(statistics.mode == "batch")(x, None, statistics)[0] for statistics in chosen]

@@ -47,7 +47,7 @@ def size(model):
 
 def shorten(model):
     """Take out blocks that are like others, which only cost time here."""
-    for name in ("inception_4b", "inception_4d", "inception_5b"):
+    for name in ("inception_4a", "inception_4b", "inception_4d", "inception_5b"):
         if hasattr(model, name):
             delattr(model, name)
     if isinstance(model, InceptionCifar):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import functional_call
 from torch.testing import assert_close
@@ -12,15 +11,15 @@ from bkn_zoo.norms.kalman import predict, predict_full, update, update_full
 from bkn_zoo.norms.statistics import normalize, observe, pool
 
 
-def random(*shape: int) -> Tensor:
+def random(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def random_belief(*shape: int) -> Belief:
+def random_belief(*shape):
     return Belief(random(*shape), random(*shape).square())
 
 
-def covariance(size: int) -> Tensor:
+def covariance(size):
     root = random(size, size)
     return root @ root.T / size + 0.1 * torch.eye(size, dtype=torch.float64)
 
@@ -28,7 +27,7 @@ def covariance(size: int) -> Tensor:
 # Values
 
 
-def test_predict_is_the_diagonal_of_the_papers_prediction() -> None:
+def test_predict_is_the_diagonal_of_the_papers_prediction():
     prior, transition, noise = random_belief(3, 4), random(5, 4), random(5).square()
     predicted = predict(prior, transition, noise)
     for group in range(3):
@@ -37,20 +36,20 @@ def test_predict_is_the_diagonal_of_the_papers_prediction() -> None:
         assert_close(predicted.var[group], full.diagonal())
 
 
-def test_predict_takes_one_process_noise_for_all_channels() -> None:
+def test_predict_takes_one_process_noise_for_all_channels():
     prior, transition = random_belief(2, 4), random(3, 4)
     one, per_channel = torch.tensor([0.7]).double(), torch.full((3,), 0.7).double()
     assert_close(predict(prior, transition, one), predict(prior, transition, per_channel))
 
 
-def test_a_block_diagonal_transition_is_that_of_the_full_matrix() -> None:
+def test_a_block_diagonal_transition_is_that_of_the_full_matrix():
     """Its blocks: a diagonal, a stack of matrices, a full matrix."""
     blocks, prior, noise = [random(2), random(2, 3, 2), random(3, 1)], random_belief(4, 7), torch.ones(11).double()
     full = torch.block_diag(torch.diag(blocks[0]), *blocks[1], blocks[2])
     assert_close(predict(prior, blocks, noise), predict(prior, full, noise))
 
 
-def test_a_layer_with_a_transition_of_blocks_is_the_full_one() -> None:
+def test_a_layer_with_a_transition_of_blocks_is_the_full_one():
     layer = BatchKalmanNorm2d(5, 6, transition_shapes=[(2,), (1, 3, 4)], dtype=torch.float64)
     full = BatchKalmanNorm2d(5, 6, dtype=torch.float64)
     with torch.no_grad():
@@ -64,7 +63,7 @@ def test_a_layer_with_a_transition_of_blocks_is_the_full_one() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.3, 0.9, 1.0])
-def test_update_is_the_mixture_of_prediction_and_observation(gain: float) -> None:
+def test_update_is_the_mixture_of_prediction_and_observation(gain):
     """Mean and variance of a mixture, p of the prediction and q of the observation, from its first two moments."""
     predicted, observed = random_belief(2, 3), random_belief(2, 3)
     p, q = 1 - gain, gain
@@ -75,7 +74,7 @@ def test_update_is_the_mixture_of_prediction_and_observation(gain: float) -> Non
     assert_close(belief.var, second - mean**2)
 
 
-def test_full_gain_is_the_observation_and_no_gain_the_prediction() -> None:
+def test_full_gain_is_the_observation_and_no_gain_the_prediction():
     predicted, observed = random_belief(2, 3), random_belief(2, 3)
     assert_close(update(predicted, observed, torch.tensor(1.0)), observed, rtol=0, atol=0)
     nothing = update(predicted, observed, torch.tensor(0.0))
@@ -83,7 +82,7 @@ def test_full_gain_is_the_observation_and_no_gain_the_prediction() -> None:
     assert_close(nothing.mean, predicted.mean)
 
 
-def test_concatenation_puts_the_channels_of_beliefs_side_by_side() -> None:
+def test_concatenation_puts_the_channels_of_beliefs_side_by_side():
     first, second = random_belief(2, 3), random_belief(2, 5)
     side_by_side = Belief(*(torch.cat(parts, 1) for parts in zip(first, second, strict=True)))
     assert_close(concatenate([first, second]), side_by_side, rtol=0, atol=0)
@@ -91,7 +90,7 @@ def test_concatenation_puts_the_channels_of_beliefs_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 6, None])
-def test_pooled_image_statistics_are_those_of_the_group(group: int | None) -> None:
+def test_pooled_image_statistics_are_those_of_the_group(group):
     x = 3 + 2 * random(6, 4, 5, 3) + random(6, 4, 1, 1)
     pooled = pool(observe(x), group)
     size = 6 if group is None else group
@@ -118,20 +117,20 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_gradients_of_each_step_are_right(step: str) -> None:
+def test_gradients_of_each_step_are_right(step):
     function, shapes = STEPS[step]
     assert gradcheck(function, [random(*shape).requires_grad_() for shape in shapes])
 
 
 @pytest.mark.parametrize("group", [None, 2, 1])
-def test_gradients_through_two_chained_layers_are_right(make_norm, group: int | None) -> None:
+def test_gradients_through_two_chained_layers_are_right(make_norm, group):
     """x, and gamma, beta, A, R and q of two layers above a first one: the belief of each reaches those above."""
     layers = torch.nn.ModuleList(make_norm("bkn", *channels) for channels in [(2,), (3, 2), (2, 3)])
     mixing = [random(3, 2), random(2, 3)]
     names = [name for name, _ in layers.named_parameters()]
     assert {name.split(".")[1] for name in names} == {"weight", "bias", "transition", "raw_process_noise", "raw_gain"}
 
-    def chain(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    def chain(x, *values):
         parameters = dict(zip(names, values, strict=True))
         belief = None
         for depth, layer in enumerate(layers):
@@ -145,7 +144,7 @@ def test_gradients_through_two_chained_layers_are_right(make_norm, group: int | 
     assert gradcheck(chain, inputs)
 
 
-def test_a_layer_learns_from_the_layer_above_through_its_belief(make_norm) -> None:
+def test_a_layer_learns_from_the_layer_above_through_its_belief(make_norm):
     """The paper's printed gradients leave this path out: nothing but the belief links the two layers here."""
     first, below, above = make_norm("bkn", 3), make_norm("bkn", 4, 3), make_norm("bkn", 2, 4)
     _, belief = first(random(4, 3, 2, 2))
@@ -161,7 +160,7 @@ def test_a_layer_learns_from_the_layer_above_through_its_belief(make_norm) -> No
 # The appendix
 
 
-def appendix(q_gradient: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def appendix(q_gradient):
     """The gradients of one layer by the appendix (with `q_gradient` "printed" or "corrected") and by autograd."""
     m, channels, eps = 6, 4, 1e-5
     x, grad_y, gamma, beta = random(m, channels), random(m, channels), random(channels), random(channels)
@@ -199,18 +198,18 @@ def appendix(q_gradient: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["x", "Sigma", "mu", "q", "gamma", "beta"])
-def test_corrected_gradients_of_the_appendix_agree_with_autograd(name: str) -> None:
+def test_corrected_gradients_of_the_appendix_agree_with_autograd(name):
     closed, autograd = appendix("corrected")
     assert_close(closed[name], autograd[name], rtol=1e-10, atol=1e-12)
 
 
-def test_the_printed_gradient_of_the_gain_is_not_autograd_s() -> None:
+def test_the_printed_gradient_of_the_gain_is_not_autograd_s():
     closed, autograd = appendix("printed")
     assert (closed["q"] - autograd["q"]).abs() > 0.1 * autograd["q"].abs()
 
 
-def test_the_layer_follows_algorithm_1(make_norm, make_belief) -> None:
-    layer: BatchKalmanNorm2d = make_norm("bkn", 5, 3)
+def test_the_layer_follows_algorithm_1(make_norm, make_belief):
+    layer = make_norm("bkn", 5, 3)
     x, prior = random(4, 5, 3, 2), make_belief(1, 3)
     y, belief = layer(x, prior)
 
@@ -227,7 +226,7 @@ def test_the_layer_follows_algorithm_1(make_norm, make_belief) -> None:
     assert_close(belief, Belief(mu[None], sigma.diagonal()[None]))
 
 
-def test_the_moving_average_converges_unlike_the_printed_one() -> None:
+def test_the_moving_average_converges_unlike_the_printed_one():
     """Printed: mu := mu + alpha (mu - muhat). The distance to muhat grows by 1 + alpha a step, instead of shrinking."""
     layer = BatchKalmanNorm1d(3).double()
     x = 2 + random(64, 3)
@@ -244,13 +243,13 @@ def test_the_moving_average_converges_unlike_the_printed_one() -> None:
 # Full covariances
 
 
-def one_to_one(size: int) -> Tensor:
+def one_to_one(size):
     """A transition in which every channel comes from one channel: a permutation with factors."""
     return torch.diag(random(size))[torch.randperm(size)]
 
 
 @pytest.mark.parametrize("innovation", [False, True])
-def test_diagonal_and_full_recursion_agree_one_to_one(innovation: bool) -> None:
+def test_diagonal_and_full_recursion_agree_one_to_one(innovation):
     """Without an innovation (the observed mean is the predicted one) and with diagonal covariances, the full matrix is
     diagonal. Otherwise the innovation fills it, but a one-to-one transition never carries that into a variance.
     """
@@ -270,7 +269,7 @@ def test_diagonal_and_full_recursion_agree_one_to_one(innovation: bool) -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_the_diagonal_gives_up_what_correlations_add(correlation: float) -> None:
+def test_the_diagonal_gives_up_what_correlations_add(correlation):
     """Four channels of variance 1 and equal correlation rho, summed with weight 1/2 each into one channel.
 
     The full prediction is (4 + 12 rho) / 4 = 1 + 3 rho; the diagonal says 1 whatever rho is. With the process noise of
@@ -290,7 +289,7 @@ def test_the_diagonal_gives_up_what_correlations_add(correlation: float) -> None
         assert_close(full_cov.diagonal(), torch.tensor([2 + off_diagonal]).double())
 
 
-def test_the_diagonal_is_right_on_average_of_dense_transitions() -> None:
+def test_the_diagonal_is_right_on_average_of_dense_transitions():
     """Correlations come in with random signs and cancel: full over diagonal is 1.00 on average.
 
     Channel by channel it strays: by 0.30 (standard deviation) for 16 channels with the correlations of 16 samples, by

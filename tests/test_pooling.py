@@ -259,7 +259,8 @@ def test_second_derivatives_are_refused():
 
 
 def test_folding_still_finds_the_average_pooling():
-    model = bkn_zoo.create_model("inception_v2_bkn", num_classes=2)
+    with torch.device("meta"):
+        model = bkn_zoo.create_model("inception_v2_bkn", num_classes=2)
     assert sum(isinstance(module, AveragePool) for module in model.modules()) == 7
     assert issubclass(AveragePool, torch.nn.AvgPool2d)
 

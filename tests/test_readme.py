@@ -12,6 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 from shallow import shallow
+from studies.chance import Difference
 from studies.replication_cells import difference, read_records
 from studies.replication_plan import read_plan
 

@@ -3,11 +3,9 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,14 +19,14 @@ KINDS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def images_of_many_kinds(count: int, channels: int = 3) -> Tensor:
+def images_of_many_kinds(count, channels=3):
     """Images that differ in mean and in contrast."""
     mean = torch.linspace(-2, 1, channels).double() + 0.8 * torch.randn(count, channels).double()
     contrast = torch.rand(count, channels).double() + 0.5
     return mean[:, :, None, None] + contrast[:, :, None, None] * torch.randn(count, channels, 4, 4).double()
 
 
-def true_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def true_values(x):
     """Of a population of images: the mean of their means, the mean of their variances, the variance of their means."""
     means, variances = x.mean((2, 3)), x.var((2, 3), correction=0)
     return means.mean(0), variances.mean(0), means.var(0, correction=0)
@@ -44,7 +42,7 @@ SIZES = [*(("bkn", *sizes) for sizes in SHARED), ("bn", 8, 2), ("brn", 8, 2), ("
 
 
 @pytest.mark.parametrize(("kind", "batch", "group"), SIZES)
-def test_image_statistics_converge_to_those_of_the_population(kind: str, batch: int, group: int | None) -> None:
+def test_image_statistics_converge_to_those_of_the_population(kind, batch, group):
     population = images_of_many_kinds(500)
     layer = KINDS[kind](3, momentum=0.015).double()
     for _ in range(400):
@@ -56,7 +54,7 @@ def test_image_statistics_converge_to_those_of_the_population(kind: str, batch: 
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_the_spread_of_means_is_unbiased_for_small_batches(batch: int) -> None:
+def test_the_spread_of_means_is_unbiased_for_small_batches(batch):
     """At momentum 0.1 each value of the buffer is noisy; its average over training must not be biased (3 %)."""
     population = images_of_many_kinds(500, channels=64)
     _, _, v = true_values(population)
@@ -70,7 +68,7 @@ def test_the_spread_of_means_is_unbiased_for_small_batches(batch: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, None])
-def test_the_running_belief_converges_to_the_mean_belief(make_norm, make_belief, group: int | None) -> None:
+def test_the_running_belief_converges_to_the_mean_belief(make_norm, make_belief, group):
     """The observed part of the variance carries Bessel's correction for the values of one group, as in BN."""
     layer, groups, x = make_norm("bkn", 3, 4), 1 if group is None else 4 // group, images_of_many_kinds(4)
     prior = Belief(*(part.expand(groups, -1) for part in make_belief(1, 4)))
@@ -82,7 +80,7 @@ def test_the_running_belief_converges_to_the_mean_belief(make_norm, make_belief,
     assert_close(layer.running_var, (belief.var + layer.gain * observed / (count - 1)).mean(0))
 
 
-def test_32_images_of_7_by_7_are_1568_values() -> None:
+def test_32_images_of_7_by_7_are_1568_values():
     """The paper prints 7 x 7 x 256 = 1568; the count shows in the correction of the remembered variance."""
     layer, x = BatchKalmanNorm2d(2, momentum=1.0).double(), torch.randn(32, 2, 7, 7).double()
     layer(x)
@@ -91,7 +89,7 @@ def test_32_images_of_7_by_7_are_1568_values() -> None:
 
 
 @kinds
-def test_evaluation_leaves_the_memory_alone(make_norm, make_belief, kind: str) -> None:
+def test_evaluation_leaves_the_memory_alone(make_norm, make_belief, kind):
     layer = make_norm(kind, 3, 4).eval()
     before = copy.deepcopy(layer.state_dict())
     for mode in ("population", "sample", "expected"):
@@ -99,7 +97,7 @@ def test_evaluation_leaves_the_memory_alone(make_norm, make_belief, kind: str) -
     assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-def test_the_population_stands_for_partners_after_whole_batches() -> None:
+def test_the_population_stands_for_partners_after_whole_batches():
     """Group normalization of n = 10^9 images of which one is known is, but for that one, the population's."""
     layer = BatchNorm2d(3).double()
     for _ in range(200):
@@ -110,7 +108,7 @@ def test_the_population_stands_for_partners_after_whole_batches() -> None:
 
 
 @kinds
-def test_an_assigned_batch_norm_state_shares_no_tensors(kind: str) -> None:
+def test_an_assigned_batch_norm_state_shares_no_tensors(kind):
     plain, x = torch.nn.BatchNorm2d(3).state_dict(), torch.randn(4, 3, 2, 2) + 1
     buffers = []
     for assign in (False, True):
@@ -122,7 +120,7 @@ def test_an_assigned_batch_norm_state_shares_no_tensors(kind: str) -> None:
 
 
 @kinds
-def test_a_state_with_the_running_mean_only_is_loaded(kind: str) -> None:
+def test_a_state_with_the_running_mean_only_is_loaded(kind):
     layer = KINDS[kind](3)
     missing, _ = layer.load_state_dict({"running_mean": torch.ones(3)}, strict=False)
     assert {"running_var", "image_mean"} <= set(missing)
@@ -132,7 +130,7 @@ def test_a_state_with_the_running_mean_only_is_loaded(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:var_mean")  # PyTorch's, of no values
 @pytest.mark.parametrize("group", [None, 2])
 @kinds
-def test_an_empty_batch_passes_a_layer_in_evaluation(kind: str, group: int | None) -> None:
+def test_an_empty_batch_passes_a_layer_in_evaluation(kind, group):
     empty = torch.zeros(0, 3, 4, 4)
     y, belief = KINDS[kind](3).eval()(empty, None, Statistics("batch", group))
     forgetful, _ = RunningNorm(3, track_running_stats=False, statistics_batch_size=group).eval()(empty)
@@ -145,7 +143,7 @@ def test_an_empty_batch_passes_a_layer_in_evaluation(kind: str, group: int | Non
 
 @pytest.mark.parametrize(("images", "group"), [(1, None), (4, 1)])
 @kinds
-def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind: str, images: int, group: int | None) -> None:
+def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind, images, group):
     layer, x = KINDS[kind](3), torch.randn(images, 3, 1, 1)
     with pytest.raises(InputError, match="has one value per channel"):
         layer(x, None, Statistics("batch", group))
@@ -158,7 +156,7 @@ def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind: str, imag
     assert y.std() > 0
 
 
-def test_a_spread_that_overflows_is_not_remembered() -> None:
+def test_a_spread_that_overflows_is_not_remembered():
     layer, x = BatchKalmanNorm2d(4, statistics_batch_size=1), torch.randn(4, 4, 3, 3)
     x[0] = 1e20
     for _ in range(2):
@@ -173,7 +171,7 @@ GUARDED = [(kind, group) for kind in KINDS for group in (None, 2) if (kind, grou
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("kind", "group"), GUARDED)
-def test_a_batch_that_is_not_finite_is_not_remembered(make_norm, make_belief, kind, group, value) -> None:
+def test_a_batch_that_is_not_finite_is_not_remembered(make_norm, make_belief, kind, group, value):
     layer = make_norm(kind, 3, 4)
     before = copy.deepcopy(layer.state_dict())
     x, prior = images_of_many_kinds(4), make_belief(1 if group is None else 2, 4)
@@ -187,7 +185,7 @@ def test_a_batch_that_is_not_finite_is_not_remembered(make_norm, make_belief, ki
 
 
 @kinds
-def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_belief, kind: str) -> None:
+def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_belief, kind):
     layer = make_norm(kind, 3, 4)
     twin = copy.deepcopy(layer)
     good, prior = images_of_many_kinds(4), make_belief(2, 4)
@@ -203,7 +201,7 @@ def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_beli
 PAIRS = (None, Statistics("batch", 2))
 
 
-def test_a_traced_step_that_was_skipped_is_reported_at_the_end() -> None:
+def test_a_traced_step_that_was_skipped_is_reported_at_the_end():
     layer, bad = BatchKalmanNorm2d(3), torch.full((4, 3, 4, 4), float("nan"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -217,7 +215,7 @@ def test_a_traced_step_that_was_skipped_is_reported_at_the_end() -> None:
         layer.eval()
 
 
-def in_fake_mode(kind: str) -> None:
+def in_fake_mode(kind):
     for device in ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",):
         with FakeTensorMode(), torch.device(device):
             layer = KINDS[kind](3)
@@ -225,13 +223,13 @@ def in_fake_mode(kind: str) -> None:
             layer.eval()  # which on a GPU looks for steps that were skipped
 
 
-def traced(kind: str) -> None:
+def traced(kind):
     layer = KINDS[kind](3)
     make_fx(lambda x: layer(x, *PAIRS)[0])(torch.randn(4, 3, 4, 4))
     assert layer.num_batches_tracked == 1
 
 
-def in_an_ensemble(kind: str) -> None:
+def in_an_ensemble(kind):
     layers = [KINDS[kind](3) for _ in range(2)]
     x = torch.randn(2, 4, 3, 4, 4)
     parameters, buffers = torch.func.stack_module_state(layers)
@@ -243,21 +241,21 @@ def in_an_ensemble(kind: str) -> None:
 
 @pytest.mark.parametrize("where", [in_fake_mode, traced, in_an_ensemble])
 @kinds
-def test_no_value_is_asked_for_where_pytorch_has_none(kind: str, where: Callable[[str], None]) -> None:
+def test_no_value_is_asked_for_where_pytorch_has_none(kind, where):
     where(kind)
 
 
 # Expected statistics
 
 
-def population_layer(population: Tensor) -> RunningNorm:
+def population_layer(population):
     layer = BatchKalmanNorm2d(population.shape[1]).double().eval()
     layer.image_mean, layer.image_var, layer.image_spread = true_values(population)
     return layer
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_expected_statistics_are_the_mean_over_all_partners(n: int) -> None:
+def test_expected_statistics_are_the_mean_over_all_partners(n):
     """Each image of a population of five, put into a group with every choice of n - 1 partners from the population."""
     population = images_of_many_kinds(5)
     layer = population_layer(population)
@@ -272,7 +270,7 @@ def test_expected_statistics_are_the_mean_over_all_partners(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [4, 16])
-def test_expected_statistics_are_the_mean_of_training_groups(n: int) -> None:
+def test_expected_statistics_are_the_mean_of_training_groups(n):
     """The same by drawing partners at random, for groups too large to list; within four standard errors."""
     population = images_of_many_kinds(50)
     _, belief = population_layer(population)(population[:1], None, Statistics("expected", n))
@@ -286,12 +284,12 @@ def test_expected_statistics_are_the_mean_of_training_groups(n: int) -> None:
 
 
 @kinds
-def test_expected_statistics_of_groups_of_one_are_the_image_s(make_norm, make_belief, kind: str) -> None:
+def test_expected_statistics_of_groups_of_one_are_the_image_s(make_norm, make_belief, kind):
     layer, x, prior = make_norm(kind, 3, 4).eval(), images_of_many_kinds(6), make_belief(6, 4)
     assert_close(layer(x, prior, Statistics("expected", 1)), layer(x, prior, Statistics("sample")))
 
 
-def test_expected_statistics_of_one_image_survive_a_large_mean() -> None:
+def test_expected_statistics_of_one_image_survive_a_large_mean():
     layer = BatchKalmanNorm2d(3).eval()
     x = 1e3 + 1e-2 * torch.randn(4, 3, 16, 16)
     _, belief = layer(x, None, Statistics("expected", 1))
@@ -299,7 +297,7 @@ def test_expected_statistics_of_one_image_survive_a_large_mean() -> None:
     assert_close(belief.var, own.var, rtol=0.05, atol=0)
 
 
-def test_expected_variances_are_never_negative() -> None:
+def test_expected_variances_are_never_negative():
     """Whatever was remembered: the averages need not be over the same images, and the mean may be large."""
     layer = BatchKalmanNorm2d(3).eval()
     layer.image_mean.copy_(torch.tensor([10.0, 1e3, -1e4]))
@@ -310,7 +308,7 @@ def test_expected_variances_are_never_negative() -> None:
     assert y.isfinite().all()
 
 
-def test_expected_statistics_of_large_groups_are_all_images() -> None:
+def test_expected_statistics_of_large_groups_are_all_images():
     population = images_of_many_kinds(200)
     layer = population_layer(population)
     _, belief = layer(population[:4], None, Statistics("expected", 100_000))

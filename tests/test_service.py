@@ -269,6 +269,13 @@ def test_request_id_is_in_the_answer_and_the_log(running: ServiceProcess) -> Non
     assert (line["path"], line["status"], line["model"]) == ("/v1/classify", 200, "first")
 
 
+def test_every_answer_has_safety_headers(running: ServiceProcess) -> None:
+    for target in ("/", "/v1/models", "/nowhere"):
+        headers = running.ask(target).headers
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert ("frame-ancestors 'none'" in headers.get("content-security-policy", "")) == (target == "/")
+
+
 def test_log_says_why_a_request_was_refused(running: ServiceProcess) -> None:
     for data in ({"top_k": True}, {"parameters": {"top_k": True}}):
         reply = ask_json(running, data, X_Request_Id="refused")
