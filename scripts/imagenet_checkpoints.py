@@ -250,7 +250,8 @@ def unknown(model: Network, found: dict[str, tuple[dict[str, Tensor], Tensor]], 
 def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
     """Write the checkpoint for good, with what was measured."""
     record = json.loads((args.results / f"{folder.name}.json").read_text())
-    about = {"weights": WEIGHTS.format(lite=lite), "measured_on": MEASURED_ON, "learned": record["learned"]}
+    about = {"dataset": "imagenet", "weights": WEIGHTS.format(lite=lite), "measured_on": MEASURED_ON}
+    about["learned"] = record["learned"]
     bkn_zoo.save_pretrained(
         bkn_zoo.from_pretrained(folder),
         ROOT / "checkpoints" / folder.name,
