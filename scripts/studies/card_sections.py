@@ -67,8 +67,8 @@ The transition A, the process noise R, the gain q and the centers of all norms w
 ### When it does not know
 
 Of the right answers on {held} held-out photographs, 95 % have at least a probability of {threshold:.2f}. Answers
-below it are marked as uncertain. Of {unknown} photographs that show none of the classes (giraffes and polyps), these shares pass
-a threshold that 95 % of the right answers pass, in percent: {passing}."""
+below it are marked as uncertain. Of {unknown} photographs that show none of the classes (giraffes and polyps), these
+shares pass a threshold that 95 % of the right answers pass, in percent: {passing}."""
 
 
 def imported_section(config: Config, name: str, record: Record) -> str:
