@@ -158,7 +158,7 @@ def check_scores(visit: Visit, place: str, expected: list[tuple[str, float]]) ->
     assert [label for label, _ in shown] == [label for label, _ in expected]
     assert len(shown) == 5
     for (_, text), (_, score) in zip(shown, expected, strict=True):
-        number = 0.0 if text.startswith("<") else float(text.removesuffix(" %"))
+        number = 0.0 if text.startswith("<") else float(text.removesuffix("\N{NO-BREAK SPACE}%"))
         assert number == pytest.approx(100 * score, abs=0.11)
     assert visit.widths(place) == pytest.approx([score for _, score in expected], abs=0.02)
     timing = visit.page.get_by_test_id(f"timing-{place}").inner_text()
