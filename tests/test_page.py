@@ -264,8 +264,11 @@ def test_slow_first_answer_is_explained(visit: Visit, loaded: bool, words: str) 
     page.reload()
     expect(page.locator("#model")).to_be_enabled()
     assert ("not loaded yet" in page.locator("#model-facts").inner_text()) is not loaded
-    visit.choose("waves.png", picture())
+    with page.expect_request("**/v1/classify"):
+        visit.choose("waves.png", picture())
     expect(page.locator("#detail")).to_contain_text(words)
+    while not held:  # the request has begun, so that its route is on its way
+        page.wait_for_timeout(10)
     held[0].continue_()
     visit.wait()
     expect(page.locator("#detail")).to_contain_text("Probability")
