@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.installed
 
-.PHONY: test lint types unit coverage dist serve clean
+.PHONY: test lint types unit coverage docs dist serve clean
 
 test: lint types unit
 
@@ -31,6 +31,10 @@ unit: $(READY)
 coverage: $(READY)
 	$(PYTEST) --cov --cov-report=term
 
+# The documentation as a website in site/; open site/index.html. Every warning is an error.
+docs: $(READY)
+	$(VENV)/bin/mkdocs build --strict
+
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve
 
@@ -40,4 +44,4 @@ dist:
 	$(PYTHON) -m build
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info

@@ -11,15 +11,12 @@ from typing import Any
 
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
-from studies.full_length import FullLength, draw_full_length, full_length_table, full_lengths
+from studies.full_length import FullLength, draw_full_length, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
 from studies.regions import filled
-from studies.replication_cells import read_records
-from studies.replication_page import headline
-from studies.replication_plan import read_plan
 from studies.runs_page import runs_page
 from studies.twins import read_runs, read_twins
-from studies.zoo_card import zoo_card
+from studies.zoo_card import short_list, zoo_card
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.publishing.results import table
@@ -42,10 +39,7 @@ def pages() -> dict[Path, str]:
         DOCS / "imagenet.md": {"cost": imagenet(benchmarks)},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
-        ROOT / "README.md": {
-            "headline": headline(read_plan(), read_records(RESULTS / "reproduce", RESULTS / "runs")),
-            "full_length": full_length_table(shown()),
-        },
+        ROOT / "README.md": {"checkpoints": short_list(configs)},
     }
     return {
         **{path: filled(path, contents) for path, contents in regions.items()},
@@ -99,11 +93,12 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
             "round trip": f"{sum(row['round_trip'] == 0 for row in checked)} of {len(checked)}",
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
+    failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
     return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
 
 
 def shown() -> list[FullLength]:
-    """What the README's picture and second table show."""
+    """What docs/full_length.png and a table of docs/results.md show."""
     return full_lengths(read_twins(RESULTS))
 
 

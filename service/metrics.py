@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name for where processes count together
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
@@ -49,8 +50,12 @@ class Metrics:
         self.batch_size = Histogram(
             "bkn_batch_size", "Images per batch.", ["model"], registry=registry, buckets=(1, 2, 4, 8, 16, 32, 64)
         )
+        self.confidence = Histogram(
+            "bkn_confidence", "Probability of the likeliest class, per image: it falls when images change.",
+            ["model", "statistics"], registry=registry, buckets=CONFIDENCES,
+        )  # fmt: skip
         self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
-        self.restarts = Counter("bkn_engine_restarts_total", "Engines started anew.", ["model"], registry=registry)
+        self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)
 
     def text(self) -> bytes:
         """What Prometheus reads."""

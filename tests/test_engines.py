@@ -211,13 +211,11 @@ def test_a_convolution_that_was_replaced_is_left():
 
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.GroupNorm(1, 5), nn.BatchNorm2d(5)])
-@modes
-def test_a_converted_norm_that_was_replaced_is_refused(other, mode):
-    model = converted_network()
-    model.set_submodule("4", other)
-    for run in (create_engine(model, "torch"), lambda images, mode: model(images, statistics=mode)):
-        with pytest.raises(InputError, match=r"^4 is no longer the norm .*: replace it in the original"):
-            run(photographs(2, 8), mode)
+def test_a_layer_in_the_place_of_a_converted_norm_runs(other: nn.Module) -> None:
+    model, images = converted_network(), photographs(2, 8)
+    model.set_submodule("4", other.eval())
+    for mode in MODES:
+        assert_agrees(create_engine(model, "torch"), model, images, mode)
 
 
 def test_a_norm_may_have_a_scale_alone():
@@ -246,6 +244,13 @@ def test_an_engine_leaves_images_alone_that_a_network_changes():
     before = images.clone()
     create_engine(convert(Changing()), "torch")(images)
     assert torch.equal(images, before)
+
+
+@needs_openvino
+def test_openvino_takes_a_transposed_first_convolution():
+    layers = [nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten()]
+    model, images = convert(nn.Sequential(*layers)).eval(), photographs(2, 8)
+    assert_agrees(create_engine(model, "openvino"), model, images, "population")
 
 
 @needs_openvino

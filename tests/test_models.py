@@ -143,7 +143,7 @@ def test_an_images_logits_do_not_depend_on_its_batch(
     with torch.no_grad():
         alone = double(images[[0]], statistics=mode)
         shuffled = double(images[order], statistics=mode)
-    assert together.std(0).min() > 1e-3
+    assert together.std(0).min() > 1e-5  # far above the tolerance
     assert_close(alone, together[[0]], rtol=1e-7, atol=1e-7)
     assert_close(shuffled, together[order], rtol=1e-7, atol=1e-7)
 
@@ -153,7 +153,7 @@ def test_the_modes_differ_where_the_norm_holds_statistics(
 ) -> None:
     for one, other in itertools.combinations(four[1].values(), 2):
         difference = (one - other).abs().max()
-        assert difference == 0 if double.name.endswith("_gn") else difference > 1e-2
+        assert difference == 0 if double.name.endswith("_gn") else difference > 1e-4
 
 
 def test_evaluation_changes_nothing_in_the_network(

@@ -12,8 +12,9 @@ from studies import replication, replication_cells
 from studies.base import DOCS, RESULTS
 from studies.chance import Deviation, Difference, between, student, typical
 from studies.figures import plotted
+from studies.headline import headline_table
 from studies.replication_cells import Cell, cell, leads_by_length, read_records, verdict
-from studies.replication_page import contents, headline
+from studies.replication_page import contents
 from studies.replication_plan import PLAN, listed, read_plan
 from studies.replication_plots import figures
 from studies.runner import main
@@ -298,8 +299,8 @@ def test_that_no_steps_are_saved_is_the_schedules_doing(records: Records) -> Non
         assert (found.value, verdict(claim, found)) == (pytest.approx(saved), held)
 
 
-def test_the_readmes_table_has_both_lengths(records: Records) -> None:
-    text = headline(PLANNED, records)
+def test_first_table_has_both_lengths(records: Records) -> None:
+    text = headline_table(PLANNED, records)
     assert text.startswith("| CIFAR-100, top-1 (%) | epochs | 128 images a group | 8 | 2 | 1 |\n")
     assert "| BKN, A held at zero | 60 |  |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in text
     assert "| BKN, A held at zero | 15 |  | 61.10 ± 0.10 | 61.10 ± 0.10 | 61.10 ± 0.09 |" in text

@@ -101,6 +101,8 @@ def test_version_list_and_import_need_no_library(environment: Environment) -> No
 
 def test_the_readme_s_code_runs_from_the_wheel(environment: Environment) -> None:
     environment.lend_libraries()
+    (environment.empty / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "coffee.jpg", environment.empty / "docs")
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     blocks = [block for block in blocks if not block.startswith("# not run by the tests")]
     assert blocks

@@ -25,7 +25,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import Plan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, kept_line
+from bkn_zoo.training.state import Training, best_mode, kept_line
 
 STATISTICS_BATCHES = 64
 """Training batches, at most, for the statistics of averaged weights."""
@@ -60,8 +60,8 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
     """
     device = torch.device(plan.device)
     kept = kept_line(training.history, recipe)
-    model, validation, anew = _best_statistics(training, recipe, data, device, plan.workers)
-    best = max(validation, key=lambda mode: validation[mode]["top1"])
+    model, validation, anew = _best_statistics(training, recipe, data, plan)
+    best = best_mode(validation)
     split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
     facts = {
         "name": plan.name,
@@ -84,7 +84,8 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
         """The accuracy of what is stored, and the card that says so, from the record of the run."""
         stored = stored.to(device).to(memory_format=torch.channels_last)
         batches = evaluation_batches(data, images, batch_size(device), device, plan.workers)
-        record["test"] = evaluate(stored, batches, what=f"measuring the {split} images", total=len(images))
+        what = None if plan.quiet else f"measuring the {split} images"
+        record["test"] = evaluate(stored, batches, what=what, total=len(images))
         (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
         accuracy = {mode: {k: round(metrics[k], 3) for k in ACCURACY} for mode, metrics in record["test"].items()}
         stored.config = dataclasses.replace(stored.config, accuracy=accuracy)
@@ -105,7 +106,7 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
 
 
 def _best_statistics(
-    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int
+    training: Training, recipe: Recipe, data: Data, plan: Plan
 ) -> tuple[Network, Metrics, Metrics | None]:
     """The network to keep, its metrics on the validation images, and those with recalibrated statistics, if any.
 
@@ -118,12 +119,13 @@ def _best_statistics(
     # Frozen norms took no statistics; BRN normalizes by its running averages in training, too.
     if not recipe.ema or recipe.freeze or not norms or any(isinstance(norm, BatchRenorm2d) for norm in norms):
         return model, validation, None
+    device = torch.device(plan.device)
     copied = copy.deepcopy(model).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
         with waiting("taking the statistics of the averaged weights"):
-            recalibrate(copied, further_images(recipe, data, device, STATISTICS_BATCHES, workers))
-        batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
-        anew = evaluate(copied, batches, what="validation", total=len(data.validation))
+            recalibrate(copied, further_images(recipe, data, device, STATISTICS_BATCHES, plan.workers))
+        batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
+        anew = evaluate(copied, batches, what=None if plan.quiet else "validation", total=len(data.validation))
     return (copied, anew, anew) if top1(anew) > top1(validation) else (model, validation, anew)
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from bkn_zoo.training.optimizer import make_optimizer
 from bkn_zoo.training.recipes import Recipe
 
 STATE, LOG = "state.pt", "log.jsonl"
+SAVED = (
+    "model", "averaged", "best", "optimizer", "step", "finished", "seconds", "losses", "history", "data", "images",
+    "label_names", "fingerprint", "preprocessing", "init", "processes", "recipe",
+)  # fmt: skip
+"""What a state holds."""
+
 REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
 
 
@@ -79,11 +86,17 @@ def classifier(model: Network) -> nn.Module:
     raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
 
 
+def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """The statistics mode with the highest top-1; of several, the one with the lowest loss."""
+    return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
+
+
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
     """That of the epoch whose best mode had the highest top-1 on the validation images; of several, the lowest loss."""
 
     def goodness(line: dict[str, Any]) -> tuple[float, float]:
-        return max((metrics["top1"], -metrics["loss"]) for metrics in line["validation"].values())
+        best = line["validation"][best_mode(line["validation"])]
+        return best["top1"], -best["loss"]
 
     return max(history, key=goodness)
 
@@ -155,6 +168,8 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     path = find_state(folder)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+        if missing := [name for name in SAVED if name not in state]:
+            raise KeyError(missing[0])
         theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
         changed = _changed(theirs, recipe)
     except Exception as error:
@@ -193,7 +208,7 @@ def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
     if _other_init(state, training):
         raise CheckpointError(
             f"{path} is of a training that started from {_named(state['init'])}, not {_named(training.init)}: give the "
-            "same --init, or another --name."
+            "same --checkpoint, or another --name."
         )
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes

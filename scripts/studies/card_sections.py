@@ -36,14 +36,34 @@ Top-1 by OpenVINO on a CPU and by PyTorch on a GPU (`results/evaluate/`). `preci
 command and service, takes bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
 
 
+SHIFT = """\
+### Under shift
+
+Top-1 on {images:,} test images, clean and on average over 15 corruptions at 5 severities (`results/shift/`)."""
+
+
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),
     )
-    sections += (speed_section(config, read_speeds(results)),)
+    sections += (shift_section(results / "shift", name), speed_section(config, read_speeds(results)))
     return checkpoint_card(config, name, read_record(results, name), [each for each in sections if each])
+
+
+def shift_section(folder: Path, name: str) -> str:
+    """Accuracy by mode on corrupted test images, where it was measured."""
+    paths = sorted(folder.glob(f"*.{name}.json"))
+    if not paths:
+        return ""
+    record = json.loads(paths[0].read_text())
+    rows = [
+        {"statistics": mode, "clean": f"{found['clean']:.1f}", "under shift": f"{found['shifted']:.1f}"}
+        for mode, found in record["methods"].items()
+        if mode in MODES
+    ]
+    return f"{SHIFT.format(images=record['images'])}\n\n{table(rows, list(rows[0]))}"
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""The README's second table and its picture: runs at the full length of the published recipes, each with its twins.
+"""A table of docs/results.md and its plot: runs at the full length of the published recipes, each with its twins.
 
-BKN with few images per statistics group, BN with as few, and BN with many. The first table, of one network with more
-norms, is `headline` of replication_page.
+BKN with few images per statistics group, BN with as few, and BN with many.
 """
 
 import json

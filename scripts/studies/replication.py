@@ -23,6 +23,8 @@ from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import DOCS, OFFICIAL, RESULTS, Record, Run, Study, device
+from studies.full_length import full_length_table, full_lengths
+from studies.headline import headline_figure, headline_table
 from studies.replication_cells import read_records
 from studies.replication_page import contents
 from studies.replication_plan import Plan, Training, read_plan
@@ -37,6 +39,7 @@ from studies.rules import (
     variance_gaps,
     with_smaller_transitions,
 )
+from studies.twins import read_twins
 from studies.variants import create_variant
 
 ASKED_BATCHES = 64  # of training images, for what is asked of a trained network
@@ -76,10 +79,14 @@ class Replication(Study):
         return train(run, args.data, args.output, args.output / self.name / run.name, device(args))
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        return {DOCS / "results.md": contents(self.plan, records)}
+        first = {
+            "headline": headline_table(self.plan, records),
+            "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
+        }
+        return {DOCS / "results.md": contents(self.plan, records) | first}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        return figures(self.plan, records)
+        return figures(self.plan, records) | {"group_sizes": headline_figure(self.plan, records)}
 
 
 STUDY = Replication()

@@ -25,7 +25,6 @@ from studies.replication_cells import (
 from studies.replication_plan import HELD, Arm, Experiment, Plan, listed
 
 NOT_RUN = "not run yet"
-HEADLINE = "CIFAR-100, top-1 (%)"
 WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
 WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
 
@@ -52,26 +51,6 @@ def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, str]:
             "smaller": _smaller(plan, records),
         }
     )
-
-
-def headline(plan: Plan, records: Mapping[str, Record]) -> str:
-    """The README's first table: each norm by images per group, on CIFAR-100, after a long training and a short one."""
-    groups = {128: "128 images a group", 8: "8", 2: "2", 1: "1"}
-    rows = []
-    for setting in ("cifar100_full", "cifar100"):
-        for label in ("BN", "BRN", "GroupNorm", HELD, "BKN"):
-            found = {
-                arm.group: each
-                for arm in plan.arms.values()
-                if (arm.setting, arm.label) == (setting, label) and (each := cell(arm, records)).good
-            }
-            if label == "GroupNorm":  # by each image itself, whatever is in the batch
-                found = dict.fromkeys(groups, found[128]) if found else {}
-            if found:
-                epochs = next(iter(found.values())).arm.runs[0].recipe.epochs
-                tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in groups.items()}
-                rows.append({HEADLINE: label, "epochs": epochs, **tops})
-    return table(rows, list(rows[0]))
 
 
 def _settings(plan: Plan) -> str:

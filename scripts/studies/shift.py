@@ -1,13 +1,14 @@
 """Robustness under distribution shift: trains twins of the small networks, and measures all networks under shift.
 
     export PYTHONPATH=scripts
-    python -m studies.shift --data DATA_FOLDER --dataset cifar10 --jobs 11 --minutes 9.5
-    python -m studies.shift --data DATA_FOLDER --dataset tiny_imagenet --arms --minutes 9.5      # checkpoints alone
+    python -m studies.shift --data DATA_FOLDER --dataset cifar10 --jobs 11
+    python -m studies.shift --data DATA_FOLDER --dataset tiny_imagenet --arms      # no training: checkpoints alone
+    python scripts/study.py shift --table --plot                                   # docs/shift.md and its plot
 
 DATA_FOLDER holds cifar-10-batches-py, cifar-100-python and tiny-imagenet-200, or those of them that are needed. Every
-training and every evaluation is a process of its own. The networks of one seed are evaluated together, on the same
-images; so are the published checkpoints of the data set, beside the trainings. One JSON record per network goes to
---results. The same command resumes unfinished trainings and skips what has a record.
+training and every evaluation is a process of its own; evaluations begin after the last training. The networks of one
+seed are evaluated together, on the same images; so are the published checkpoints of the data set. One JSON record per
+network goes to --results. The same command resumes unfinished trainings and skips finished ones.
 """
 
 import argparse
@@ -17,13 +18,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bkn_zoo import kernels
+from bkn_zoo.errors import InputError
 from bkn_zoo.training.recipes import Recipe, read_recipe
+from studies.base import DOCS, RESULTS, ROOT, Record, Run, Study
 
-ROOT = Path(__file__).resolve().parents[2]
 BRN = {"warmup": 160, "r_steps": 1300, "d_steps": 800}
 ARMS: dict[str, dict[str, Any]] = {
     "bn128": {"norm": "bn"},
@@ -45,6 +48,35 @@ OTHER = {"cifar10": "cifar100", "cifar100": "cifar10"}
 WEIGHTS = "weights.pt"
 
 
+class Shift(Study):
+    """Tables and plot; the runs are started by this file, since the networks of a seed are measured together."""
+
+    name = "shift"
+    results = plots = RESULTS / "shift"
+
+    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
+        return []
+
+    def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
+        raise InputError("start these runs with python -m studies.shift, with scripts on the PYTHONPATH.")
+
+    def key(self, record: Record) -> str:
+        return f"{record['dataset']}.{record['name']}"
+
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
+        from studies.shift_page import contents
+
+        return {DOCS / "shift.md": contents(list(records.values()))}
+
+    def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
+        from studies.shift_page import figure
+
+        return {"shift": figure(list(records.values()))}
+
+
+STUDY = Shift()
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data sets")
@@ -62,7 +94,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after as many")
     parser.add_argument("--device", default=None, help="default: cuda where there is one")
     parser.add_argument("--output", type=Path, default=Path("runs/shift"), help="where networks are kept")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "shift", help="where records go")
+    parser.add_argument("--results", type=Path, default=RESULTS / "shift", help="where records go")
     parser.add_argument("--train", metavar="ARM.seed=N", help=argparse.SUPPRESS)  # processes that this one starts
     parser.add_argument("--evaluate", metavar="SEED|published", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bkn_zoo.images import enlarge, normalize
 from bkn_zoo.models import Network
-from bkn_zoo.training.augmentation import Augmentation, generator, vary
+from bkn_zoo.training.augmentation import generator, vary
 from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.evaluation import BINS
+from bkn_zoo.training.recipes import Augmentation
 from studies.shift_corruptions import EXTRA, MAIN, SEVERITIES, corrupt
 from studies.shift_rules import (
     Adaptive,
@@ -38,11 +39,11 @@ UNKNOWN = "unknown classes"
 SETS = [(CLEAN, 0), *((name, severity) for name in MAIN for severity in SEVERITIES)]
 MIXES = (4, 8, 16, 32, 64)
 ALPHAS = (4, 16, 64)
-QUANTILES = (0.5, 0.9, 0.99)
+QUANTILES = (0.5, 0.8, 0.95, 0.99)
 COPIES = 8  # of AugBN: the image and seven variations
 CLEAN_LOSS = 0.3  # points that the careful adaptive rule may lose on clean validation images
 MEANS = 32  # images whose drift scores are averaged
-SCORES = ("drift", "drift of means", "confidence", "energy")
+SCORES = ("drift", "confidence", "energy")
 
 
 class Input(NamedTuple):
@@ -162,6 +163,9 @@ class Bench:
         with torch.no_grad():
             rules = {alpha: instance_aware(self.model, first, alpha) for alpha in ALPHAS}
         self.candidates["IABN"] = {alpha: self.by_rule("IABN", rule) for alpha, rule in rules.items()}
+        self.candidates["AugBN"] = {
+            n: Method("AugBN", lambda given, n=n: self.by_copies(given, n), costly=True) for n in MIXES[::2]
+        }
         adapted: dict[str, Callable[[Tensor], Tensor]] = {}
 
         def online(given: Input) -> Tensor:
@@ -171,7 +175,6 @@ class Bench:
 
         self.methods += [
             Method("TENT online", online),
-            Method("AugBN, N = 16", lambda given: self.by_copies(given, 16), costly=True),
             Method("TENT single", lambda given: tent_single(self.model, given.images), costly=True),
         ]
 
@@ -261,8 +264,7 @@ class Bench:
         given = Input(pixels, self.prepare(pixels), name)
         with self.autocast(), self.watch.watching():
             logits = self.by_mode(self.mode)(given).float()
-            drift = self.watch.score()
-            scores = [drift.mean(0), drift[0], -logits.softmax(1).amax(1), -logits.logsumexp(1)]
+            scores = [self.watch.score(), -logits.softmax(1).amax(1), -logits.logsumexp(1)]
         self.scores.setdefault(name, []).append(torch.stack(scores))
         if name == UNKNOWN:
             return

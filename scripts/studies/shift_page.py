@@ -5,21 +5,15 @@ PYTHONPATH=scripts python -m studies.shift_page
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-from bkn_zoo.publishing.chance import mean_of, spread
 
-from bkn_zoo.publishing.results import save_figures
-from studies.regions import filled
-from studies.shift import ROOT
+from studies.base import RESULTS, Record
+from studies.chance import mean_of, spread
 from studies.shift_corruptions import MAIN, SEVERITIES
 from studies.shift_evaluate import SCORES, UNKNOWN, unpacked
-
-RESULTS, PAGE = ROOT / "results" / "shift", ROOT / "docs" / "shift.md"
-Record = Mapping[str, Any]
 
 TITLES = {
     "bn128": "BN, groups of 128", "gn": "GroupNorm", "brn2": "BRN, groups of 2", "bkn8": "BKN, groups of 8",
@@ -39,13 +33,11 @@ DIFFERENCES = [
     ("the link between layers: BKN (1) against A = 0, `sample`", ("bkn1", "sample"), ("bkn1.link=False", "sample")),
     ("BKN (2), `sample` against `expected`", ("bkn2", "sample"), ("bkn2", "expected")),
     ("BKN (2), `expected` against `population`", ("bkn2", "expected"), ("bkn2", "population")),
+    ("BKN (2), adaptive against `expected`", ("bkn2", "adaptive from expected, tuned"), ("bkn2", "expected")),
+    ("BKN (8), adaptive against `expected`", ("bkn8", "adaptive from expected, tuned"), ("bkn8", "expected")),
     ("BN (128), adaptive against `population`", ("bn128", "adaptive from population, tuned"), ("bn128", "population")),
     ("BN (128), adaptive against the tuned mix", ("bn128", "adaptive from population, tuned"), ("bn128", "mix, tuned")),
 ]
-
-
-def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -74,7 +66,9 @@ def methods(of_arm: Sequence[Record]) -> list[str]:
 def row(name: str, method: str, found: Sequence[Mapping[str, Any]], default: bool) -> list[str]:
     columns = [spread([each[column] for each in found], 1) for column in ("clean", "shifted", "ece", "ece_shifted")]
     shown = f"`{method}`" if method in ("population", "sample", "expected") else method
-    return [name, f"**{shown}**" if default else shown, *columns, str(found[0]["images"])]
+    images = sorted({each["images"] for each in found})
+    counts = f"{images[0]:,}" + (f" to {images[-1]:,}" if len(images) > 1 else "")
+    return [name, f"**{shown}**" if default else shown, *columns, counts]
 
 
 HEAD = ["network", "statistics", "clean", "shifted", "ECE, clean", "ECE, shifted", "images"]
@@ -221,6 +215,15 @@ def decision(records: Sequence[Record]) -> str:
     return table(head, rows) if rows else "Not measured yet."
 
 
+def cost() -> str:
+    path = RESULTS / "shift_cost.json"
+    if not path.exists():
+        return "Not measured yet."
+    record = json.loads(path.read_text())
+    rows = [[row["method"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}"] for row in record["rows"]]
+    return table(["method", "ms", "relative to `population`"], rows)
+
+
 def contents(records: Sequence[Record]) -> dict[str, str]:
     """Of the page's regions."""
     found = {"checkpoints": checkpoints(records), "decision": decision(records), "tuned": tuned(records)}
@@ -230,7 +233,7 @@ def contents(records: Sequence[Record]) -> dict[str, str]:
     found["corruptions"] = by_corruption(records, "cifar10")
     found["drift.bn"] = roc_table(records, "cifar10", "bn128")
     found["drift.bkn"] = roc_table(records, "cifar10", "bkn2")
-    found["unlabelled"] = unlabelled(records)
+    found["unlabelled"], found["cost"] = unlabelled(records), cost()
     return found
 
 
@@ -262,13 +265,3 @@ def figure(records: Sequence[Record]) -> Any:
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return drawing
-
-
-def main() -> None:
-    records = read()
-    PAGE.write_text(filled(PAGE, contents(records)))
-    save_figures({"shift": figure(records)}, ROOT / "results" / "plots")
-
-
-if __name__ == "__main__":
-    main()

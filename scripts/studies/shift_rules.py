@@ -182,7 +182,7 @@ def shrunk(innovation: Tensor, clean: Clean) -> Tensor:
 
 
 class Watch:
-    """How far each image's statistics are from those of clean images: D, averaged over norms.
+    """How far each image's statistics are from those of clean images: D, averaged over norms, means and variances.
 
     It observes the inputs of all norms, in whatever mode the network runs, and compares them with what they were for
     the images of `fit` in the same mode.
@@ -201,7 +201,7 @@ class Watch:
             yield
 
     def score(self) -> Tensor:
-        """D of means and of logarithms of variances, (2, images), for the pass since the last call."""
+        """D of each image of the passes since `watching` began, or since the last call."""
         score = torch.stack(self.sums).mean(0)
         self.sums = []
         return score
@@ -213,7 +213,7 @@ class Watch:
             spread, center = torch.var_mean(values, dim=1, keepdim=True, correction=0)
             self.clean[layer] = center, spread.clamp_min(1e-12)
         center, spread = self.clean[layer]
-        self.sums.append(((values - center).square() / spread).mean(2))
+        self.sums.append(((values - center).square() / spread).mean((0, 2)))
 
 
 def tent_online(model: Network) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import Run, dataset_name, duration
 from bkn_zoo.publishing.results import table
+from studies.full_length import parameters
 
 POWER_LIMIT = {"NVIDIA H200": 700}
 """Watts that a board may draw, by the name that PyTorch gives it: with the time, a bound on the energy of a run."""
@@ -21,6 +22,22 @@ def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str
     """
     rows = [_checkpoint(name, config) for name, config in sorted(checkpoints.items())]
     return {"checkpoints": table(rows, list(rows[0])), "training": _training(runs)}
+
+
+def short_list(checkpoints: Mapping[str, Config]) -> str:
+    """The README's table: for each checkpoint, accuracy with its default statistics."""
+    rows = []
+    for name, config in sorted(checkpoints.items()):
+        top1 = config.accuracy.get(config.default_statistics, {}).get("top1")
+        rows.append({
+            "checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config),
+            "classes": config.num_classes,
+            "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
+            "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
+            "default statistics": f"`{config.default_statistics}`",
+            "top-1 (%)": None if top1 is None else f"{top1:.2f}",
+        })  # fmt: skip
+    return table(rows, list(rows[0]))
 
 
 def _checkpoint(name: str, config: Config) -> dict[str, Any]:
