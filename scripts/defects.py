@@ -84,7 +84,7 @@ DEFECTS = [
         "depthwise-order", ["bkn_zoo/conversion/plan.py"],
         "through(origin, name) for origin in origins for _ in range(",
         "through(origin, name) for origin in origins[::-1] for _ in range(",
-        ["tests/test_conversion.py", "tests/test_libraries.py", "-k", "belief or channel or depthwise or plan"],
+        ["tests/test_conversion.py", "-k", "transition or channel or path"],
     ),
     Defect(
         "fold-bias", ["bkn_zoo/inference/folding.py"], "if conv.bias is None else conv.bias * scale", "",
