@@ -1,5 +1,8 @@
 """Every error that bkn_zoo raises on purpose: one family, one sentence each, with the remedy in the sentence."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class BknZooError(ValueError):
     """Base of all errors that name something the caller can mend."""
@@ -67,3 +70,9 @@ class TrainingError(BknZooError):
 
 class NonFiniteLossError(TrainingError):
     """A training that diverged: a loss or a weight is infinite or not a number."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A question that names the closest of the choices, for an error about a word; empty if none is close."""
+    close = get_close_matches(word, list(choices), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -77,7 +77,7 @@ def check(name: str, value: Any, hint: Any) -> None:
         for key, inner in value.items():
             check(f"a key of {name}", key, of_keys)
             check(f"{name}.{key}", inner, of_values)
-    refuse(name, value, _wanted(hint))
+    refuse(name, value, wanted(hint))
 
 
 def refuse(name: str, value: Any, wanted: str) -> NoReturn:
@@ -105,16 +105,17 @@ def _fits(value: Any, hint: Any) -> bool:
     return hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
 
 
-def _wanted(hint: Any) -> str:
+def wanted(hint: Any) -> str:
+    """What a value must be, in words, by its annotation."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Annotated:
         return inner[1].wanted
     if kind is tuple:
-        return f"a list of {_wanted(inner[0]).removeprefix('a ')}s"
+        return f"a list of {wanted(inner[0]).removeprefix('a ')}s"
     if kind is dict:
         return "an object with strings as keys"
     if inner:
-        return ", or ".join(_wanted(option) for option in inner)
+        return ", or ".join(wanted(option) for option in inner)
     return "null" if hint is NoneType else WORDS.get(hint, f"a {hint.__name__}")
 
 

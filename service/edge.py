@@ -1,4 +1,4 @@
-"""What all connections of the service share: their number, who may be closed for others, and turns to parse."""
+"""What all connections of the service share: their number, which may be closed for others, turns to parse."""
 
 import asyncio
 import time

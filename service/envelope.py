@@ -35,7 +35,7 @@ class Envelope:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         method = scope["method"]
-        if method == "HEAD":  # answered as GET is; who sends the answer knows to leave its body out
+        if method == "HEAD":  # answered like GET; `Exchange.send` leaves the body out
             scope = {**scope, "method": "GET"}
         # Ranges of a page of a few kilobytes help nobody, and the framework answers bad ones in plain text.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
@@ -76,4 +76,4 @@ class Envelope:
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
 
 
-FAILED = "something went wrong here: try again, and if that fails too, tell whoever runs this service."
+FAILED = "something went wrong here: try again, and if that fails too, tell the operator of this service."

@@ -55,7 +55,7 @@ class Metrics:
             ["model", "statistics"], registry=registry, buckets=CONFIDENCES,
         )  # fmt: skip
         self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
-        self.restarts = Counter("bkn_engine_restarts_total", "Engines started anew.", ["model"], registry=registry)
+        self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)
 
     def text(self) -> bytes:
         """What Prometheus reads."""

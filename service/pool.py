@@ -5,7 +5,7 @@ import ctypes
 import logging
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from bkn_zoo.cores import keep_to_quota
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
+from bkn_zoo.modes import MODES
 
 from .batching import Line
 from .errors import OverloadedError, UnavailableError, UnknownModelError
@@ -31,10 +32,11 @@ log = logging.getLogger("bkn_zoo.service")
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
 REST = 0.2  # seconds after which PyTorch's allocator on Arm takes what was freed for free
 IDLE = 5  # seconds after which a model that nobody asks for makes room at once
+HEAD_START = 1  # second that the first requests have before other modes are prepared beside them
 
 
 class Loaded:
-    """A model in memory, warm in its own mode, behind its queue; others are prepared when they are first asked for."""
+    """A model in memory, warm in its own mode, behind its queue; `warm` prepares the other modes."""
 
     def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
         how = (settings.device, settings.engine, settings.precision, settings.streams)
@@ -44,7 +46,9 @@ class Loaded:
         else:
             keep_to_quota()
         size = self.classifier.model.config.preprocessing.size
-        self.classifier.scores(torch.zeros(1, 3, size, size))
+        self._blank = torch.zeros(1, 3, size, size)
+        self.classifier.scores(self._blank)
+        self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
         # On a GPU images run together; on a CPU they gain nothing by that, and each stream takes the next.
         together = self.classifier.device.type == "cuda"
@@ -54,6 +58,19 @@ class Loaded:
             max_wait=settings.max_wait_ms / 1000 if together else 0.0,
             threads=self.classifier.engine.streams,
         )  # fmt: skip
+
+    def warm(self) -> None:
+        """Prepare the modes that are left, so that no image waits for a graph to be compiled."""
+        begun = time.monotonic()
+        while self.cold:
+            mode = self.cold.pop()  # whatever comes of it: a mode that fails is not tried again and again
+            try:
+                self.classifier.scores(self._blank, mode)
+            except BknZooError as error:  # as a caller who asks for it will be told
+                log.info("%s cannot run in mode %s: %s", self.line.name, mode, error)
+            except Exception:
+                log.exception("mode %s of %s could not be prepared", mode, self.line.name)
+        log.info("warm", extra={"model": self.line.name, "seconds": round(time.monotonic() - begun, 3)})
 
 
 class Pool:
@@ -75,11 +92,13 @@ class Pool:
         self._turn = asyncio.Lock()  # or two that come at once would each find room, and both stay
         self._waiting = 0
         self._failed: dict[str, float] = {}  # until when a model that could not be loaded is not tried again
+        self._warming: Future[None] | None = None
         self.started = False
 
     @property
     def loading(self) -> bool:
-        return bool(self._loading)
+        """Whether a thread loads a model, or prepares a mode of one."""
+        return bool(self._loading) or not (self._warming is None or self._warming.done())
 
     @property
     def failing(self) -> bool:
@@ -107,11 +126,22 @@ class Pool:
             for loaded in list(self._loaded.values()):
                 loaded.line.revive()
 
+    async def warm(self) -> None:
+        """Prepare all modes of the models that are loaded, one after another, until cancelled."""
+        while True:
+            await asyncio.sleep(HEAD_START)
+            cold = [loaded for loaded in self._loaded.values() if loaded.cold]
+            if not cold or not self.started or self._loading:
+                continue
+            thread = ThreadPoolExecutor(1, "warmer of a model")  # which ends, as that of the loader does
+            self._warming = thread.submit(cold[0].warm)
+            thread.shutdown(wait=False)
+            await asyncio.wrap_future(self._warming)
+            self._loader.submit(_give_memory_back)
+
     async def get(self, name: str | None) -> Loaded:
         """The model of that name, loaded if need be."""
-        name = self.names[0] if name is None else name
-        if name not in self.names:
-            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+        name = self._known(name)
         if not self.started:
             raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
@@ -132,6 +162,13 @@ class Pool:
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
         finally:
             self._waiting -= 1
+
+    def _known(self, name: str | None) -> str:
+        """The name of a model that is offered; the first where none is given."""
+        name = self.names[0] if name is None else name
+        if name not in self.names:
+            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+        return name
 
     def _check_room(self, name: str) -> None:
         """Whether a model may leave for this one: else a client that asks for all in turn keeps everybody waiting."""
@@ -201,11 +238,23 @@ class Pool:
         """What GET /v1/models says."""
         return [{"name": name, "default": name == self.names[0], **self._describe(name)} for name in self.names]
 
+    def labels(self, name: str | None) -> dict[str, Any]:
+        """What GET /v1/labels says."""
+        name = self._known(name)
+        config = self._config(name, self._loaded.get(name))
+        return {"model": name, "labels": list(config.label_names or ()) if config else []}
+
+    def _config(self, name: str, loaded: Loaded | None) -> Config | None:
+        """What the checkpoint says of itself; None where it is on the Hub and not loaded yet."""
+        try:
+            return loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
+        except BknZooError:
+            return None
+
     def _describe(self, name: str) -> dict[str, Any]:
         loaded = self._loaded.get(name)
-        try:
-            config = loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
-        except BknZooError:  # on the Hub, and not loaded yet
+        config = self._config(name, loaded)
+        if config is None:
             return {"loaded": False}
         return {
             "loaded": loaded is not None,

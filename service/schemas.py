@@ -36,7 +36,7 @@ class Classified(BaseModel):
     revision: str | None
     statistics: Statistics
     engine: str
-    uncertain: bool
+    uncertain: bool = Field(description="whether the image may show none of the model's classes")
     timing_ms: Timing
 
 
@@ -76,8 +76,21 @@ class Models(BaseModel):
     models: list[Model]
 
 
+class Labels(BaseModel):
+    """The names of a model's classes; none if its checkpoint has none, or is on the Hub and not loaded."""
+
+    model: str
+    labels: list[str]
+
+
 class Health(BaseModel):
     status: Literal["live", "ready", "starting", "draining", "failing"]
+
+
+MODEL_IN_QUERY = {
+    "name": "model", "in": "query", "required": False, "schema": {"type": "string"},
+    "description": "one of GET /v1/models; by default the first",
+}  # fmt: skip
 
 
 def upload(field: str, form: bool) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def serve(settings: Settings) -> int:
     try:
         server.run(None if settings.workers == 1 else [listen(settings)])
     except (SystemExit, OSError):  # uvicorn could not listen, or start
-        failure = InputError(f"it cannot listen on {settings.host}:{settings.port}: choose another.")
+        failure = InputError(
+            f"it cannot listen on {settings.host}:{settings.port}, which may be in use: choose another with --port."
+        )
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)

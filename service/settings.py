@@ -161,7 +161,7 @@ def _in_one(arguments: list[str]) -> list[str]:
 
 
 def read_settings(arguments: list[str]) -> Settings:
-    """From flags and the environment; raises InputError in one sentence. --model is --models for who has but one."""
+    """From flags and the environment; raises InputError in one sentence. --model is another name of --models."""
     arguments = _in_one([re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments])
     try:
         return CliApp.run(Settings, cli_args=arguments)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from typing import IO, Any
 
@@ -19,13 +20,18 @@ from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.images.reading import open_image, resized_square
 
 NICENESS = 5  # so that small images come first where all cores are busy
-CRASHED = "the image cannot be decoded, since the decoder ended because of it: save it again, as a PNG or JPEG."
+CRASHED = "the image cannot be decoded, since it crashes the decoder or takes it too long: save it again as a PNG."
 
 
 class SlowDecoder:
-    """A process for one image at a time; it ends when its input ends, also where the service is killed."""
+    """A process for one image at a time; it ends when its input ends, also where the service is killed.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: after which an image is given up, and the process with it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # Large blocks go back to the system at once.
         environment = os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "1000000"}
@@ -42,12 +48,16 @@ class SlowDecoder:
         about = {"bytes": len(data), "square": square, "max_pixels": max_pixels}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        given_up = threading.Timer(self._seconds, self._process.kill)
+        given_up.start()
         try:
             _write(self._process.stdin, about, data)
             answer, pixels = _read(self._process.stdout)
         except (OSError, EOFError):
             self.stop()
             raise BrokenImageError(CRASHED) from None
+        finally:
+            given_up.cancel()
         if "error" in answer:
             kind = getattr(errors, answer["error"])
             assert issubclass(kind, ImageError)

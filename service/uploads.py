@@ -61,7 +61,7 @@ async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, 
 async def read_uploads(
     request: Request, field: str, most: int, work: Work
 ) -> tuple[list[bytes | ServiceError], Options]:
-    """The same for several images, in a form or in JSON; for one that is none, its error."""
+    """The same for several images, in a form or in JSON; in place of each that cannot be read, its error."""
     query, kind = _query(request), _kind(request)
     if kind == FORM:
         files, given = await _from_form(request, field, most)
@@ -178,7 +178,9 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
-        raise MalformedRequestError("the body is called JSON and is none: send valid JSON, or the image.") from None
+        raise MalformedRequestError(
+            "the body is not valid JSON, as its type says: correct it, or send the image."
+        ) from None
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
     if not isinstance(inner, dict):
@@ -237,7 +239,7 @@ class Bodies:
     """How much the bodies of all requests hold.
 
     Unfinished ones may hold half of what is allowed. Where they are more, that one is given up whose client has been
-    silent for longest, so that those who stall do not keep out those who send.
+    silent for longest, so that stalled clients do not keep out active ones.
     """
 
     def __init__(self, settings: Settings) -> None:

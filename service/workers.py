@@ -26,7 +26,7 @@ from .settings import Settings
 log = logging.getLogger("bkn_zoo.service")
 
 COULD_NOT_START = 3  # a worker's exit code, other than that of a crash
-PAUSE = 1.0  # seconds before a worker is started anew, lest one that dies at once keeps the machine busy
+PAUSE = 1.0  # seconds before a worker is replaced, in case it dies at once every time
 
 
 def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
@@ -69,7 +69,7 @@ def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
                         failed = True
                         stop(signal.SIGINT)
                     if not stopping:
-                        log.error("a worker died and is started anew", extra={"code": worker.exitcode})
+                        log.error("a worker died and is replaced", extra={"code": worker.exitcode})
                         time.sleep(PAUSE)
                     if stopping:
                         del workers[place]

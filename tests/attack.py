@@ -21,15 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import attackers
 from attackers import ROWS, encoded, picture
 from chaos import chaos, fetch, percentile, problems, settle
-from service_process import ROOT, ServiceProcess, Watch, save_small_checkpoint
+from service_process import ROOT, ServiceProcess, save_small_checkpoint
+from watch import Watch
 
 OUTPUT = ROOT / "results" / "attack.json"
 BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds
@@ -87,10 +90,9 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, ima
     }
 
 
-def measure_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both checkouts in turn, several times."""
+def measure_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was measured of each row, of both checkouts in turn, several times."""
     image = encoded(picture(side=200), "JPEG")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
@@ -101,17 +103,13 @@ def measure_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
             fetch(services[which].port, "/v1/classify", image)
             services[which].process.send_signal(signal.SIGSTOP)
-        for _ in range(args.repeats):
-            for name in ["idle", *args.rows]:
-                for which, service in services.items():
-                    service.process.send_signal(signal.SIGCONT)
-                    row = measure(service, None if name == "idle" else name, args.clients, args.seconds, image)
-                    service.process.send_signal(signal.SIGSTOP)
-                    found.setdefault((name, which), []).append(row)
-                    print(name, which, {key: round(value, 3) for key, value in row.items()}, flush=True)
-        for service in services.values():
+        for name, (which, service) in product(["idle", *args.rows] * args.repeats, services.items()):
             service.process.send_signal(signal.SIGCONT)
-    return [{"row": name, "service": which, **row} for (name, which), rows in found.items() for row in rows]
+            row = measure(service, None if name == "idle" else name, args.clients, args.seconds, image)
+            service.process.send_signal(signal.SIGSTOP)
+            found = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            print(name, which, found, flush=True)
+            yield {"row": name, "service": which, **found}
 
 
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,10 +180,11 @@ def main() -> int:
         record("chaos", command, found | {"problems": wrong})
         print(json.dumps(found, indent=1), *wrong, sep="\n")
         return int(bool(wrong))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     samples = read_results().get("rows", {}).get("samples", []) if args.add else []
-    samples += [{name: round(value, 4) if isinstance(value, float) else value for name, value in sample.items()}
-                for sample in measure_rows(args)]  # fmt: skip
-    record("rows", command, {"table": table(samples), "samples": samples})
+    for sample in measure_rows(args):
+        samples.append(sample)
+        record("rows", command, {"table": table(samples), "samples": samples})
     return 0
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 
-import http_fuzzer
 import numpy as np
 from http_client import chunked, connect, head, post
 from PIL import Image, ImageFile
@@ -176,6 +175,7 @@ OTHERS: dict[str, Callable[[], bytes]] = {
     "many rows": lambda: post(png(1, 49_999_999, pixels=bytes(1000))),
     "EXIF in a PNG": lambda: post(rationals("PNG")),
     "EXIF in a JPEG": lambda: post(rationals("JPEG")),
+    "EXIF in a WebP": lambda: post(rationals("WEBP")),
     "65535 tags": lambda: post(many_tags()),
     "large PNG": lambda: post(large_png()),
     "PNG of many chunks": lambda: post(png(9, 9, *[(b"eXIf", b"")] * 30_000, pixels=bytes(90))),
@@ -204,6 +204,8 @@ def attack(port: int, name: str, until: float) -> int:
 
 def damage(port: int, until: float, seed: int) -> int:
     """Send damaged requests and damaged images."""
+    import http_fuzzer  # which uses this module
+
     generator, sent = random.Random(seed), 0
     good = [encoded(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
     while time.monotonic() < until:

@@ -154,7 +154,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
     """
     flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
     with ServiceProcess(checkpoints, *flags) as service:
-        until(lambda: len(service.workers()) == 2, "two workers")
+        until(lambda: len(service.workers()) == 2, "two workers", 180)
         image = encoded(picture(side=100), "JPEG")
         warm(service, image)
         before, over = state(service, checkpoints), threading.Event()
@@ -172,7 +172,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
         over.set()
         for thread in (*healthy, disturbing):
             thread.join(120)
-        until(lambda: len(service.workers()) >= 2, "two workers")
+        until(lambda: len(service.workers()) >= 2, "two workers", 180)
         settle(service)
         time.sleep(4)  # until what stalls is given up
         warm(service, image)

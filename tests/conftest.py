@@ -36,7 +36,7 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 SLOW = (
     "test_engines.py", "test_service_workers.py", "test_kernels.py", "test_practice.py", "test_replication.py",
     "test_models.py", "test_hub.py", "test_conversion.py", "test_readme.py", "test_training.py", "test_fit.py",
-    "test_service_load.py", "test_checkpoints.py", "test_export.py", "test_page.py", "test_scripts.py",
+    "test_service_load.py", "test_checkpoints.py", "test_export.py", "test_page.py", "test_train.py",
     "test_libraries.py", "test_service.py", "test_service_strangers.py", "test_service_bad_input.py", "test_layer.py",
     "test_batch.py", "test_pretrained.py", "test_wheel.py", "test_kept_graphs.py", "test_pooling.py", "test_cards.py",
     "test_cli.py", "test_progress.py", "test_memory.py", "test_running.py", "test_house.py",
@@ -101,9 +101,7 @@ def load_script() -> Callable[[str], ModuleType]:
     """A file of scripts/ by its name, as a module of its own each time."""
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "scripts" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -147,10 +145,12 @@ def scatter(module: nn.Module) -> None:
 def remember_something(layer: nn.Module) -> None:
     """Give a layer running statistics other than those it starts with, and BRN a step at which its limits are wide."""
     if isinstance(layer, RunningNorm):
-        layer.running_mean.normal_(0, 0.3)
-        layer.running_var.uniform_(0.5, 1.5)
-        layer.image_mean.normal_(0, 0.3)
-        layer.image_var.uniform_(1.0, 2.0)
+        for mean, var, least in (
+            (layer.running_mean, layer.running_var, 0.5),
+            (layer.image_mean, layer.image_var, 1.0),
+        ):
+            mean.normal_(0, 0.3)
+            var.uniform_(least, least + 1.0)
         layer.image_spread.uniform_(0.1, 0.3)
     if isinstance(layer, BatchRenorm2d):
         layer.num_batches_tracked.fill_(layer.r_steps)
@@ -165,14 +165,8 @@ def away_from_start() -> Callable[[nn.Module], None]:
 def make_norm() -> Callable[..., nn.Module]:
     """Makes a norm of a kind ("bkn", "bn", "brn", "gn") with nothing at its starting value, in float64 unless told."""
 
-    def make(
-        kind: str,
-        channels: int,
-        prior_channels: int | None = None,
-        dtype: torch.dtype = torch.float64,
-        **options: Any,
-    ) -> nn.Module:
-        layer = NORMS[kind](channels, prior_channels, **options)
+    def make(kind: str, channels: int, below: int | None = None, dtype=torch.float64, **options: Any) -> nn.Module:
+        layer = NORMS[kind](channels, below, **options)
         scatter(layer)
         remember_something(layer)
         return layer.to(dtype)

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -62,15 +63,19 @@ def connect(port: int, timeout: float = 60.0) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout)
 
 
-def read(connection: socket.socket, count: int | None = 1, is_head: bool = False) -> list[Reply]:
-    """So many answers, or all until the service closes the connection."""
+def read(connection: socket.socket, count: int | None = 1, heads: Sequence[bool] = ()) -> list[Reply]:
+    """So many answers, or all until the service closes the connection.
+
+    Args:
+        heads: which requests were HEAD, whose answers have no body.
+    """
     begun, data, found = time.perf_counter(), b"", []
     with suppress(ConnectionResetError):
         while count is None or len(found) < count:
             start, separator, rest = data.partition(b"\r\n\r\n")
             first, *lines = start.decode("latin-1").split("\r\n")
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-            size = 0 if is_head else int(headers.get("content-length", 0))
+            size = 0 if True in heads[len(found) : len(found) + 1] else int(headers.get("content-length", 0))
             if separator and len(rest) >= size:
                 data, status = rest[size:], int(first.split()[1])
                 if status != 100:
@@ -94,6 +99,6 @@ def send(port: int, data: bytes, ends: bool = False, timeout: float = 60.0) -> R
             connection.sendall(data)
             if ends:
                 connection.shutdown(socket.SHUT_WR)
-        for reply in read(connection, is_head=data.startswith(b"HEAD ")):
+        for reply in read(connection, heads=[data.startswith(b"HEAD ")]):
             return reply._replace(seconds=time.perf_counter() - begun)
     return Reply(0, {}, b"", time.perf_counter() - begun)

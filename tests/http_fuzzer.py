@@ -8,7 +8,6 @@ head for one that might be good.
 
 import argparse
 import contextlib
-import io
 import random
 import re
 import socket
@@ -19,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
+from attackers import encoded, picture
+from http_client import Reply, connect, read
 
 HANGS = 20.0  # seconds after which a connection that should be closed hangs
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: a\r\nX-Request-Id: hidden\r\n\r\n"
@@ -35,19 +35,12 @@ SPECIAL = [
 
 class Head(NamedTuple):
     method: bytes
-    identity: bytes | None  # what X-Request-Id says, if the service takes it over
-
-
-class Answer(NamedTuple):
-    status: int
-    identity: bytes | None
+    identity: str | None  # what X-Request-Id says, if the service takes it over
 
 
 def valid(generator: random.Random, number: int) -> bytes:
     """One to three requests on one connection, each with an id of its own."""
-    stream = io.BytesIO()
-    Image.new("RGB", (9, 9), (generator.randrange(256), 0, 0)).save(stream, "PNG")
-    image = stream.getvalue() + generator.choice([b"", HIDDEN])
+    image = encoded(picture(generator.randrange(256), 9)) + generator.choice([b"", HIDDEN])
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (image[:50], image[50:])) + b"0\r\n\r\n"
     form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + image + b"\r\n--x--\r\n"
     length = b"Content-Length: %d\r\n"
@@ -104,7 +97,7 @@ def heads_in(data: bytes) -> list[Head]:
         headers = {name.strip().lower(): value.strip() for name, value in pairs}
         identity = headers.get(b"x-request-id", b"")
         known = re.fullmatch(rb"[A-Za-z0-9._-]{1,64}", identity)
-        found.append(Head(lines[0].partition(b" ")[0], identity if known else None))
+        found.append(Head(lines[0].partition(b" ")[0], identity.decode() if known else None))
         if b"transfer-encoding" in headers:
             rest = after_chunks(data)
         else:
@@ -128,11 +121,11 @@ def after_chunks(data: bytes) -> bytes | None:
     return None
 
 
-def talk(port: int, data: bytes, generator: random.Random) -> bytes | None:
-    """All that the service says to a stream in random packets; None where it does not close the connection."""
+def talk(port: int, data: bytes, generator: random.Random) -> list[Reply] | None:
+    """All answers to a stream in random packets; None where the service does not close the connection."""
     cuts = sorted(generator.randrange(len(data) + 1) for _ in range(generator.choice([0, 1, 3, 10])))
-    said = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=HANGS) as connection:
+    heads = [head.method == b"HEAD" for head in heads_in(data)]
+    with connect(port, HANGS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -140,45 +133,24 @@ def talk(port: int, data: bytes, generator: random.Random) -> bytes | None:
                 time.sleep(generator.choice([0, 0, 0.002]))
             connection.shutdown(socket.SHUT_WR)
         try:
-            while part := connection.recv(65_536):
-                said += part
+            return read(connection, None, heads)
         except TimeoutError:
             return None
-        except OSError:
-            pass
-    return said
 
 
-def answers_in(said: bytes, heads: list[Head]) -> list[Answer]:
-    found: list[Answer] = []
-    while said:
-        start, _, said = said.partition(b"\r\n\r\n")
-        status = int(start.split()[1])
-        if status == 100:
-            continue
-        length = re.search(rb"\r\ncontent-length: *(\d+)", start, re.IGNORECASE)
-        identity = re.search(rb"\r\nx-request-id: *([^\r]+)", start, re.IGNORECASE)
-        is_head = len(found) < len(heads) and heads[len(found)].method == b"HEAD"
-        said = said[0 if is_head or length is None else int(length[1]) :]
-        found.append(Answer(status, identity[1] if identity else None))
-    return found
-
-
-def wrong_with(data: bytes, said: bytes | None) -> str | None:
+def wrong_with(data: bytes, answers: list[Reply] | None) -> str | None:
     """What may not be, if anything."""
-    if said is None:
+    if answers is None:
         return "the connection hangs"
-    heads = heads_in(data)
-    answers = answers_in(said, heads)
-    if any(answer.status >= 500 for answer in answers):
-        return f"answered {answers}"
-    requests = [answer for answer in answers if answer.identity is not None]  # what is no request has no id
-    if len(requests) > len(heads) or len(answers) > len(requests) + 1:
+    heads, statuses = heads_in(data), [answer.status for answer in answers]
+    if max(statuses, default=0) >= 500:
+        return f"answered {statuses}"
+    identities = [answer.headers["x-request-id"] for answer in answers if "x-request-id" in answer.headers]
+    # What is no request has no id.
+    if len(identities) > len(heads) or len(answers) > len(identities) + 1:
         return f"{len(heads)} requests, but answers {answers}"
-    for head, answer in zip(heads, requests, strict=False):
-        if head.identity is not None and head.identity != answer.identity:
-            return f"asked {heads}, but answers {answers}"
-        if head.identity is None and not re.fullmatch(rb"[0-9a-f]{32}", answer.identity or b""):
+    for head, identity in zip(heads, identities, strict=False):
+        if identity != head.identity if head.identity is not None else not re.fullmatch("[0-9a-f]{32}", identity):
             return f"asked {heads}, but answers {answers}"
     return None
 
@@ -190,9 +162,9 @@ def fuzz(port: int, mutations: int, seed: int) -> tuple[list[str], Counter[int]]
     def one(number: int) -> str | None:
         generator = random.Random(f"{seed} {number}")
         data = damage(valid(generator, number), generator)
-        said = talk(port, data, generator)
-        statuses.update(answer.status for answer in answers_in(said or b"", heads_in(data)))
-        problem = wrong_with(data, said)
+        answers = talk(port, data, generator)
+        statuses.update(answer.status for answer in answers or [])
+        problem = wrong_with(data, answers)
         return None if problem is None else f"{number}: {problem}: {data[:1500]!r}"
 
     with ThreadPoolExecutor(8) as clients:

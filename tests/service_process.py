@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import urllib.request
 from collections.abc import Callable
@@ -173,98 +172,3 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-WATCH = """
-    import http.client, json, sys, threading, time
-
-    host, port = sys.argv[1].rsplit("/", 1)[1].split(":")
-    headers, image = json.loads(sys.argv[2]), bytes.fromhex(sys.argv[3])
-    found, over = {"live": [], "classify": [], "pauses": []}, threading.Event()
-
-    def pause():
-        while not over.is_set():
-            begun = time.perf_counter()
-            time.sleep(0.02)
-            found["pauses"].append([200, time.perf_counter() - begun - 0.02])
-
-    def ask(name, method, path, body, pause):
-        while not over.is_set():
-            begun, status = time.perf_counter(), 0
-            connection = http.client.HTTPConnection(host, int(port), timeout=20)
-            try:
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                response.read()
-                status = response.status
-            except (OSError, http.client.HTTPException):
-                pass
-            connection.close()
-            found[name].append([status, time.perf_counter() - begun])
-            over.wait(pause)
-
-    threads = [threading.Thread(target=ask, args=("live", "GET", "/health/live", None, 0.02))]
-    threads.append(threading.Thread(target=pause))
-    if image:
-        threads.append(threading.Thread(target=ask, args=("classify", "POST", "/v1/classify", image, 0.05)))
-    for thread in threads:
-        thread.start()
-    print("begun", flush=True)
-    sys.stdin.read()
-    over.set()
-    for thread in threads:
-        thread.join()
-    print(json.dumps(found))
-"""
-
-
-class Watch:
-    """A healthy client: while the block runs, it asks for /health/live and has an image, if given, classified.
-
-    In a process of its own: a thread would wait for its turn among the many clients of this one.
-
-    Attributes:
-        live, classify: the status and the seconds of each answer, once the block has ended; status 0 where none came.
-        pauses: by how many seconds a short sleep of that process was too long.
-    """
-
-    def __init__(self, url: str, image: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-c", textwrap.dedent(WATCH), url, json.dumps(headers or {}), image.hex()]
-        self.live: list[tuple[int, float]] = []
-        self.classify: list[tuple[int, float]] = []
-        self.pauses: list[tuple[int, float]] = []
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "begun\n"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        found = json.loads(self._process.communicate(timeout=60)[0])
-        self.live, self.classify, self.pauses = (
-            [(status, seconds) for status, seconds in found[name]] for name in found
-        )
-
-    def check(self, what: str, times: float = 1.0) -> None:
-        """Every answer was good, and none was late.
-
-        A client may wait 500 ms for /health/live and a second for an image; and ten times as long as the scheduler of a
-        machine which others use keeps one waiting who only sleeps, since an answer takes that many turns. That one in
-        ten waits even longer is not the service's doing; those are bounded by what only a stall exceeds.
-
-        Args:
-            times: as long as that, where the test itself takes much of the processor.
-        """
-        slack = 10 * sorted(seconds for _, seconds in self.pauses)[int(0.9 * (len(self.pauses) - 1))]
-        for name, found, limit in (("live", self.live, 0.5), ("classify", self.classify, 1.0)):
-            if not found:
-                continue
-            limit = times * limit + slack
-            seconds = sorted(seconds for _, seconds in found)
-            late, most = seconds[int(0.9 * (len(seconds) - 1))], seconds[-1]
-            told = f"{len(found)} times, median {seconds[len(seconds) // 2]:.3f} s, longest {most:.3f} s of {limit:.2f}"
-            print(f"{what}: {name} {told}")
-            assert {status for status, _ in found} == {200}, f"{what}: {name} was answered {found}"
-            assert late < limit, f"{what}: one in ten of {name} waited {late:.2f} s"
-            assert most < 4 * limit, f"{what}: {name} waited {most:.2f} s"

@@ -2,16 +2,13 @@
 
 import functools
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import bkn_zoo
-from bkn_zoo import BknZooError, InputError, Network, UnknownNameError, create_model, list_models
+from bkn_zoo import BknZooError, InputError, UnknownNameError, create_model, list_models
 from bkn_zoo.models.registry import register
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, Statistics
@@ -22,14 +19,14 @@ X = torch.randn(2, 3, 4, 4)
 
 
 @functools.cache
-def without_weights(name: str) -> Network:
+def without_weights(name):
     """A network that knows its shapes only; it cannot compute, but the checks come first."""
     with torch.device("meta"):
         return create_model(name)
 
 
 @contextmanager
-def refused(kind: type[BknZooError], words: str, *more: str) -> Iterator[None]:
+def refused(kind, words, *more):
     """One line that ends in a full stop, with no sentence after another."""
     with pytest.raises(kind, match=re.escape(words)) as error:
         yield
@@ -41,19 +38,19 @@ def refused(kind: type[BknZooError], words: str, *more: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [UnknownNameError, InputError, bkn_zoo.CheckpointError])
-def test_there_is_one_family_of_errors(error: type[Exception]) -> None:
+def test_there_is_one_family_of_errors(error):
     assert issubclass(error, BknZooError)
     assert issubclass(BknZooError, ValueError)
 
 
 @pytest.mark.parametrize("name", ["resnet102_bkn", "resnet101_ln", "resnet101", "_bkn", "", "RESNET101_BKN"])
-def test_an_unknown_model_or_norm_lists_the_known_ones(name: str) -> None:
+def test_an_unknown_model_or_norm_lists_the_known_ones(name):
     with refused(UnknownNameError, f"unknown model {name!r}", *list_models()):
         create_model(name)
 
 
 @pytest.mark.parametrize("classes", [0, -1, 2.5, "ten"])
-def test_a_wrong_number_of_classes_is_refused(classes: object) -> None:
+def test_a_wrong_number_of_classes_is_refused(classes):
     with refused(InputError, f"num_classes is {classes!r}"):
         create_model("inception_cifar_bkn", num_classes=classes)
 
@@ -61,15 +58,15 @@ def test_a_wrong_number_of_classes_is_refused(classes: object) -> None:
 @pytest.mark.parametrize(
     ("norm", "option"), [("bkn", "warmup"), ("bn", "shared_process_noise"), ("brn", "r_stepz"), ("gn", "groups")]
 )
-def test_options_that_the_norm_does_not_have_are_named(norm: str, option: str) -> None:
+def test_options_that_the_norm_does_not_have_are_named(norm, option):
     with refused(InputError, f"inception_cifar_{norm} does not take the options {option!r}"):
         create_model(f"inception_cifar_{norm}", **{option: 3})
 
 
-def test_a_name_that_is_registered_twice_is_an_error() -> None:
+def test_a_name_that_is_registered_twice_is_an_error():
     before = list_models()
 
-    def resnet101(make_norm: object, num_classes: int) -> None: ...
+    def resnet101(make_norm, num_classes): ...
 
     with refused(InputError, "'resnet101' is registered already"):
         register(num_classes=3)(resnet101)
@@ -78,7 +75,7 @@ def test_a_name_that_is_registered_twice_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", list_models())
-def test_a_network_checks_its_statistics_and_the_size_of_images(name: str) -> None:
+def test_a_network_checks_its_statistics_and_the_size_of_images(name):
     model, images = without_weights(name), torch.zeros(2, 3, 64, 64)
     for mode in MODES:
         with refused(InputError, "training mode: call model.eval() first"):
@@ -92,7 +89,7 @@ def test_a_network_checks_its_statistics_and_the_size_of_images(name: str) -> No
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("batch", "group"), [(2, 0), (2, -2), (0, None), (0, 2), (5, 2), (4, 3), (2, 4)])
-def test_a_training_batch_that_cannot_be_split_is_refused(name: str, batch: int, group: int | None) -> None:
+def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
     words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "no values"
     if group is not None and group < 1:
         words = f"statistics_batch_size is {group}"
@@ -107,13 +104,13 @@ def test_a_training_batch_that_cannot_be_split_is_refused(name: str, batch: int,
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 16, 16), (2, 4, 16, 16), (3, 16, 16), (2, 16, 16, 3), (1, 2, 3, 16, 16)])
-def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+def test_images_of_another_shape_are_refused(shape):
     with refused(InputError, f"(images, 3, height, width), but these are {shape}"):
         without_weights("inception_cifar_bkn").eval()(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
-def test_images_that_are_not_floating_point_are_refused(dtype: torch.dtype) -> None:
+def test_images_that_are_not_floating_point_are_refused(dtype):
     with refused(InputError, f"floating point numbers, but these are {dtype}"):
         without_weights("inception_cifar_bkn").eval()(torch.zeros(1, 3, 16, 16, dtype=dtype))
 
@@ -133,13 +130,13 @@ def test_images_that_are_not_floating_point_are_refused(dtype: torch.dtype) -> N
         *((kind(4), [X], "normalizes 4 channels, but its input is (2, 3, 4, 4)") for kind in NORMS),
     ],
 )
-def test_a_layer_checks_its_prior_and_its_input(layer: nn.Module, arguments: list[Any], words: str) -> None:
+def test_a_layer_checks_its_prior_and_its_input(layer, arguments, words):
     with refused(InputError, words):
         layer(*arguments)
 
 
 @pytest.mark.parametrize("gain", [-0.5, 1.5, float("nan")])
-def test_a_gain_outside_its_range_is_refused(gain: float) -> None:
+def test_a_gain_outside_its_range_is_refused(gain):
     layer = BatchKalmanNorm2d(3, 4)
     with refused(InputError, "the gain must lie in [0, 1]"):
         layer.set_gain(gain)

@@ -5,35 +5,45 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from bkn_zoo.norms import BatchNorm2d, BatchRenorm2d, GroupNorm2d, Statistics
+from bkn_zoo.norms import BatchRenorm2d, Statistics
 
 
-def some_images() -> torch.Tensor:
+def some_images():
     return (1 + 2 * torch.randn(4, 6, 5, 5)).double()
+
+
+def twin_of(layer):
+    """PyTorch's batch normalization with the layer's weights and running averages."""
+    twin = nn.BatchNorm2d(6, eps=layer.eps, momentum=layer.momentum).double()
+    twin.load_state_dict({name: layer.state_dict()[name] for name in twin.state_dict()})
+    return twin
+
+
+def assert_same_step(layer, expected, x):
+    """Output and gradients of a layer are those behind `expected`, which has the same leaves."""
+    y, inputs = layer(x)[0], [x, layer.weight, layer.bias]
+    grad_y = torch.randn_like(y)
+    assert_close(y, expected)
+    assert_close(torch.autograd.grad(y, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y))
 
 
 # Batch Renormalization
 
 
-@pytest.mark.parametrize(
-    ("step", "r_max", "d_max"),
-    [
-        (0, 1.0, 0.0),
-        (5_000, 1.0, 0.0),
-        (15_000, 1 + 2 * 10 / 35, 2.5),
-        (22_500, 2.0, 4.375),
-        (25_000, 1 + 2 * 20 / 35, 5.0),
-        (40_000, 3.0, 5.0),
-        (1_000_000, 3.0, 5.0),
-    ],
-)
-def test_the_limits_of_brn_widen_with_the_step_as_ioffe_2017_describes(step: int, r_max: float, d_max: float) -> None:
+LIMITS = [
+    (0, 1.0, 0.0), (5_000, 1.0, 0.0), (15_000, 1 + 2 * 10 / 35, 2.5), (22_500, 2.0, 4.375),
+    (25_000, 1 + 2 * 20 / 35, 5.0), (40_000, 3.0, 5.0), (1_000_000, 3.0, 5.0),
+]  # fmt: skip
+
+
+def test_the_limits_of_brn_widen_as_ioffe_2017_describes():
     layer = BatchRenorm2d(3)
-    layer.num_batches_tracked.fill_(step)
-    assert [limit.item() for limit in layer.limits()] == pytest.approx([r_max, d_max])
+    for step, r_max, d_max in LIMITS:
+        layer.num_batches_tracked.fill_(step)
+        assert [limit.item() for limit in layer.limits()] == pytest.approx([r_max, d_max])
 
 
-def test_the_schedule_of_brn_is_driven_by_the_training_step() -> None:
+def test_the_schedule_of_brn_is_driven_by_the_training_step():
     layer = BatchRenorm2d(6, warmup=2, r_steps=4, d_steps=3).double()
     seen = []
     for _ in range(5):
@@ -44,38 +54,28 @@ def test_the_schedule_of_brn_is_driven_by_the_training_step() -> None:
     assert layer.num_batches_tracked == 5
 
 
-def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm) -> None:
+def test_with_r_max_1_and_d_max_0_brn_is_batch_norm_in_training(make_norm):
     layer = make_norm("brn", 6)
     layer.num_batches_tracked.zero_()
-    twin = nn.BatchNorm2d(6, eps=layer.eps, momentum=layer.momentum).double()
-    names = twin.state_dict()
-    twin.load_state_dict({name: value for name, value in layer.state_dict().items() if name in names})
+    twin = twin_of(layer)
+    twin.weight, twin.bias = layer.weight, layer.bias
     for _ in range(3):
-        x, grad_y = some_images().requires_grad_(), torch.randn(4, 6, 5, 5).double()
-        y, expected = layer(x)[0], twin(x)
-        assert_close(y, expected)
-        assert_close(
-            torch.autograd.grad(y, [x, layer.weight, layer.bias], grad_y),
-            torch.autograd.grad(expected, [x, twin.weight, twin.bias], grad_y),
-        )
+        x = some_images().requires_grad_()
+        assert_same_step(layer, twin(x), x)
     assert_close(layer.running_mean, twin.running_mean)
     assert_close(layer.running_var, twin.running_var)
 
 
-def test_brn_is_batch_norm_where_the_running_statistics_are_the_batchs(make_norm) -> None:
+def test_brn_is_batch_norm_at_running_statistics_of_the_batch(make_norm):
     """Then r = 1 and d = 0 at the widest limits too; the gradient as well, since r and d are constants to it."""
-    layer = make_norm("brn", 6)
-    x, grad_y = some_images().requires_grad_(), torch.randn(4, 6, 5, 5).double()
-    layer.running_mean.copy_(x.detach().mean((0, 2, 3)))
-    layer.running_var.copy_(x.detach().var((0, 2, 3), correction=0))
-    expected = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, eps=layer.eps)
-    y, _ = layer(x)
-    assert_close(y, expected)
-    inputs = [x, layer.weight, layer.bias]
-    assert_close(torch.autograd.grad(y, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y))
+    layer, x = make_norm("brn", 6), some_images()
+    layer.running_mean.copy_(x.mean((0, 2, 3)))
+    layer.running_var.copy_(x.var((0, 2, 3), correction=0))
+    x.requires_grad_()
+    assert_same_step(layer, nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, eps=layer.eps), x)
 
 
-def test_within_its_limits_brn_normalizes_by_the_running_statistics(make_norm) -> None:
+def test_within_its_limits_brn_uses_the_running_statistics(make_norm):
     layer = make_norm("brn", 6)
     x = layer.running_mean[:, None, None] + 1.5 * torch.randn(4, 6, 5, 5).double()
     evaluated, _ = layer.eval()(x)
@@ -84,7 +84,7 @@ def test_within_its_limits_brn_normalizes_by_the_running_statistics(make_norm) -
 
 
 @pytest.mark.parametrize("step", [0, 12_000, 40_000])
-def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step: int) -> None:
+def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step):
     layer = make_norm("brn", 6)
     layer.num_batches_tracked.fill_(step)
     mean, std = torch.tensor([9.0, 0.0, -9.0, 1.0, 0.0, 3.0]), torch.tensor([4.0, 0.01, 1.0, 0.1, 9.0, 2.0])
@@ -95,29 +95,20 @@ def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step: i
     r = (std / running_std).clamp(1 / r_max, r_max).detach()
     d = ((mean - layer.running_mean[:, None, None]) / running_std).clamp(-d_max, d_max).detach()
     normal = (x - mean) / std * r + d
-    expected = normal * layer.weight[:, None, None] + layer.bias[:, None, None]
-    y, _ = layer(x)
-    assert_close(y, expected)
-    inputs, grad_y = [x, layer.weight, layer.bias], torch.randn_like(x)
-    assert_close(torch.autograd.grad(y, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y))
+    assert_same_step(layer, normal * layer.weight[:, None, None] + layer.bias[:, None, None], x)
 
 
-def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm) -> None:
+def test_at_inference_brn_normalizes_by_its_running_statistics(make_norm):
     layer, x = make_norm("brn", 6).eval(), some_images()
-    expected = nn.functional.batch_norm(
-        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps
-    )
-    assert_close(layer(x)[0], expected)
+    assert_close(layer(x)[0], twin_of(layer).eval()(x))
 
 
 # Batch normalization
 
 
-def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
-    layer: BatchNorm2d = make_norm("bn", 6)
-    twin = nn.BatchNorm2d(6).double()
-    names = twin.state_dict()
-    twin.load_state_dict({name: value for name, value in layer.state_dict().items() if name in names})
+def test_the_batch_norm_twin_is_batch_norm(make_norm):
+    layer = make_norm("bn", 6)
+    twin = twin_of(layer)
     for training in (True, True, False):
         x = some_images()
         y, belief = layer.train(training)(x)
@@ -131,21 +122,17 @@ def test_the_batch_norm_twin_is_batch_norm(make_norm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "options", "groups"),
-    [
-        (64, {}, 32), (48, {}, 16), (7, {}, 1), (64, {"channels_per_group": 16}, 4),
-        (24, {"channels_per_group": 16}, 3), (7, {"channels_per_group": 16}, 7),
-    ],
-)  # fmt: skip
-def test_the_group_norm_twin_is_group_norm(make_norm, channels: int, options: dict[str, int], groups: int) -> None:
-    layer: GroupNorm2d = make_norm("gn", channels, **options)
+    ("channels", "size", "groups"), [(64, 0, 32), (48, 0, 16), (7, 0, 1), (64, 16, 4), (24, 16, 3), (7, 16, 7)]
+)
+def test_the_group_norm_twin_is_group_norm(make_norm, channels, size, groups):
+    layer = make_norm("gn", channels, **({"channels_per_group": size} if size else {}))
     twin = nn.GroupNorm(groups, channels).double()
     twin.load_state_dict(layer.state_dict())
     x = torch.randn(3, channels, 4, 4).double()
     assert_close(layer(x)[0], twin(x))
 
 
-def test_the_modes_of_group_norm_agree(make_norm) -> None:
+def test_the_modes_of_group_norm_agree(make_norm):
     layer, x = make_norm("gn", 64), torch.randn(3, 64, 4, 4).double()
     chosen = [Statistics("batch"), Statistics("population"), Statistics("sample"), Statistics("expected", 2)]
     outputs = [layer.train(statistics.mode == "batch")(x, None, statistics)[0] for statistics in chosen]

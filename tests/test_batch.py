@@ -167,7 +167,7 @@ def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
     [
         ("csv", ["--statistics", "sample"], "was made with --statistics population, not sample"),
         ("json", ["--statistics", "sample"], "was made with --statistics population, not sample"),
-        ("csv", ["--model", "mine/../mine"], "was made with --model ./mine, not mine/../mine"),
+        ("csv", ["--model", "mine/../mine"], "was made with --checkpoint ./mine, not mine/../mine"),
         ("json", ["--top-k", "3"], "was made with --top-k 2, not 3"),
         ("csv", ["--top-k", "1"], "was made with --top-k 2, not 1"),
         ("csv", ["--format", "json"], "was not made with --format json"),

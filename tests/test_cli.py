@@ -129,7 +129,7 @@ def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path
     assert "broken" not in found.out
     complaints = found.err.splitlines()
     assert len(complaints) == 4
-    for complaint, name in zip(complaints, (empty, broken, tmp_path / "none.jpg", photos / "notes.txt"), strict=True):
+    for complaint, name in zip(complaints, (tmp_path / "none.jpg", empty, broken, photos / "notes.txt"), strict=True):
         assert complaint.startswith("bkn-zoo: ")
         assert str(name) in complaint
 
@@ -173,10 +173,10 @@ def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, roo
 
 def test_list_shows_what_is_here(call: Any) -> None:
     found = call("list")
-    header, bare, small = found.out.splitlines()
+    header, small, bare = found.out.splitlines()
     assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
     assert bare.split() == ["bare", "inception_cifar_gn", "3", "-", "population", "-"]
-    assert small.split() == ["small", "inception_cifar_bkn", "6", "cifar10", "sample", "71.2"]
+    assert small.split() == ["small", "(default)", "inception_cifar_bkn", "6", "cifar10", "sample", "71.2"]
     assert (found.code, found.err) == (0, "")
 
 
@@ -218,7 +218,7 @@ def test_info_describes_a_checkpoint(call: Any, root: Path) -> None:
     assert rows["preprocessing.size"] == "16"
     assert rows["parameters"] == f"{facts['parameters']:,}"
     assert rows["revision"] == "-"
-    assert rows["label_names"] == "ape, bee, cat, dog, élan, ..."
+    assert rows["label_names"] == "ape, bee, cat, dog, élan, ... (all with --classes)"
 
 
 MISUSES = (
@@ -282,7 +282,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
     assert words in found.err
 
 
-OWN = ["classify", "compare", "list", "info", "train", "evaluate", "publish"]
+OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "publish", "completion"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OWN)], ids=str)
@@ -292,7 +292,7 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: bkn-zoo")
-    assert "example" in text or command == ["list"] or f"    bkn-zoo {command[0]}" in text
+    assert "example" in text or command == ["list"] or f"bkn-zoo {command[0]} " in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
@@ -323,7 +323,7 @@ def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch, t
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bkn_zoo.cli.command.list_checkpoints", interrupt)
+    monkeypatch.setattr("bkn_zoo.cli.show.list_checkpoints", interrupt)
     if twice:  # the second time while it ends
         monkeypatch.setattr("bkn_zoo.cli.command._is_read", interrupt)
     found = call("list")

@@ -20,10 +20,11 @@ from torch.testing import assert_close
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.training import official
-from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
+from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
+from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False)

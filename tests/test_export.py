@@ -3,14 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.testing import assert_close
 
 import bkn_zoo
@@ -30,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("shallow_network")
 
 OWN, CONVERTED = "inception_cifar_bkn", "timm:test_efficientnet"  # which has depthwise convolutions and gates
 SIZE = 32
-ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(SIZE, (0.4,) * 3, (0.2,) * 3)}
+ABOUT = {"label_names": list("abcd"), "preprocessing": Preprocessing(SIZE, (0.4,) * 3, (0.2,) * 3)}
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_block() -> Iterator[None]:
+def one_block():
     """Of the converted network's, the last, which has all that it is here for: each takes seconds."""
     decode = efficientnet.decode_arch_def
     with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +41,7 @@ def one_block() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     torch.manual_seed(0)
     found = {}
     for name in (OWN, CONVERTED):
@@ -62,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def runtime(path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+def runtime(path):
     """A file by what is outside this package alone: what runs it, and its metadata."""
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path)
@@ -76,21 +73,19 @@ def runtime(path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
 
 # Each takes many seconds: each mode that does not fold; folded, the other network is below in both formats.
 @pytest.mark.parametrize(("format", "mode"), [("onnx", "expected"), ("openvino", "sample")])
-def test_a_file_gives_the_network_s_logits_for_any_number_of_images(
-    format: str, mode: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    name = CONVERTED
-    path = bkn_zoo.export(folders[name], tmp_path / f"mine{SUFFIXES[format]}", format=format, statistics=mode)
+def test_a_file_gives_the_network_s_logits(format, mode, folders, tmp_path):
+    """For any number of images."""
+    path = bkn_zoo.export(folders[CONVERTED], tmp_path / f"mine{SUFFIXES[format]}", format=format, statistics=mode)
     assert sorted(file.suffix for file in tmp_path.iterdir()) == ([".onnx"] if format == "onnx" else [".bin", ".xml"])
     run, about = runtime(path)
     images = torch.randn(3, 3, SIZE, SIZE) * torch.tensor([0.5, 1.0, 2.0]).reshape(3, 1, 1, 1)
     with torch.no_grad():
-        wanted = bkn_zoo.from_pretrained(folders[name])(images, mode)
+        wanted = bkn_zoo.from_pretrained(folders[CONVERTED])(images, mode)
     scale = wanted.abs().max().item()
     assert_close(run(images), wanted, atol=1e-3 * scale, rtol=0)
     for image, logits in zip(images.split(1), run(images).split(1), strict=True):
         assert_close(run(image), logits, atol=1e-4 * scale, rtol=0)  # whatever its partners are
-    assert (about["name"], about["statistics"], about["architecture"]) == ("mine", mode, name)
+    assert (about["name"], about["statistics"], about["architecture"]) == ("mine", mode, CONVERTED)
     assert json.loads(about["labels"]) == ABOUT["label_names"]
     assert json.loads(about["preprocessing"])["mean"] == [0.4] * 3
     if format == "openvino":  # which on Arm sums in f16 unless it is told not to, and then may sum no whole map at once
@@ -100,7 +95,7 @@ def test_a_file_gives_the_network_s_logits_for_any_number_of_images(
                 assert 1 in kernel or kernel != [size.get_length() for size in sizes]
 
 
-def assert_half_as_large(path: Path, checkpoint: Path) -> None:
+def assert_half_as_large(path, checkpoint):
     network = bkn_zoo.from_pretrained(checkpoint)
     folded = sum(p.numel() for n, p in network.named_parameters() if "norm" not in n)
     assert sum(file.stat().st_size for file in path.parent.iterdir()) < 1.1 * 2 * folded + 2**17
@@ -112,7 +107,7 @@ def assert_half_as_large(path: Path, checkpoint: Path) -> None:
     assert_close(run(images), wanted, atol=0.05 * wanted.abs().max().item(), rtol=0)
 
 
-def test_in_f16_a_file_is_half_as_large(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_in_f16_a_file_is_half_as_large(folders, tmp_path):
     path = bkn_zoo.export(folders[OWN], tmp_path / "half.onnx", statistics="population", precision="f16")
     assert_half_as_large(path, folders[OWN])
     opsets = {each.domain: each.version for each in onnx.load(path, load_external_data=False).opset_import}
@@ -121,16 +116,15 @@ def test_in_f16_a_file_is_half_as_large(folders: dict[str, Path], tmp_path: Path
 
 
 @pytest.fixture
-def checkpoint(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkpoint(folders, tmp_path, monkeypatch):
     shutil.copytree(folders[OWN], tmp_path / "mine")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "mine"
 
 
-def test_the_command_writes_a_file_of_a_checkpoint_without_golden_tensors_as_downloaded_ones_are(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exports_a_checkpoint_without_golden_tensors(checkpoint, capsys):
+    """As downloaded ones are."""
     (checkpoint / "golden.safetensors").unlink()
     Path("mine.population.xml").write_text("an earlier one")
     options = ["--format", "openvino", "--statistics", "population", "--precision", "f16"]
@@ -141,9 +135,7 @@ def test_the_command_writes_a_file_of_a_checkpoint_without_golden_tensors_as_dow
 
 
 @pytest.mark.parametrize("format", SUFFIXES)
-def test_a_file_that_does_not_give_the_golden_logits_is_not_written(
-    format: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_the_golden_logits_is_not_written(format, checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(exporting, f"_write_{format}", lambda *_: None)  # which takes seconds
     golden = load_file(checkpoint / "golden.safetensors")
     scale = golden["sample"].abs().max()
@@ -155,17 +147,16 @@ def test_a_file_that_does_not_give_the_golden_logits_is_not_written(
     assert [Path(file).read_text() for file in os.listdir()] == ["an earlier one"]
 
 
-def test_what_cannot_be_exported_is_said(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnknownNameError, match="unknown format 'tflite': choose one of onnx, openvino"):
-        bkn_zoo.export(checkpoint, format="tflite")
-    with pytest.raises(UnknownNameError, match="unknown precision 'int8': choose one of f32, f16"):
-        bkn_zoo.export(checkpoint, precision="int8")
-    with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
-        bkn_zoo.export(checkpoint, statistics="batch")
-    with pytest.raises(InputError, match=r"mine\.bin does not end in \.onnx"):
-        bkn_zoo.export(checkpoint, "mine.bin")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        bkn_zoo.export(checkpoint, "no/such/folder/mine.onnx")
+def test_what_cannot_be_exported_is_said(checkpoint, monkeypatch):
+    for error, words, options in [
+        (UnknownNameError, "unknown format 'tflite': choose one of onnx, openvino", {"format": "tflite"}),
+        (UnknownNameError, "unknown precision 'int8': choose one of f32, f16", {"precision": "int8"}),
+        (UnknownNameError, "unknown statistics 'batch'", {"statistics": "batch"}),
+        (InputError, r"mine\.bin does not end in \.onnx", {"output": "mine.bin"}),
+        (CheckpointError, "could not be written", {"output": "no/such/folder/mine.onnx"}),
+    ]:
+        with pytest.raises(error, match=words):
+            bkn_zoo.export(checkpoint, **options)
     monkeypatch.setattr(exporting, "find_spec", lambda package: None)
     with pytest.raises(InputError, match=r"needs onnx: install it with pip install 'bkn-zoo\[export\]'"):
         bkn_zoo.export(checkpoint)

@@ -29,7 +29,6 @@ from bkn_zoo.norms import recalibrate
 from bkn_zoo.norms.batch_kalman import KALMAN
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training import loop
-from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
@@ -37,7 +36,7 @@ from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wi
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
-from bkn_zoo.training.recipes import Recipe, read_recipe
+from bkn_zoo.training.recipes import Augmentation, Recipe, read_recipe
 from bkn_zoo.training.state import SAVED, Training, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import make_step, parallel
 

@@ -2,30 +2,24 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from bkn_zoo.norms import (
-    BatchKalmanNorm1d,
-    BatchKalmanNorm2d,
-    Belief,
-    Statistics,
-    concatenate,
-    predict,
-    predict_full,
-    update,
-    update_full,
-)
+from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, Belief, Statistics, concatenate
+from bkn_zoo.norms.kalman import predict, predict_full, update, update_full
 from bkn_zoo.norms.statistics import normalize, observe, pool
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64)
 
 
-def covariance(size: int) -> Tensor:
+def random_belief(*shape):
+    return Belief(random(*shape), random(*shape).square())
+
+
+def covariance(size):
     root = random(size, size)
     return root @ root.T / size + 0.1 * torch.eye(size, dtype=torch.float64)
 
@@ -33,9 +27,8 @@ def covariance(size: int) -> Tensor:
 # Values
 
 
-def test_predict_is_the_diagonal_of_the_papers_prediction() -> None:
-    prior = Belief(random(3, 4), random(3, 4).square())
-    transition, noise = random(5, 4), random(5).square()
+def test_predict_is_the_diagonal_of_the_papers_prediction():
+    prior, transition, noise = random_belief(3, 4), random(5, 4), random(5).square()
     predicted = predict(prior, transition, noise)
     for group in range(3):
         assert_close(predicted.mean[group], transition @ prior.mean[group])
@@ -43,41 +36,36 @@ def test_predict_is_the_diagonal_of_the_papers_prediction() -> None:
         assert_close(predicted.var[group], full.diagonal())
 
 
-def test_predict_takes_one_process_noise_for_all_channels() -> None:
-    prior, transition = Belief(random(2, 4), random(2, 4).square()), random(3, 4)
+def test_predict_takes_one_process_noise_for_all_channels():
+    prior, transition = random_belief(2, 4), random(3, 4)
     one, per_channel = torch.tensor([0.7]).double(), torch.full((3,), 0.7).double()
     assert_close(predict(prior, transition, one), predict(prior, transition, per_channel))
 
 
-def test_a_block_diagonal_transition_is_that_of_the_full_matrix() -> None:
+def test_a_block_diagonal_transition_is_that_of_the_full_matrix():
     """Its blocks: a diagonal, a stack of matrices, a full matrix."""
-    blocks = [torch.randn(2), torch.randn(2, 3, 2), torch.randn(3, 1)]
+    blocks, prior, noise = [random(2), random(2, 3, 2), random(3, 1)], random_belief(4, 7), torch.ones(11).double()
     full = torch.block_diag(torch.diag(blocks[0]), *blocks[1], blocks[2])
-    prior = Belief(torch.randn(4, 7), torch.rand(4, 7))
-    for in_blocks, in_full in zip(
-        predict(prior, blocks, torch.ones(11)), predict(prior, full, torch.ones(11)), strict=True
-    ):
-        assert_close(in_blocks, in_full)
+    assert_close(predict(prior, blocks, noise), predict(prior, full, noise))
 
 
-def test_a_layer_with_blocks_for_a_transition_is_that_with_the_full_matrix(make_belief) -> None:
+def test_a_layer_with_a_transition_of_blocks_is_the_full_one():
     layer = BatchKalmanNorm2d(5, 6, transition_shapes=[(2,), (1, 3, 4)], dtype=torch.float64)
     full = BatchKalmanNorm2d(5, 6, dtype=torch.float64)
     with torch.no_grad():
         for block in layer.transition_blocks:
             block.normal_()
         full.transition.copy_(torch.block_diag(torch.diag(layer.transition[0]), layer.transition[1][0]))
-    x, prior = torch.randn(4, 5, 3, 3, dtype=torch.float64), make_belief(1, 6)
-    for in_blocks, in_full in zip(layer(x, prior)[1], full(x, prior)[1], strict=True):
-        assert_close(in_blocks, in_full)
+    x, prior = random(4, 5, 3, 3), random_belief(1, 6)
+    assert_close(layer(x, prior)[1], full(x, prior)[1])
     layer.reset_parameters()
     assert not any(block.any() for block in layer.transition_blocks)
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.3, 0.9, 1.0])
-def test_update_is_the_mixture_of_prediction_and_observation(gain: float) -> None:
+def test_update_is_the_mixture_of_prediction_and_observation(gain):
     """Mean and variance of a mixture, p of the prediction and q of the observation, from its first two moments."""
-    predicted, observed = Belief(random(2, 3), random(2, 3).square()), Belief(random(2, 3), random(2, 3).square())
+    predicted, observed = random_belief(2, 3), random_belief(2, 3)
     p, q = 1 - gain, gain
     belief = update(predicted, observed, torch.tensor(gain, dtype=torch.float64))
     mean = p * predicted.mean + q * observed.mean
@@ -86,25 +74,23 @@ def test_update_is_the_mixture_of_prediction_and_observation(gain: float) -> Non
     assert_close(belief.var, second - mean**2)
 
 
-def test_full_gain_keeps_the_observation_and_no_gain_the_prediction_bit_for_bit() -> None:
-    predicted, observed = Belief(random(2, 3), random(2, 3).square()), Belief(random(2, 3), random(2, 3).square())
+def test_full_gain_is_the_observation_and_no_gain_the_prediction():
+    predicted, observed = random_belief(2, 3), random_belief(2, 3)
     assert_close(update(predicted, observed, torch.tensor(1.0)), observed, rtol=0, atol=0)
     nothing = update(predicted, observed, torch.tensor(0.0))
     assert_close(nothing.var, predicted.var, rtol=0, atol=0)
     assert_close(nothing.mean, predicted.mean)
 
 
-def test_concatenation_puts_the_channels_of_the_beliefs_side_by_side() -> None:
-    first, second = Belief(random(2, 3), random(2, 3)), Belief(random(2, 5), random(2, 5))
-    joined = concatenate([first, second])
-    assert joined is not None
-    assert_close(joined.mean, torch.cat([first.mean, second.mean], 1), rtol=0, atol=0)
-    assert_close(joined.var, torch.cat([first.var, second.var], 1), rtol=0, atol=0)
+def test_concatenation_puts_the_channels_of_beliefs_side_by_side():
+    first, second = random_belief(2, 3), random_belief(2, 5)
+    side_by_side = Belief(*(torch.cat(parts, 1) for parts in zip(first, second, strict=True)))
+    assert_close(concatenate([first, second]), side_by_side, rtol=0, atol=0)
     assert concatenate([None, None]) is None
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 6, None])
-def test_pooled_image_statistics_are_those_of_all_values_of_the_group(group: int | None) -> None:
+def test_pooled_image_statistics_are_those_of_the_group(group):
     x = 3 + 2 * random(6, 4, 5, 3) + random(6, 4, 1, 1)
     pooled = pool(observe(x), group)
     size = 6 if group is None else group
@@ -116,40 +102,35 @@ def test_pooled_image_statistics_are_those_of_all_values_of_the_group(group: int
 # Gradients
 
 
-def test_gradients_of_predict_are_right() -> None:
-    def step(mean: Tensor, var: Tensor, transition: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        return predict(Belief(mean, var), transition, noise)
-
-    inputs = random(2, 3), random(2, 3).square(), random(4, 3), random(4).square()
-    assert gradcheck(step, [tensor.requires_grad_() for tensor in inputs])
-
-
-def test_gradients_of_update_are_right() -> None:
-    def step(m: Tensor, v: Tensor, xbar: Tensor, s: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
-        return update(Belief(m, v), Belief(xbar, s), gain)
-
-    inputs = random(2, 3), random(2, 3).square(), random(2, 3), random(2, 3).square(), torch.tensor(0.4).double()
-    assert gradcheck(step, [tensor.requires_grad_() for tensor in inputs])
+BELIEF = [(2, 3), (2, 3)]
+STEPS = {
+    "predict": (lambda m, v, a, noise: predict(Belief(m, v.square()), a, noise.square()), [*BELIEF, (4, 3), (4,)]),
+    "update": (lambda m, v, x, s, q: update(Belief(m, v), Belief(x, s), q.sigmoid()), [*BELIEF, *BELIEF, ()]),
+    **{
+        f"normalize {n}": (
+            lambda x, m, v, gamma, beta: normalize(x, Belief(m, v.square() + 0.1), gamma, beta, eps=1e-5),
+            [(4, 3, 2, 2), (n, 3), (n, 3), (3,), (3,)],
+        )
+        for n in (1, 2, 4)
+    },
+}
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_gradients_of_normalize_are_right(groups: int) -> None:
-    def step(x: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        return normalize(x, Belief(mean, var), gamma, beta, eps=1e-5)
-
-    inputs = random(4, 3, 2, 2), random(groups, 3), random(groups, 3).square() + 0.1, random(3), random(3)
-    assert gradcheck(step, [tensor.requires_grad_() for tensor in inputs])
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients_of_each_step_are_right(step):
+    function, shapes = STEPS[step]
+    assert gradcheck(function, [random(*shape).requires_grad_() for shape in shapes])
 
 
 @pytest.mark.parametrize("group", [None, 2, 1])
-def test_gradients_through_two_chained_layers_are_right(make_norm, group: int | None) -> None:
+def test_gradients_through_two_chained_layers_are_right(make_norm, group):
     """x, and gamma, beta, A, R and q of two layers above a first one: the belief of each reaches those above."""
-    layers = torch.nn.ModuleList([make_norm("bkn", 2), make_norm("bkn", 3, 2), make_norm("bkn", 2, 3)])
+    layers = torch.nn.ModuleList(make_norm("bkn", *channels) for channels in [(2,), (3, 2), (2, 3)])
     mixing = [random(3, 2), random(2, 3)]
     names = [name for name, _ in layers.named_parameters()]
     assert {name.split(".")[1] for name in names} == {"weight", "bias", "transition", "raw_process_noise", "raw_gain"}
 
-    def chain(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    def chain(x, *values):
         parameters = dict(zip(names, values, strict=True))
         belief = None
         for depth, layer in enumerate(layers):
@@ -157,14 +138,13 @@ def test_gradients_through_two_chained_layers_are_right(make_norm, group: int | 
             x, belief = functional_call(layer, own, (x, belief, Statistics("batch", group)))
             if depth < len(mixing):  # stands for a 1x1 convolution and a smooth nonlinearity
                 x = torch.tanh(torch.einsum("oc,nchw->nohw", mixing[depth], x))
-        assert belief is not None
-        return x, belief.mean, belief.var
+        return x, *belief
 
     inputs = [random(4, 2, 2, 2).requires_grad_(), *(p.detach().requires_grad_() for p in layers.parameters())]
     assert gradcheck(chain, inputs)
 
 
-def test_a_layers_transition_noise_and_gain_learn_from_the_layer_above_through_its_belief_alone(make_norm) -> None:
+def test_a_layer_learns_from_the_layer_above_through_its_belief(make_norm):
     """The paper's printed gradients leave this path out: nothing but the belief links the two layers here."""
     first, below, above = make_norm("bkn", 3), make_norm("bkn", 4, 3), make_norm("bkn", 2, 4)
     _, belief = first(random(4, 3, 2, 2))
@@ -180,25 +160,20 @@ def test_a_layers_transition_noise_and_gain_learn_from_the_layer_above_through_i
 # The appendix
 
 
-def appendix(q_gradient: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def appendix(q_gradient):
     """The gradients of one layer by the appendix (with `q_gradient` "printed" or "corrected") and by autograd."""
     m, channels, eps = 6, 4, 1e-5
-    x, grad_y = random(m, channels), random(m, channels)
-    gamma, beta, gain = random(channels), random(channels), torch.tensor(0.3).double()
-    predicted = Belief(random(channels), random(channels).square() + 0.2)
-
+    x, grad_y, gamma, beta = random(m, channels), random(m, channels), random(channels), random(channels)
+    predicted, gain = Belief(random(channels), random(channels).square() + 0.2), torch.tensor(0.3).double()
     leaves = {"x": x, "gamma": gamma, "beta": beta, "q": gain}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    observed = pool(observe(x), None)
-    belief = update(Belief(*(row[None] for row in predicted)), observed, gain)
+    belief = update(Belief(*(row[None] for row in predicted)), pool(observe(x), None), gain)
     belief.mean.retain_grad()
     belief.var.retain_grad()
-    y = normalize(x, belief, gamma, beta, eps)
-    y.backward(grad_y)
+    normalize(x, belief, gamma, beta, eps).backward(grad_y)
     autograd = {name: leaf.grad for name, leaf in leaves.items()}
     autograd |= {"mu": belief.mean.grad[0], "Sigma": belief.var.grad[0]}
-
     with torch.no_grad():
         q, p = gain, 1 - gain
         xbar, s = x.mean(0), x.var(0, correction=0)
@@ -223,18 +198,18 @@ def appendix(q_gradient: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["x", "Sigma", "mu", "q", "gamma", "beta"])
-def test_the_corrected_gradients_of_the_appendix_agree_with_autograd(name: str) -> None:
+def test_corrected_gradients_of_the_appendix_agree_with_autograd(name):
     closed, autograd = appendix("corrected")
     assert_close(closed[name], autograd[name], rtol=1e-10, atol=1e-12)
 
 
-def test_the_printed_gradient_of_the_gain_does_not_agree_with_autograd() -> None:
+def test_the_printed_gradient_of_the_gain_is_not_autograd_s():
     closed, autograd = appendix("printed")
     assert (closed["q"] - autograd["q"]).abs() > 0.1 * autograd["q"].abs()
 
 
-def test_the_layer_follows_algorithm_1(make_norm, make_belief) -> None:
-    layer: BatchKalmanNorm2d = make_norm("bkn", 5, 3)
+def test_the_layer_follows_algorithm_1(make_norm, make_belief):
+    layer = make_norm("bkn", 5, 3)
     x, prior = random(4, 5, 3, 2), make_belief(1, 3)
     y, belief = layer(x, prior)
 
@@ -251,7 +226,7 @@ def test_the_layer_follows_algorithm_1(make_norm, make_belief) -> None:
     assert_close(belief, Belief(mu[None], sigma.diagonal()[None]))
 
 
-def test_the_moving_average_converges_and_the_printed_sign_diverges() -> None:
+def test_the_moving_average_converges_unlike_the_printed_one():
     """Printed: mu := mu + alpha (mu - muhat). The distance to muhat grows by 1 + alpha a step, instead of shrinking."""
     layer = BatchKalmanNorm1d(3).double()
     x = 2 + random(64, 3)
@@ -268,46 +243,33 @@ def test_the_moving_average_converges_and_the_printed_sign_diverges() -> None:
 # Full covariances
 
 
-def one_to_one(size: int) -> Tensor:
+def one_to_one(size):
     """A transition in which every channel comes from one channel: a permutation with factors."""
     return torch.diag(random(size))[torch.randperm(size)]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_diagonal_and_full_recursion_agree_exactly_on_diagonal_covariances_and_one_to_one_transitions(
-    depth: int,
-) -> None:
-    """Without the innovation's outer product, which is zero where the observed mean is the predicted one."""
-    gain, noise = torch.tensor(0.4).double(), random(4).square()
-    mean, var = random(4), random(4).square()
-    diagonal, full = Belief(mean[None], var[None]), (mean, torch.diag(var))
-    for _ in range(depth):
-        transition, s = one_to_one(4), random(4).square()
-        diagonal, full = predict(diagonal, transition, noise), predict_full(*full, transition, torch.diag(noise))
-        xbar = full[0]
-        diagonal = update(diagonal, Belief(xbar[None], s[None]), gain)
-        full = update_full(full, (xbar, torch.diag(s)), gain)
-        assert_close(diagonal.mean[0], full[0], rtol=1e-14, atol=1e-14)
-        assert_close(torch.diag(diagonal.var[0]), full[1], rtol=1e-14, atol=1e-14)
-
-
-def test_with_one_to_one_transitions_the_diagonals_agree_whatever_is_observed() -> None:
-    """The innovation fills the full matrix, but a one-to-one transition never carries that into a variance."""
+@pytest.mark.parametrize("innovation", [False, True])
+def test_diagonal_and_full_recursion_agree_one_to_one(innovation):
+    """Without an innovation (the observed mean is the predicted one) and with diagonal covariances, the full matrix is
+    diagonal. Otherwise the innovation fills it, but a one-to-one transition never carries that into a variance.
+    """
     gain, noise = torch.tensor(0.4).double(), random(4).square()
     mean, var = random(4), random(4).square()
     diagonal, full = Belief(mean[None], var[None]), (mean, torch.diag(var))
     for _ in range(3):
-        transition, xbar, s = one_to_one(4), random(4), covariance(4)
+        transition = one_to_one(4)
         diagonal, full = predict(diagonal, transition, noise), predict_full(*full, transition, torch.diag(noise))
+        xbar, s = (random(4), covariance(4)) if innovation else (full[0], torch.diag(random(4).square()))
         diagonal = update(diagonal, Belief(xbar[None], s.diagonal()[None]), gain)
         full = update_full(full, (xbar, s), gain)
         assert_close(diagonal.mean[0], full[0], rtol=1e-14, atol=1e-14)
         assert_close(diagonal.var[0], full[1].diagonal(), rtol=1e-13, atol=1e-14)
-    assert (full[1] - torch.diag(full[1].diagonal())).abs().max() > 0.1
+    outside = (full[1] - torch.diag(full[1].diagonal())).abs().max()
+    assert outside > 0.1 if innovation else outside < 1e-14
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_what_the_diagonal_gives_up_is_what_correlations_add_to_the_predicted_variance(correlation: float) -> None:
+def test_the_diagonal_gives_up_what_correlations_add(correlation):
     """Four channels of variance 1 and equal correlation rho, summed with weight 1/2 each into one channel.
 
     The full prediction is (4 + 12 rho) / 4 = 1 + 3 rho; the diagonal says 1 whatever rho is. With the process noise of
@@ -327,7 +289,7 @@ def test_what_the_diagonal_gives_up_is_what_correlations_add_to_the_predicted_va
         assert_close(full_cov.diagonal(), torch.tensor([2 + off_diagonal]).double())
 
 
-def test_the_diagonal_is_right_on_average_over_dense_random_transitions() -> None:
+def test_the_diagonal_is_right_on_average_of_dense_transitions():
     """Correlations come in with random signs and cancel: full over diagonal is 1.00 on average.
 
     Channel by channel it strays: by 0.30 (standard deviation) for 16 channels with the correlations of 16 samples, by

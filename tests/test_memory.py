@@ -1,8 +1,6 @@
 """What a training step holds at its peak, in fake tensors: nothing is computed, and no GPU is needed."""
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -20,29 +18,28 @@ pytest.importorskip("triton")
 class Peak(TorchDispatchMode):
     """Counts the bytes of the tensors that operators return, until these are freed, beyond those there `before`."""
 
-    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+    def __init__(self, before):
         super().__init__()
         self.known = {tensor.untyped_storage()._cdata for tensor in before}
         self.now = self.most = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        tensors = [t for t in (result if isinstance(result, tuple) else [result]) if isinstance(t, torch.Tensor)]
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
         self.most = max(self.most, self.now)
         return result
 
-    def free(self, key: int, size: int) -> None:
+    def free(self, key, size):
         self.known.discard(key)
         self.now -= size
 
 
-def shorten(model: bkn_zoo.Network) -> None:
+def shorten(model):
     """Take out blocks that are like others, which only cost time here."""
     if isinstance(model, ResNet):
         del model.layer1[2:], model.layer2[2:], model.layer3[2:], model.layer4[2:]
@@ -50,7 +47,7 @@ def shorten(model: bkn_zoo.Network) -> None:
         del model.inception_4b, model.inception_4d, model.inception_5b
 
 
-def peak_of_a_step(name: str, group: int | None) -> int:
+def peak_of_a_step(name, group):
     """In bytes, without parameters and what the optimizer keeps."""
     with FakeTensorMode():
         model = bkn_zoo.create_model(name, num_classes=1000).train()
@@ -66,7 +63,7 @@ def peak_of_a_step(name: str, group: int | None) -> int:
 
 
 @pytest.mark.parametrize("network", ["resnet101", "inception_v2"])
-def test_bkn_needs_no_more_memory_than_bn(network: str) -> None:
+def test_bkn_needs_no_more_memory_than_bn(network):
     """With one image per group, when there are most beliefs to keep."""
     bn = peak_of_a_step(f"{network}_bn", None)
     assert bn > 2**30

@@ -26,6 +26,7 @@ FLAGS = [
 ]  # fmt: skip
 ARTEFACTS = Path(os.environ.get("BKN_ZOO_TEST_ARTEFACTS") or ROOT / "test-artefacts")
 MODES = ("population", "sample", "expected")
+OWN_MODE = "expected"  # of the checkpoints below
 LABELS = [f"<b onclick='x'>class {number}</b>, also called {number}" for number in range(10)]
 AWKWARD_NAME = 'it\'s 1 "photo", or; two\\.png'  # every character that a shell or curl could take for its own
 
@@ -62,11 +63,16 @@ class Visit:
         self.page.keyboard.press("Control+V")
 
     def wait(self, state: str = "done") -> None:
+        expect(self.page.locator("#answer")).to_have_attribute("data-state", state)
+
+    def compare(self, state: str = "done") -> None:
+        """Unfold the three modes, and wait for them."""
+        self.page.get_by_text("Compare the three modes").click()
         for mode in MODES:
             expect(self.page.locator(f"[data-mode={mode}]")).to_have_attribute("data-state", state)
 
     def read(self, mode: str) -> list[tuple[str, str]]:
-        """The labels and scores that the page shows."""
+        """The labels and scores that the page shows for a mode, or as its "answer"."""
         bars = self.page.get_by_test_id(f"bars-{mode}").locator("li")
         labels, scores = (bars.locator(f".bar-{name}").all_text_contents() for name in ("label", "score"))
         return list(zip(labels, scores, strict=True))
@@ -99,6 +105,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small", LABELS, seed=1)
     save_small_checkpoint(folder / "tiny", LABELS, seed=2)
+    for name, below in (("small", 0.0), ("tiny", 1.0)):  # never uncertain, and always
+        path = folder / name / "config.json"
+        changes = {"default_statistics": OWN_MODE, "uncertain_below": dict.fromkeys(MODES, below)}
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 
@@ -143,39 +153,134 @@ def ask(server: ServiceProcess, content: bytes, mode: str) -> list[tuple[str, fl
     return list(server.ask(f"/v1/classify?model=small&statistics={mode}&top_k=5", content).scores().items())
 
 
-def test_dropped_image_shows_scores_and_latencies(visit: Visit, server: ServiceProcess) -> None:
+def check_scores(visit: Visit, place: str, expected: list[tuple[str, float]]) -> None:
+    shown = visit.read(place)
+    assert [label for label, _ in shown] == [label for label, _ in expected]
+    assert len(shown) == 5
+    for (_, text), (_, score) in zip(shown, expected, strict=True):
+        number = 0.0 if text.startswith("<") else float(text.removesuffix(" %"))
+        assert number == pytest.approx(100 * score, abs=0.11)
+    assert visit.widths(place) == pytest.approx([score for _, score in expected], abs=0.02)
+    timing = visit.page.get_by_test_id(f"timing-{place}").inner_text()
+    assert re.fullmatch(r"network \d+(\.\d)?\sms · queue \d+(\.\d)?\sms · round trip \d+(\.\d)?\sms", timing)
+
+
+def test_answer_in_the_models_own_mode_comes_first(visit: Visit, server: ServiceProcess) -> None:
+    asked: list[str] = []
+    visit.page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
     expect(visit.page.locator("#model")).to_have_value("small")
     visit.drop("waves.png", picture(), "image/png")
     visit.wait()
-    for mode in MODES:
-        expected = ask(server, picture(), mode)
-        shown = visit.read(mode)
-        assert [label for label, _ in shown] == [label for label, _ in expected]
-        assert len(shown) == 5
-        for (_, text), (_, score) in zip(shown, expected, strict=True):
-            number = 0.0 if text.startswith("<") else float(text.removesuffix(" %"))
-            assert number == pytest.approx(100 * score, abs=0.11)
-        assert visit.widths(mode) == pytest.approx([score for _, score in expected], abs=0.02)
-        assert re.fullmatch(r"\d+(\.\d)? ms", visit.page.get_by_test_id(f"latency-{mode}").inner_text())
-        timing = visit.page.get_by_test_id(f"timing-{mode}").inner_text()
-        assert re.fullmatch(r"queue \d+(\.\d)? ms · round trip \d+(\.\d)? ms", timing)
-        assert visit.page.locator(f"[data-mode={mode}] .measured").inner_text().startswith("top-1 accuracy 1")
-    expect(visit.page.locator("#status")).to_contain_text("class")
+    expected = ask(server, picture(), OWN_MODE)
+    check_scores(visit, "answer", expected)
+    expect(visit.page.locator("#headline")).to_have_text(expected[0][0].split(",")[0])
+    expect(visit.page.locator("#detail")).to_have_text(f"Probability {visit.read('answer')[0][1]}")
     caption = f"waves.png · 160 \N{MULTIPLICATION SIGN} 120 · {len(picture())} bytes"
     expect(visit.page.locator("#caption")).to_have_text(caption)
-    assert visit.page.locator(".mode b").count() == 0  # the labels of the checkpoint stay text
+    assert visit.page.locator("main b").count() == 0  # the labels of the checkpoint stay text
+    assert len(asked) == 1, "other modes are asked for when they are compared"
     visit.screenshot("page-desktop")
+
+
+def test_comparison_shows_all_modes(visit: Visit, server: ServiceProcess) -> None:
+    visit.choose("waves.png", picture())
+    visit.wait()
+    expect(visit.page.get_by_test_id("bars-sample")).to_be_hidden()
+    visit.compare()
+    for mode in MODES:
+        check_scores(visit, mode, ask(server, picture(), mode))
+        expect(visit.page.locator(f"[data-mode={mode}] .measured")).to_contain_text("top-1 accuracy 1")
+    expect(visit.page.locator("#comparison")).to_have_text(re.compile("The modes differ: population says|All three"))
+    visit.screenshot("page-comparison")
+    visit.choose("others.png", picture(1))
+    visit.wait()
+    for mode in MODES:  # while it is unfolded, they are asked for at once
+        expect(visit.page.locator(f"[data-mode={mode}]")).to_have_attribute("data-state", "done")
+        check_scores(visit, mode, ask(server, picture(1), mode))
+
+
+def test_uncertain_answer_says_so(visit: Visit) -> None:
+    page = visit.page
+    page.get_by_role("combobox", name="Model").select_option("tiny")
+    visit.choose("waves.png", picture())
+    visit.wait()
+    score = visit.read("answer")[0][1]
+    doubt = f"The model is uncertain ({score}): the picture may be none of its 10 classes."
+    expect(page.locator("#answer").get_by_role("status")).to_contain_text(doubt)
+    expect(page.locator("#headline")).to_contain_text("class")
+    visit.screenshot("page-uncertain")
+    page.get_by_role("combobox", name="Model").select_option("small")
+    visit.wait()
+    expect(page.locator("#detail")).to_contain_text("Probability")
+
+
+def test_sample_photograph_is_classified_on_click(visit: Visit, server: ServiceProcess) -> None:
+    samples = visit.page.get_by_role("button", name="Sample: ")
+    expect(samples).to_have_count(4)
+    seen = []
+    for name, file in (("a cat", "cat.jpg"), ("a cup of coffee", "coffee.jpg")):
+        visit.page.get_by_role("button", name=f"Sample: {name}").click()
+        expect(visit.page.locator("#caption")).to_contain_text(f"{file} · 420")
+        visit.wait()
+        seen.append(visit.read("answer"))
+    assert seen[0] != seen[1]
+    notice = visit.page.get_by_role("link", name="sources").get_attribute("href")
+    assert b"CC0 1.0" in server.ask(f"/{notice}").body
+
+
+def test_class_list_can_be_searched(visit: Visit) -> None:
+    page = visit.page
+    page.get_by_text("The 10 classes that this model knows").click()
+    names = page.get_by_role("list", name="The 10 classes that this model knows").get_by_role("listitem")
+    expect(names).to_have_text(LABELS)
+    search = page.get_by_role("searchbox", name="Search the classes")
+    search.fill("called 7")
+    expect(names).to_have_text([LABELS[7]])
+    expect(page.locator("#class-count")).to_have_text("1 of 10 classes")
+    search.fill("no such class")
+    expect(page.locator("#class-count")).to_contain_text("None of the 10 classes")
+    expect(names).to_have_count(0)
+
+    many = {"model": "tiny", "labels": [f"thing {number}" for number in range(1200)]}
+    page.route("**/v1/labels?model=tiny", lambda route: route.fulfill(json=many))
+    search.fill("THING")
+    page.get_by_role("combobox", name="Model").select_option("tiny")
+    expect(page.locator("#class-count")).to_have_text("1,200 classes, the first 1,000 listed")
+    expect(page.locator("#class-list li")).to_have_count(1000)
+
+
+@pytest.mark.parametrize(("loaded", "words"), [(True, "Still working"), (False, "The service loads this model first")])
+def test_slow_first_answer_is_explained(visit: Visit, loaded: bool, words: str) -> None:
+    page = visit.page
+    held: list[sync_api.Route] = []
+
+    def answer(route: sync_api.Route) -> None:
+        listed = route.fetch().json()
+        listed["models"][0]["loaded"] = loaded
+        route.fulfill(json=listed)
+
+    page.route("**/v1/models", answer, times=1)
+    page.route("**/v1/classify", lambda route: held.append(route))
+    page.reload()
+    expect(page.locator("#model")).to_be_enabled()
+    assert ("not loaded yet" in page.locator("#model-facts").inner_text()) is not loaded
+    visit.choose("waves.png", picture())
+    expect(page.locator("#detail")).to_contain_text(words)
+    held[0].continue_()
+    visit.wait()
+    expect(page.locator("#detail")).to_contain_text("Probability")
+    expect(page.locator("#model-facts")).not_to_contain_text("not loaded yet")
 
 
 def test_image_can_be_chosen_or_pasted(visit: Visit) -> None:
     visit.choose("chosen.png", picture(1))
     visit.wait()
-    chosen = [visit.read(mode) for mode in MODES]
+    chosen = visit.read("answer")
     expect(visit.page.locator("#preview")).to_be_visible()
     visit.paste(picture(9))
     expect(visit.page.locator("#caption")).to_contain_text("image.png")
     visit.wait()
-    assert [visit.read(mode) for mode in MODES] != chosen
+    assert visit.read("answer") != chosen
 
 
 def test_keyboard_suffices_and_the_copied_command_works(visit: Visit, tmp_path: Path) -> None:
@@ -190,18 +295,29 @@ def test_keyboard_suffices_and_the_copied_command_works(visit: Visit, tmp_path: 
     assert page.locator("#zone").evaluate("(zone) => getComputedStyle(zone).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     visit.wait()
-    first = visit.read("sample")
+    first = visit.read("answer")
 
-    page.keyboard.press("Tab")
-    expect(page.locator("#model")).to_be_focused()
+    for focused in [page.get_by_role("link", name="sources"), *page.locator(".sample").all(), page.locator("#model")]:
+        page.keyboard.press("Tab")
+        expect(focused).to_be_focused()
     page.keyboard.press("t")
     expect(page.locator("#model")).to_have_value("tiny")
     visit.wait()
-    expect(page.get_by_test_id("bars-sample").locator("li")).to_have_count(5)
-    second = visit.read("sample")
-    assert second != first
+    assert visit.read("answer") != first
 
-    page.keyboard.press("Tab")  # to the statistics of the command, of which one is chosen
+    for unfolds in ("#classes", "#compare", "#shell"):
+        page.keyboard.press("Tab")
+        if unfolds == "#compare":  # past the search and the list of classes
+            page.keyboard.press("Tab")
+            page.keyboard.press("Tab")
+        expect(page.locator(f"{unfolds} > summary")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator(unfolds)).to_have_attribute("open", "")
+        if unfolds == "#classes":
+            expect(page.locator("#class-list li")).to_have_count(10)
+    expect(page.locator("[data-mode=sample]")).to_have_attribute("data-state", "done")
+    second = visit.read("sample")
+    page.keyboard.press("Tab")  # to the modes of the command, of which one is chosen
     for _ in MODES:
         if not page.locator("input[value=sample]").is_checked():
             page.keyboard.press("ArrowLeft")
@@ -226,11 +342,14 @@ def test_refused_file_is_explained_and_the_next_succeeds(visit: Visit) -> None:
     assert answer.value.status == 415
     message = answer.value.json()["error"]["message"]
     visit.wait("error")
+    expect(visit.page.locator("#detail")).to_have_text(message)
+    expect(visit.page.locator("#headline")).to_be_empty()
+    expect(visit.page.locator("#no-preview")).to_be_visible()
+    visit.page.route("**/v1/classify", lambda route: pytest.fail("no other mode changes this answer"))
+    visit.compare("error")
     for mode in MODES:
         expect(visit.page.get_by_test_id(f"error-{mode}")).to_have_text(message)
-        expect(visit.page.get_by_test_id(f"latency-{mode}")).to_be_empty()
-    expect(visit.page.locator("#status")).to_have_text(message)
-    expect(visit.page.locator("#no-preview")).to_be_visible()
+    visit.page.unroute("**/v1/classify")
     visit.screenshot("page-refused")
     visit.forget(415)
     visit.drop("waves.png", picture(), "image/png")
@@ -245,7 +364,7 @@ def test_new_image_cancels_requests_under_way(visit: Visit) -> None:
     visit.page.route("**/v1/classify", lambda route: route.continue_() if held else held.append(route))
     with visit.page.expect_request("**/v1/classify"):
         visit.choose("first.png", picture(1))
-    expect(visit.page.locator("[data-mode=population]")).to_have_attribute("data-state", "waiting")
+    visit.wait("waiting")
     visit.choose("second.png", picture(2))
     visit.wait()
     assert failed == ["net::ERR_ABORTED"]
@@ -258,17 +377,19 @@ def test_busy_service_is_asked_again_at_most_twice(visit: Visit) -> None:
 
     def answer(route: sync_api.Route) -> None:
         asked.append(route)
-        if len(asked) == 1 or len(asked) > 3:  # population: busy once; expected: busy for good
+        if len(asked) == 1 or len(asked) > 3:  # the first mode: busy once; the third: busy for good
             route.fulfill(status=429, headers={"Retry-After": "2"}, json=error)
         else:
             route.continue_()
 
     visit.page.route("**/v1/classify", answer)
     visit.choose("waves.png", picture())
-    expect(visit.page.get_by_test_id("timing-population")).to_contain_text("trying again in 2 s")
-    expect(visit.page.locator("[data-mode=sample]")).to_have_attribute("data-state", "done")
-    expect(visit.page.get_by_test_id("error-expected")).to_have_text(error["error"]["message"])
-    assert [len(visit.read(mode)) for mode in MODES] == [5, 5, 0]
+    expect(visit.page.locator("#detail")).to_contain_text("trying again in 2 s")
+    visit.wait()
+    visit.page.get_by_text("Compare the three modes").click()
+    expect(visit.page.get_by_test_id("error-sample")).to_have_text(error["error"]["message"])
+    assert [len(visit.read(mode)) for mode in MODES] == [5, 0, 5]
+    expect(visit.page.locator("#comparison")).to_contain_text("no answer from sample")
     assert len(asked) == 6
     visit.forget(429)
 
@@ -277,8 +398,7 @@ def test_unreachable_service_is_named_as_the_cause(visit: Visit) -> None:
     visit.page.route("**/v1/classify", lambda route: route.abort("connectionrefused"))
     visit.choose("waves.png", picture())
     visit.wait("error")
-    for mode in MODES:
-        expect(visit.page.get_by_test_id(f"error-{mode}")).to_contain_text("could not be reached")
+    expect(visit.page.locator("#detail")).to_contain_text("could not be reached")
     visit.errors = [error for error in visit.errors if "net::ERR_CONNECTION_REFUSED" not in error]
 
 
@@ -310,13 +430,18 @@ def test_documentation_lists_routes_from_one_host(visit: Visit, server: ServiceP
 
 
 def test_phone_layout_stacks_the_modes_within_the_screen(browser: sync_api.Browser, server: ServiceProcess) -> None:
-    options = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
+    options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "reduced_motion": "reduce"}
     visit = open_page(browser, server.url, has_touch=True, **options)
     visit.choose("waves.png", picture())
     visit.wait()
+    expect(visit.page.locator("#headline")).to_be_in_viewport(ratio=1)
+    visit.screenshot("page-phone-answer")
+    for title in ("#classes", "#shell"):
+        visit.page.locator(f"{title} > summary").click()
+    visit.compare()
     boxes = [visit.page.locator(f"[data-mode={mode}]").bounding_box() for mode in MODES]
     assert len({box["x"] for box in boxes if box}) == 1
-    assert visit.page.evaluate("() => document.documentElement.scrollWidth") == 390
+    assert visit.page.evaluate("() => document.documentElement.scrollWidth") == 360
     assert visit.page.evaluate("() => document.getAnimations().length") == 0
     visit.screenshot("page-phone-dark")
     assert visit.errors == []

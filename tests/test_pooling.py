@@ -6,7 +6,8 @@ The interpreter is slow: only the small cases are run there.
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_graphs import capture
+from gpu import DEVICE, GPU, capture, gpu_only
+from torch.testing import assert_close
 
 import bkn_zoo
 from bkn_zoo import kernels
@@ -15,38 +16,22 @@ from bkn_zoo.models.inception import AveragePool
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-gpu_only = pytest.mark.skipif(not GPU, reason="too slow on Triton's interpreter: needs a GPU")
-
 # kernel, stride, padding, ceil_mode
-RESNET, HALVING, KEEPING = (3, 2, 1, False), (3, 2, 0, True), (3, 1, 1, False)
-WINDOWS = [
-    RESNET,
-    HALVING,
-    KEEPING,
-    (3, 2, 0, False),
-    (3, 2, 1, True),
-    (2, 2, 0, True),
-    (2, 1, 1, False),
-    (1, 2, 0, False),
-]
-CASES = [*(((2, 5, 7, 5), window) for window in WINDOWS), *(((1, 70, 3, 6), window) for window in WINDOWS[:3])]
+USUAL = RESNET, HALVING, KEEPING = [(3, 2, 1, False), (3, 2, 0, True), (3, 1, 1, False)]
+WINDOWS = [*USUAL, (3, 2, 0, False), (3, 2, 1, True), (2, 2, 0, True), (2, 1, 1, False), (1, 2, 0, False)]
+CASES = [*(((2, 5, 7, 5), window) for window in WINDOWS), *(((1, 70, 3, 6), window) for window in USUAL)]
 REAL = [
-    ((256, 64, 112, 112), RESNET),
-    ((256, 64, 112, 112), HALVING),
-    ((256, 192, 56, 56), HALVING),
-    ((256, 320, 28, 28), HALVING),
-    ((256, 608, 14, 14), HALVING),
-    ((256, 1024, 7, 7), KEEPING),
-    ((256, 32, 28, 28), KEEPING),
-    ((256, 128, 14, 14), KEEPING),
-    ((3, 1001, 15, 13), HALVING),
-]
+    ((256, 64, 112, 112), RESNET), ((256, 64, 112, 112), HALVING), ((256, 192, 56, 56), HALVING),
+    ((256, 320, 28, 28), HALVING), ((256, 608, 14, 14), HALVING), ((256, 1024, 7, 7), KEEPING),
+    ((256, 32, 28, 28), KEEPING), ((256, 128, 14, 14), KEEPING), ((3, 1001, 15, 13), HALVING),
+]  # fmt: skip
+usual_windows = pytest.mark.parametrize("window", USUAL, ids=str)
+POOLS = {"max": lambda x: pooling.max_pool(x, 3, 2, 1), "average": lambda x: pooling.average_pool(x, 3, 1, 1)}
+each_pool = pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 
 
-def features(shape, dtype=torch.float32, layout=torch.channels_last):
-    return torch.randn(shape).to(DEVICE, dtype).contiguous(memory_format=layout)
+def features(shape, dtype=torch.float32):
+    return torch.randn(shape).to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
 
 
 def exact(x):
@@ -57,10 +42,10 @@ def exact(x):
     return x.float().contiguous() if x.numel() > 1e6 else x.float().cpu()
 
 
-def step(pool, x):
+def step(pool, x, implementation="triton"):
     """Output and gradient. The gradients that arrive are such that few of them have an exact sum in any precision."""
     x = x.detach().requires_grad_()
-    with kernels.use("triton"):
+    with kernels.use(implementation):
         y = pool(x)
         torch.manual_seed(1)
         y.backward(torch.empty_like(y).copy_(torch.randint(-4, 4, y.shape) / 4 + 0.125))
@@ -73,9 +58,8 @@ def check_max(x, window):
     y, dx = step(lambda x: pooling.max_pool(x, *window), x)
     reference, wide = step(lambda x: F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode), exact(x))
     assert y.dtype == dx.dtype == x.dtype
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    assert dx.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(y, reference.to(y), rtol=0, atol=0, equal_nan=True)
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (y, dx))
+    assert_close(y, reference.to(y), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(dx, wide.to(dx))
 
 
@@ -85,94 +69,76 @@ def check_average(x, window):
     assert y.dtype == dx.dtype == x.dtype
     assert dx.is_contiguous(memory_format=torch.channels_last)
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[x.dtype]
-    torch.testing.assert_close(y.to(reference), reference, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(dx.to(wide), wide, rtol=tolerance, atol=tolerance)
+    assert_close([y.to(reference), dx.to(wide)], [reference, wide], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("shape", "window"), CASES, ids=str)
-def test_max_pooling_equals_that_of_pytorch(shape, window):
+def test_pooling_equals_that_of_pytorch(shape, window):
     check_max(features(shape), window)
-
-
-@pytest.mark.parametrize(("shape", "window"), [case for case in CASES if not case[1][3]], ids=str)
-def test_average_pooling_equals_that_of_pytorch(shape, window):
-    check_average(features(shape), window)
+    if not window[3]:
+        check_average(features(shape), window)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 7, 5), (1, 70, 3, 6)], ids=str)
 def test_without_the_kernels_average_pooling_is_right_too(shape):
     x = features(shape)
-    expected = step(lambda x: F.avg_pool2d(x, 3, 1, 1), exact(x))
-    x.requires_grad_()
-    with kernels.use("pytorch"):
-        y = pooling.average_pool(x, 3, 1, 1)
-        torch.manual_seed(1)
-        y.backward(torch.empty_like(y).copy_(torch.randint(-4, 4, y.shape) / 4 + 0.125))
-    torch.testing.assert_close([y.detach().cpu(), x.grad.cpu()], list(expected))
+    found = step(POOLS["average"], x, "pytorch")
+    assert_close([tensor.cpu() for tensor in found], list(step(lambda x: F.avg_pool2d(x, 3, 1, 1), exact(x))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
-def test_so_it_does_in_16_bits(window, dtype):
+@usual_windows
+def test_pooling_equals_that_of_pytorch_in_16_bits(window, dtype):
     check_max(features((1, 40, 5, 4), dtype), window)
     check_average(features((1, 40, 5, 4), dtype), window)
 
 
-@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
-@pytest.mark.parametrize("value", [0.0, float("-inf")])
-def test_the_first_of_equals_takes_the_gradient(window, value):
-    x = torch.full((1, 8, 5, 4), value, device=DEVICE).contiguous(memory_format=torch.channels_last)
-    check_max(x, window)
-
-
-def test_so_it_does_among_a_few_values():
-    x = torch.randint(0, 2, (1, 32, 7, 4)).to(DEVICE, torch.float32).contiguous(memory_format=torch.channels_last)
-    for window in (RESNET, HALVING, KEEPING):
-        check_max(x, window)
+@usual_windows
+def test_the_first_of_equals_takes_the_gradient(window):
+    few = torch.randint(0, 2, (1, 32, 7, 4)).float()
+    for x in (torch.zeros(1, 8, 5, 4), torch.full((1, 8, 5, 4), float("-inf")), few):
+        check_max(x.to(DEVICE).contiguous(memory_format=torch.channels_last), window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [RESNET, HALVING, KEEPING], ids=str)
-def test_what_is_not_a_number_wins(window, dtype):
+@usual_windows
+def test_a_maximum_with_nan_is_nan(window, dtype):
     x = features((1, 32, 7, 7), dtype)
     x[torch.rand(x.shape) < 0.2] = float("nan")
     x[torch.rand(x.shape) < 0.2] = float("-inf")
-    x[0, 0, 0, 0] = float("nan")
-    x[0, 1, 3, 3] = float("inf")
+    x[0, 0, 0, 0], x[0, 1, 3, 3] = float("nan"), float("inf")
     check_max(x, window)
 
 
 @pytest.mark.parametrize("size", [(4, 3), (2, 1)], ids=str)
-def test_gradients_behind_a_concatenation_are_taken_as_they_are(size, monkeypatch):
+def test_gradients_behind_a_concatenation_are_not_copied(size, monkeypatch):
     x, other = features((2, 16, *size)), features((2, 8, *size))
-    expected = step(
-        lambda x: torch.cat([exact(other), F.max_pool2d(x, 3, 1, 1), F.avg_pool2d(x, 3, 1, 1)], dim=1), exact(x)
-    )
+
+    def joined(other, max_pool, average_pool):
+        return lambda x: torch.cat([other, max_pool(x, 3, 1, 1), average_pool(x, 3, 1, 1)], dim=1)
+
+    expected = step(joined(exact(other), F.max_pool2d, F.avg_pool2d), exact(x))
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "contiguous", None)  # a copy would need it
-        found = step(
-            lambda x: torch.cat([other, pooling.max_pool(x, 3, 1, 1), pooling.average_pool(x, 3, 1, 1)], dim=1), x
-        )
-    torch.testing.assert_close([tensor.cpu() for tensor in found], list(expected))
+        found = step(joined(other, pooling.max_pool, pooling.average_pool), x)
+    assert_close([tensor.cpu() for tensor in found], list(expected))
 
 
-@pytest.mark.parametrize("pool", [lambda x: pooling.max_pool(x, 3, 2, 1), lambda x: pooling.average_pool(x, 3, 1, 1)])
+@each_pool
 def test_gradients_of_any_layout_are_taken(pool):
-    gradients = []
+    x, gradients = features((2, 6, 5, 5)), []
     for implementation in ("triton", "pytorch"):
         torch.manual_seed(0)
-        x = features((2, 6, 5, 5)).requires_grad_()
         with kernels.use(implementation):
-            y = pool(x)
-            (y.sum() + y.square().contiguous().mul(torch.randn(y.shape, device=DEVICE)).sum()).backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients)
+            y = pool(x.requires_grad_())
+            loss = y.sum() + y.square().contiguous().mul(torch.randn(y.shape, device=DEVICE)).sum()
+            gradients += torch.autograd.grad(loss, x)
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("pool", ["max_pool", "average_pool"])
 def test_what_the_kernels_do_not_take_goes_to_pytorch(pool):
-    pool = getattr(pooling, pool)
-    x = features((2, 6, 9, 9))
+    pool, x = getattr(pooling, pool), features((2, 6, 9, 9))
     with kernels.use("triton"):
         assert pooling.fused(x, 3, 2, 1)
         cases = [
@@ -191,8 +157,7 @@ def test_what_the_kernels_do_not_take_goes_to_pytorch(pool):
 
 
 def test_the_winners_are_kept_for_a_gradient_only(monkeypatch):
-    kept = []
-    launch = pooling.forward
+    kept, launch = [], pooling.forward
     monkeypatch.setattr(pooling, "forward", lambda x, y, index, *rest: (kept.append(index), launch(x, y, index, *rest)))
     x = features((1, 8, 5, 5)).requires_grad_()
     with kernels.use("triton"):
@@ -206,43 +171,40 @@ def test_the_winners_are_kept_for_a_gradient_only(monkeypatch):
     assert not y.requires_grad
 
 
-def test_autocast_leaves_the_dtype_alone():
+@each_pool
+def test_autocast_leaves_the_dtype_alone(pool):
     with kernels.use("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        for x in (features((1, 8, 5, 5)), features((1, 8, 5, 5), torch.float16)):
-            assert pooling.max_pool(x, 3, 2, 1).dtype == x.dtype
-            assert pooling.average_pool(x, 3, 1, 1).dtype == x.dtype
+        for dtype in (torch.float32, torch.float16):
+            assert pool(features((1, 8, 5, 5), dtype)).dtype == dtype
 
 
 def test_the_operators_are_registered_as_pytorch_wants_them():
-    x = features((1, 3, 5, 7))
+    x, operators = features((1, 3, 5, 7)), torch.ops.bkn_zoo
     with torch.no_grad():
-        y, index = torch.ops.bkn_zoo.max_pool(x, 3, 2, 1, False, True)
-    calls = [
-        ("max_pool", (x, 3, 2, 1, True, True)),
-        ("max_pool", (x, 3, 1, 1, False, False)),
-        ("max_pool_backward", (torch.randn_like(y), index, 5, 7, 3, 2, 1)),
-        ("average_pool", (x, 3, 1, 1)),
-        ("average_pool_backward", (x, 5, 7, 3, 1, 1)),
-    ]
-    for name, arguments in calls:
-        torch.library.opcheck(
-            getattr(torch.ops.bkn_zoo, name).default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        y, index = operators.max_pool(x, 3, 2, 1, False, True)
+    for operator, arguments in [
+        (operators.max_pool, (x, 3, 2, 1, True, True)),
+        (operators.max_pool, (x, 3, 1, 1, False, False)),
+        (operators.max_pool_backward, (torch.randn_like(y), index, 5, 7, 3, 2, 1)),
+        (operators.average_pool, (x, 3, 1, 1)),
+        (operators.average_pool_backward, (x, 5, 7, 3, 1, 1)),
+    ]:
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def both_pools(x):
+    return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
 
 
 def test_what_is_compiled_without_a_gradient_is_pytorchs_own():
-    def pool(x):
-        return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
-
     class Pool(torch.nn.Module):
         def forward(self, x):
-            return pool(x)
+            return both_pools(x)
 
     x = features((1, 8, 8, 8))
     with kernels.use("triton"):
         exported = torch.export.export(Pool(), (x,))
-        compiled = torch.compile(pool, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), pool(x))
+        assert_close(torch.compile(both_pools, backend="eager", fullgraph=True)(x), both_pools(x))
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert [name.split(".")[1] for name in names] == ["max_pool2d", "avg_pool2d"]
 
@@ -252,30 +214,23 @@ def test_what_is_compiled_keeps_no_more_for_the_gradient(dynamic):
     """PyTorch's own max pooling would keep its input in some versions, and with an operator above, nothing drops it."""
 
     def learn(x, run):
-        x = x.detach().requires_grad_()
         kept = []
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
-        with kernels.use("triton"), keep:
-            y = run(x)
-        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
-        return y, gradient, [(tuple(t.shape), t.dtype) for t in kept if t.ndim == 4]
+        with keep:
+            result = step(run, x)
+        return [*result], [(tuple(t.shape), t.dtype) for t in kept if t.ndim == 4]
 
-    def pools(x):
-        return pooling.average_pool(pooling.max_pool(x, 3, 2, 1), 3, 1, 1)
-
-    compiled = torch.compile(pools, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(both_pools, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=dynamic)
     for shape in [(2, 8, 8, 8), (1, 8, 6, 10)]:
         x = features(shape)
-        y, gradient, kept = learn(x, compiled)
-        expected, expected_gradient, expected_kept = learn(x, pools)
-        torch.testing.assert_close(y, expected)
-        torch.testing.assert_close(gradient, expected_gradient)
+        (found, kept), (expected, expected_kept) = learn(x, compiled), learn(x, both_pools)
+        assert_close(found, expected)
         assert kept == expected_kept == [((shape[0], 8, shape[2] // 2, shape[3] // 2), torch.uint8)]
 
 
-@pytest.mark.parametrize("pool", [lambda x: pooling.max_pool(x, 3, 2, 1), lambda x: pooling.average_pool(x, 3, 1, 1)])
+@each_pool
 @pytest.mark.parametrize("learning", [False, True])
-def test_tangents_and_transforms_of_functions_are_left_to_pytorch(pool, learning):
+def test_tangents_and_transforms_are_left_to_pytorch(pool, learning):
     x, tangent = features((2, 8, 5, 5)), features((2, 8, 5, 5))
     results = []
     for implementation in ("triton", "pytorch"):
@@ -283,7 +238,7 @@ def test_tangents_and_transforms_of_functions_are_left_to_pytorch(pool, learning
             _, derivative = torch.func.jvp(pool, (x,), (tangent,))
             mapped = torch.vmap(lambda image: pool(image[None]))(x)
             results.append([derivative, mapped, torch.func.grad(lambda x: pool(x).square().sum())(x)])
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 @pytest.mark.parametrize(("channels", "fits"), [(2**14, True), (2**15 - 1, False), (2**15, False)])
@@ -292,11 +247,10 @@ def test_offsets_that_do_not_fit_32_bits_are_never_counted(channels, fits):
     x = torch.empty(2, 2**8, 2**8, channels, device="meta").permute(0, 3, 1, 2)
     with kernels.use("triton"):
         assert pooling.fused(x, 3, 1, 1) == fits
-    gradient = pooling.channel_slice(x[:, :4])
-    assert pooling.position_stride(gradient) == (channels if fits else 4)
+    assert pooling.position_stride(pooling.channel_slice(x[:, :4])) == (channels if fits else 4)
 
 
-def test_there_is_no_second_derivative():
+def test_second_derivatives_are_refused():
     x = features((1, 8, 5, 5)).requires_grad_()
     with kernels.use("triton"):
         (gradient,) = torch.autograd.grad(pooling.max_pool(x, 3, 2, 1).square().sum(), x, create_graph=True)
@@ -305,7 +259,8 @@ def test_there_is_no_second_derivative():
 
 
 def test_folding_still_finds_the_average_pooling():
-    model = bkn_zoo.create_model("inception_v2_bkn", num_classes=2)
+    with torch.device("meta"):
+        model = bkn_zoo.create_model("inception_v2_bkn", num_classes=2)
     assert sum(isinstance(module, AveragePool) for module in model.modules()) == 7
     assert issubclass(AveragePool, torch.nn.AvgPool2d)
 
@@ -326,22 +281,21 @@ def test_real_sizes_equal_pytorchs(shape, window, dtype):
     check_max(x, window)
     check_average(x, window)
     first, second = (step(lambda x: pooling.max_pool(x, *window), x) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(map(torch.equal, first, second))
 
 
 @gpu_only
 def test_more_values_than_32_bits_can_count():
     x = torch.zeros((2700, 112, 112, 64), device=DEVICE, dtype=torch.bfloat16).permute(0, 3, 1, 2)
     x[-1, :, -1, -1] = 1
-    x.requires_grad_()
-    y = pooling.max_pool(x, 3, 2, ceil_mode=True)
+    y = pooling.max_pool(x.requires_grad_(), 3, 2, ceil_mode=True)
     assert y[-1, :, -1, -1].eq(1).all()
     y[-1].sum().backward()
     assert x.grad[-1, :, -1, -1].eq(1).all()
 
 
 @gpu_only
-def test_a_cuda_graph_replays_them():
+def test_a_cuda_graph_replays_both_poolings():
     x = features((4, 64, 28, 28), torch.bfloat16).requires_grad_()
 
     def run():
@@ -352,4 +306,4 @@ def test_a_cuda_graph_replays_them():
     with torch.no_grad():
         x.copy_(features(x.shape, torch.bfloat16))
     graph.replay()
-    torch.testing.assert_close(captured, run(), rtol=0, atol=0)
+    assert_close(captured, run(), rtol=0, atol=0)

@@ -311,12 +311,12 @@ def test_norms_on_a_path_share_what_is_taken_away() -> None:
                 norm.running_var += 1e-6
 
         def forward(self, x: Tensor) -> Tensor:
-            side = self.norms[4](x)
+            images = x
             for norm in self.norms[:4]:
                 x = norm(x)
-            return torch.cat([x, side], 1)
+            return torch.cat([x, self.norms[4](images)], 1)
 
-    network = convert(Path().eval(), statistics_batch_size=1)
+    network = convert(Path().eval(), example=torch.zeros(2, CHANNELS, 4, 4), statistics_batch_size=1)
     images = domain(200, shift, spread)
     found = measure(network, images)
     assert {norm.path for norm in found.values()} == {4}

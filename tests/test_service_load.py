@@ -22,8 +22,9 @@ import pytest
 from attackers import encoded, picture
 from http_client import Reply, connect, read, request, send
 from local_service import LocalService
-from service_process import LONG, Running, ServiceProcess, Watch, save_small_checkpoint, until
+from service_process import LONG, Running, ServiceProcess, save_small_checkpoint, until
 from torch import Tensor
+from watch import Watch
 
 from bkn_zoo.norms import MODES
 from service.pool import Loaded

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import shift, shift_evaluate
+from studies import shift, shift_evaluate, shift_unlabelled
 from studies.figures import plotted
 from studies.full_length import drawn
 from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt, plasma
@@ -233,13 +233,19 @@ def write_cifar(folder: Path) -> None:
     (folder / "cifar-10-batches-py/batches.meta").write_bytes(pickle.dumps(names))
 
 
-def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar(tmp_path)
+def few_sets(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Two corruptions instead of 15, and one extra one."""
     corruptions = ("contrast", "gaussian_noise")
     monkeypatch.setattr(shift_evaluate, "MAIN", corruptions)
     monkeypatch.setattr(shift_evaluate, "EXTRA", ("saturate",))
     sets = [("clean", 0), *((name, severity) for name in corruptions for severity in SEVERITIES)]
     monkeypatch.setattr(shift_evaluate, "SETS", sets)
+    return corruptions
+
+
+def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path)
+    corruptions = few_sets(monkeypatch)
     arguments = [
         "--data", str(tmp_path), "--arms", "bn128", "gn", "bkn2", "--seeds", "0", "--epochs", "1", "--device", "cpu",
         "--images", "40", "--chunk", "20", "--tuning", "20", "--fitted", "40", "--published",
@@ -270,6 +276,22 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
     assert other["recipe"]["statistics_batch"] == 2
+
+
+def test_unlabelled_arms_learn_and_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path)
+    few_sets(monkeypatch)
+    monkeypatch.setattr(shift_unlabelled, "BATCH", 64)
+    arguments = [
+        "--data", str(tmp_path), "--seed", "0", "--augmented", "--epochs", "1", "--width", "8", "--sizes", "16",
+        "--steps", "2", "--images", "4", "--chunk", "4", "--tuning", "4", "--fitted", "16", "--device", "cpu",
+        "--results", str(tmp_path),
+    ]  # fmt: skip
+    shift_unlabelled.measure(shift_unlabelled.parse(arguments))
+    record = json.loads((tmp_path / "cifar10.unlabelled.jitter.seed=0.json").read_text())
+    learned = {"A, R and q, 16 images", "R and q, A = 0, 16 images", "scales and shifts, 16 images"}
+    assert set(record["methods"]) >= {"population", "mix, N = 4", "adaptive from population, tuned", *learned}
+    assert record["augmented"]
 
 
 def test_plot_is_that_of_the_records() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shallow import shallow
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
-from bkn_zoo import KalmanSequential, Network, create_model
+from bkn_zoo import KalmanSequential, create_model
 from bkn_zoo.models.registry import NORMS
 from bkn_zoo.norms import BatchKalmanNorm2d
 from bkn_zoo.norms.statistics import observe, pool
@@ -21,7 +21,7 @@ CLASSES = 4
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
-def gratings(count: int, pixels: int = 8) -> tuple[Tensor, Tensor]:
+def gratings(count, pixels=8):
     """Stripes whose direction is the class, of random phase and brightness, under noise."""
     labels = torch.arange(count) % CLASSES
     angle = labels * math.pi / CLASSES
@@ -31,13 +31,13 @@ def gratings(count: int, pixels: int = 8) -> tuple[Tensor, Tensor]:
     return stripes + torch.randn(count, 1, 1, 1) + 0.5 * torch.randn(count, 3, pixels, pixels), labels
 
 
-def linked(model: Network) -> list[BatchKalmanNorm2d]:
+def linked(model):
     """Norms that have a layer below."""
     return [module for module in model.modules() if isinstance(module, BatchKalmanNorm2d) and module.prior_features]
 
 
 @pytest.mark.parametrize(("group", "mode"), [(1, "sample"), (2, "expected")])
-def test_small_network_fits_64_images_with_tiny_groups(group: int, mode: str) -> None:
+def test_small_network_fits_64_images_with_tiny_groups(group, mode):
     """(16, 1) and (16, 2): 16 images a gradient step, normalized alone or in pairs."""
     images, labels = gratings(64)
     model = create_model("inception_cifar_bkn", num_classes=CLASSES)
@@ -55,7 +55,7 @@ def test_small_network_fits_64_images_with_tiny_groups(group: int, mode: str) ->
     assert max(abs(norm.gain.item() - 0.5) for norm in linked(model)) > 1e-3
 
 
-def test_shared_process_noise_is_one_parameter_and_trains() -> None:
+def test_shared_process_noise_is_one_parameter_and_trains():
     model = create_model("inception_cifar_bkn", num_classes=CLASSES)
     norms = linked(model)
     noise = norms[0].raw_process_noise
@@ -73,13 +73,13 @@ def test_shared_process_noise_is_one_parameter_and_trains() -> None:
     assert copy.deepcopy(model).inception_a.branches[0][0].norm.raw_process_noise.item() == noise.item()
 
 
-def test_unshared_process_noise_is_each_layers_own() -> None:
+def test_unshared_process_noise_is_each_layers_own():
     norms = linked(create_model("inception_cifar_bkn", shared_process_noise=False))
     assert len({id(norm.raw_process_noise) for norm in norms}) == len(norms)
     assert all(norm.process_noise.shape == (norm.num_features,) for norm in norms)
 
 
-def test_compiled_training_step_is_the_eager_one() -> None:
+def test_compiled_training_step_is_the_eager_one():
     torch._dynamo.reset()
     images, labels = gratings(4)
     eager = shallow(NORMS["bkn"](), CLASSES)  # compiling takes long
@@ -95,11 +95,11 @@ def test_compiled_training_step_is_the_eager_one() -> None:
     assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_statistics_of_one_group_have_gradients() -> None:
+def test_compiled_statistics_of_one_group_have_gradients():
     """For any number of images. The statistics alone, since inductor takes its time."""
     torch._dynamo.reset()
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x):
         belief = pool(observe(x), 2)
         return (belief.mean.sin() + belief.var).square().sum()
 
@@ -109,7 +109,7 @@ def test_compiled_statistics_of_one_group_have_gradients() -> None:
     assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_network_gives_the_same_outputs() -> None:
+def test_compiled_network_gives_the_same_outputs():
     """In `expected` mode, which has every step that the others have."""
     torch._dynamo.reset()
     images, _ = gratings(4)

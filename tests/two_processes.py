@@ -32,11 +32,10 @@ from bkn_zoo.cli import main as command
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.training import loop
-from bkn_zoo.training.augmentation import Augmentation
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.loop import fit
-from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.recipes import Augmentation, Recipe
 from bkn_zoo.training.state import begin, load_state
 from bkn_zoo.training.step import make_step, parallel, share_running_averages
 

@@ -18,8 +18,8 @@ from bkn_zoo.progress import bar
 from bkn_zoo.regular import open_regular
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
-CONFIG, CARD, GOLDEN = "config.json", "README.md", "golden.safetensors"
-OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, "model*.safetensors")
+CONFIG, CARD, GOLDEN, LICENSE = "config.json", "README.md", "golden.safetensors", "LICENSE"
+OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, LICENSE, "model*.safetensors")
 NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
 """What loading needs, as patterns."""
 

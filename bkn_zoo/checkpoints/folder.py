@@ -24,6 +24,7 @@ from bkn_zoo.checkpoints.files import (
     CARD,
     CONFIG,
     GOLDEN,
+    LICENSE,
     OWN_FILES,
     check_hashes,
     put_in_place,
@@ -73,6 +74,7 @@ def save_pretrained(
     uncertain_below: dict[str, float] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
+    license_text: str | None = None,
     measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
 ) -> None:
     """Write a checkpoint folder, or replace one.
@@ -90,6 +92,7 @@ def save_pretrained(
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode for calls that choose none; by default the model's.
         card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
+        license_text: text of a file LICENSE, for weights of others that come with one.
         measure: in place of `accuracy` and `card`: called with the network as it is stored, before its folder gets its
             name, it returns both.
     """
@@ -113,6 +116,8 @@ def save_pretrained(
             accuracy, card = measure(stored)
             write(scratch / CONFIG, replace(config, accuracy=accuracy).to_json().encode())
         write(scratch / CARD, (short_card(config, folder.name) if card is None else card).encode())
+        if license_text is not None:
+            write(scratch / LICENSE, license_text.encode())
         sync(scratch)
         put_in_place(scratch, folder)
     except OSError as error:

@@ -56,10 +56,6 @@ def download(
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
-    from bkn_zoo.conversion.libraries import (
-        is_model,
-    )  # here, since PyTorch comes with it, and most names lead elsewhere
-
     what = f"{repository}@{revision}" if revision else repository
 
     def fetch(patterns: tuple[str, ...], at: str | None) -> Path:
@@ -82,6 +78,8 @@ def download(
     commit = folder.name
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{what} holds no {CONFIG}, so it is no checkpoint of bkn_zoo: correct the name.")
+    from bkn_zoo.conversion.libraries import is_model  # with PyTorch, which a name that leads nowhere does not need
+
     # An unknown network or a newer format is refused before its weights are downloaded.
     architecture = Config.read(folder / CONFIG).architecture
     if not is_model(architecture):

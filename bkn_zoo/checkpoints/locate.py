@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.hub import REPOSITORY, download
-from bkn_zoo.errors import CheckpointError, HubError, InputError, UnknownNameError
+from bkn_zoo.errors import CheckpointError, HubError, InputError, UnknownNameError, did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     The folder of a run leads to the checkpoint in it, which has the same name.
     """
     text = os.fspath(name)
-    available = ", ".join(list_checkpoints()) or "(none)"
+    names = list_checkpoints()
+    available = ", ".join(names) or "(none)"
     if is_folder(name):
         folder = Path(text).expanduser()
         if not folder.is_dir():
@@ -102,7 +103,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     found = [root / text for root in roots if text and (root / text).is_dir()]
     if not found:
         places = " and ".join(map(str, roots)) or f"no folder, since {ENVIRONMENT_VARIABLE} is not set"
-        raise UnknownNameError(f"unknown checkpoint {text!r}: choose from {available}, which are in {places}.")
+        close = did_you_mean(text, names)
+        raise UnknownNameError(f"unknown checkpoint {text!r}{close}: choose from {available}, which are in {places}.")
     if len(found) > 1:
         places = " and ".join(map(str, found))
         raise CheckpointError(

@@ -38,7 +38,8 @@ def environment(seed: int | None = None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     # Paths of the machine say nothing to others: of those, the last part, and that a script is one of scripts/.
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
+    # Without --resume, which continues a run that others do not have.
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv if word != "--resume"]
     if os.path.isabs(sys.argv[0]) and Path(sys.argv[0]).parent.name == "scripts":
         words[0] = f"scripts/{words[0]}"
     return {

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from bkn_zoo.checkpoints.files import lock
+from bkn_zoo.checkpoints.preferred import default_checkpoint
+from bkn_zoo.cli.parser import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.terminal import printable
 
@@ -60,13 +62,15 @@ class Format(NamedTuple):
 
 
 def load(args: argparse.Namespace) -> "Classifier":
-    """The classifier that the options ask for."""
-    from bkn_zoo.checkpoints.preferred import default_checkpoint
+    """The classifier that the options ask for; its name is checked before PyTorch is imported."""
+    name = args.checkpoint or default_checkpoint()
+    check_checkpoint(name)
+    announce(f"loading {name}")
     from bkn_zoo.cores import keep_to_quota
     from bkn_zoo.inference.classifier import Classifier
 
     keep_to_quota()
-    return Classifier.from_pretrained(args.model or default_checkpoint(), args.device, args.engine, args.precision)
+    return Classifier.from_pretrained(name, args.device, args.engine, args.precision)
 
 
 def classify(args: argparse.Namespace) -> int:
@@ -102,6 +106,9 @@ def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
     from bkn_zoo.images import image_files, passed_over
 
     for path in paths:
+        if not path.exists():
+            failures[str(path)] = f"there is no file {path}: correct the path."
+            continue
         if not path.is_dir():
             yield str(path)
             continue
@@ -184,7 +191,7 @@ def _to_file(
             file.write(_bytes(form.after if count else form.before + form.after.lstrip()))
             file.flush()
         except KeyboardInterrupt:
-            print(f"bkn-zoo: {count:,} images are in {args.output}: the same command goes on", file=sys.stderr)
+            print(f"bkn-zoo: {count:,} images are in {args.output}: the same command continues", file=sys.stderr)
             raise
     bad = f"; {len(failures):,} could not be used" if failures else ""
     print(f"bkn-zoo: {count:,} images are in {args.output}{bad}", file=sys.stderr)
@@ -208,7 +215,7 @@ def _alone(path: Path) -> Iterator[IO[bytes]]:
             file.seek(0)
             yield file
     except OSError as error:
-        remedy = "make room there or name another file, and repeat the command, which goes on"
+        remedy = "make room there or name another file, and repeat the command, which continues"
         raise InputError(f"{path} cannot be written ({error.strerror}): {remedy}.") from None
 
 
@@ -229,7 +236,7 @@ def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -
                             f"{args.output} was made with other weights of {made.model} (revision {theirs}, not "
                             f"{ours}): name another file."
                         )
-                    option = f"--{name.replace('_', '-')} {theirs}"
+                    option = f"--{'checkpoint' if name == 'model' else name.replace('_', '-')} {theirs}"
                     raise InputError(
                         f"{args.output} was made with {option}, not {ours}: repeat that, or name another file."
                     )

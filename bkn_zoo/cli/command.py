@@ -1,34 +1,38 @@
-"""What `bkn-zoo` does: classify images, compare the statistics modes, look at checkpoints; and whom else it calls."""
+"""The command `bkn-zoo`: its parser, its log level, its exit codes, and the commands that it leads to.
+
+PyTorch takes seconds to import: a command checks its arguments and paths first, and imports it after that.
+"""
 
 import argparse
-import json
 import logging
 import os
+import re
 import select
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from pathlib import Path
-from statistics import median
-from typing import Any, TextIO
+from typing import TextIO
 
-from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG, reading
-from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.cli.checks import whole_number
-from bkn_zoo.cli.classify import FAILED, FORMATS, classify, load
+from bkn_zoo.checkpoints.locate import find
+from bkn_zoo.cli.classify import FAILED, classify
+from bkn_zoo.cli.options import (
+    classify_parser,
+    compare_parser,
+    completion_parser,
+    evaluate_parser,
+    export_parser,
+    info_parser,
+    list_parser,
+    publish_parser,
+)
+from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder, with_dashes
+from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import printable
 from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
-TIMED_RUNS = 5
 LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
 DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
@@ -38,31 +42,8 @@ examples:
   bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and in those within it
   bkn-zoo compare photo.jpg                                the three statistics modes side by side
   bkn-zoo list                                             the checkpoints that are here
+  bkn-zoo train photos/                                    teach the default checkpoint your own classes
   bkn-zoo serve --port 8000                                the same over HTTP, with a page to try it on
-"""
-CLASSIFY_EXAMPLES = """\
-examples:
-  bkn-zoo classify cat.jpg dog.png --top-k 3
-  bkn-zoo classify photos/ --model ./my_network --statistics sample --format json
-  bkn-zoo classify photos/ --format csv --output out.csv
-  bkn-zoo classify photos/ --format csv --output out.csv --ray
-
-Stopped at any moment, one with --output goes on where it was when it is given again: no image is in FILE twice, and
-those that are there already are not looked at again. --ray takes all machines of a Ray cluster: see docs/ray.md.
-
-Images that cannot be used are named on stderr at the end. The exit code is 1 if such a one was named in the command, or
-if no image could be used, or with --strict if any could not; otherwise 0.
-"""
-COMPARE_EXAMPLES = """\
-example:
-  bkn-zoo compare photo.jpg --model inception_v2_bkn.tiny_imagenet
-
-The times are those of the network alone: the median of five runs after a first one that prepares it.
-"""
-INFO_EXAMPLES = """\
-examples:
-  bkn-zoo info inception_v2_bkn.tiny_imagenet
-  bkn-zoo info ./my_network --format json
 """
 
 
@@ -122,11 +103,10 @@ def _is_broken(stream: TextIO) -> bool:
 
 def _run(arguments: list[str]) -> int:
     arguments = _set_log_level(arguments)
-    if arguments and arguments[0] in OTHERS:
-        return OTHERS[arguments[0]](arguments[1:])
-    args = _parser().parse_args(arguments)
-    code: int = args.run(args)
-    return code
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:])
+    parser().read(arguments)  # --help, --version, or an error
+    return MISUSED
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
@@ -140,9 +120,9 @@ def _set_log_level(arguments: list[str]) -> list[str]:
     The variable is set for the processes of the service, too.
     """
     if arguments and arguments[0].partition("=")[0] == "--log-level":
-        parser, end = _Parser(prog="bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
+        parser, end = Parser("bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
         _add_log_level(parser)
-        os.environ[LOG_VARIABLE] = parser.parse_args(arguments[:end]).log_level
+        os.environ[LOG_VARIABLE] = parser.read(arguments[:end]).log_level
         arguments = arguments[end:]
     level = os.environ.get(LOG_VARIABLE)
     if level:
@@ -153,148 +133,78 @@ def _set_log_level(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="bkn-zoo", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
-    _add_log_level(parser)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], int], text: str, epilog: str = ""
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog)
-        command.set_defaults(run=run)
-        return command
-
-    images = add("classify", classify, "say what is on images", CLASSIFY_EXAMPLES)
-    images.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images, and folders of them")
-    images.add_argument(
-        "--statistics", choices=MODES, help="what normalizes an image (default: the checkpoint's choice)"
-    )
-    images.add_argument("--format", choices=FORMATS, default="table", help="default: %(default)s")
-    images.add_argument(
-        "--output", type=Path, metavar="FILE", help="for csv or json; one that is begun is gone on with"
-    )
-    images.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be used")
-    images.add_argument("--ray", action="store_true", help="by all machines of the Ray cluster that RAY_ADDRESS names")
-    compare = add("compare", _compare, "show the three statistics modes side by side", COMPARE_EXAMPLES)
-    compare.add_argument("image", type=Path, metavar="IMAGE", help="an image file")
-    for command in (images, compare):
-        command.add_argument(
-            "--model", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo (default: the best here)"
-        )
-        command.add_argument(
-            "--top-k", type=whole_number(1), default=5, metavar="K", help="labels to show (default: 5)"
-        )
-        command.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
-        command.add_argument(
-            "--precision", choices=PRECISIONS, default="auto", help="that it runs in (default: auto, the hardware's)"
-        )
-        command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    add("list", _list, "list the checkpoints that are here")
-    info = add("info", _info, "describe a checkpoint", INFO_EXAMPLES)
-    info.add_argument("name", metavar="NAME", help="a checkpoint: a name, a folder or owner/repo")
-    info.add_argument("--format", choices=("table", "json"), default="table", help="default: %(default)s")
-    for name, text in OTHERS_HELP.items():
-        commands.add_parser(name, help=f"{text} (bkn-zoo {name} --help lists its options)")
-    return parser
+def parser() -> Parser:
+    """Of the words before a command: each command has a parser of its own."""
+    found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
+    found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
+    _add_log_level(found)
+    listed = "\n".join(f"{name:<12}{text}" for name, text in HELP.items())
+    commands = found.add_argument_group("commands", f"{listed}\n\nbkn-zoo COMMAND --help describes its options")
+    commands.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return found
 
 
-class _Parser(argparse.ArgumentParser):
-    """Keeps the line breaks of examples; its commands are of the same kind."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+def _own(make_parser: Callable[[], Parser], run: Callable[[argparse.Namespace], int]) -> Callable[[list[str]], int]:
+    return lambda arguments: run(make_parser().read(arguments))
 
 
-def _compare(args: argparse.Namespace) -> int:
-    classifier = load(args)
-    image = classifier.prepare(args.image)[None]
-    columns = []
-    for mode in MODES:
-        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for the mode
-        seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
-        chosen = " (default)" if mode == classifier.choose() else ""
-        best = classifier.best(scores, args.top_k)
-        columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
-    how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
-    print(printable(f"{args.image}, by {classifier.name} with {how}"))
-    _print_columns(list(zip(*columns, strict=True)))
+def _evaluate(args: argparse.Namespace) -> int:
+    args.data = args.folder or args.data
+    if args.data is None:
+        raise InputError("name the folder of the data set: bkn-zoo evaluate CHECKPOINT FOLDER.")
+    if args.engine == "eager" and args.precision != "f32":
+        raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
+    check_checkpoint(args.checkpoint)
+    check_folder(args.data)
+    announce(f"loading {args.checkpoint}")
+    from bkn_zoo.cli.evaluate import run
+
+    run(args)
     return 0
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _export(args: argparse.Namespace) -> int:
+    check_checkpoint(args.checkpoint)
+    announce(f"loading {args.checkpoint}")
+    from bkn_zoo.inference.export import export
 
-
-def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _list(args: argparse.Namespace) -> int:
-    rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
-    for name in list_checkpoints():
-        try:
-            config = Config.read(find(name) / CONFIG)
-        except CheckpointError as error:
-            print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
-            code = FAILED
-            continue
-        mode = config.default_statistics
-        top1 = config.accuracy.get(mode, {}).get("top1")
-        shown = "-" if top1 is None else f"{top1:.1f}"
-        rows.append((name, config.architecture, str(config.num_classes), _dataset(config), mode, shown))
-    if len(rows) > 1:
-        _print_columns(rows)
-    elif code == 0:
-        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names, or use one on the Hub (owner/repo)"
-        print(f"bkn-zoo: there are no checkpoints here: {remedy}.", file=sys.stderr)
-    return code
-
-
-def _dataset(config: Config) -> str:
-    return str(config.recipe.get("dataset", "-"))
-
-
-def _info(args: argparse.Namespace) -> int:
-    from bkn_zoo.checkpoints.folder import load
-
-    location = locate(args.name)
-    model = load(location)
-    config: Config = model.config
-    with reading():
-        size = sum(file.stat().st_size for file in location.folder.iterdir())
-    facts = {
-        "name": args.name,
-        "revision": location.revision,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes_on_disk": size,
-        **asdict(config),
-    }
-    if args.format == "json":
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
-        return 0
-    labels = config.label_names or ("-",)
-    facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
-    facts |= {"label_names": ", ".join(labels[:5]) + (", ..." if len(labels) > 5 else "")}
-    _print_columns([row for name, value in facts.items() for row in _rows(name, value)])
+    print(
+        export(args.checkpoint, args.output, format=args.format, statistics=args.statistics, precision=args.precision)
+    )
     return 0
 
 
-def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _rows(f"{name}.{key}", inner)
+def _publish(args: argparse.Namespace) -> int:
+    if args.name and len(args.checkpoints) > 1:
+        raise InputError("--name is for a single checkpoint.")
+    folders = [find(checkpoint) for checkpoint in args.checkpoints]
+    announce(f"validating {', '.join(args.checkpoints)}")
+    from bkn_zoo.cli.publish import run
+
+    run(args, folders)
+    return 0
+
+
+def _train(arguments: list[str]) -> int:
+    from bkn_zoo.cli.train import main
+
+    main(arguments)
+    return 0
+
+
+def _complete(arguments: list[str]) -> int:
+    from bkn_zoo.cli.completion import candidates, script
+
+    if arguments[:1] == ["--"]:  # from the script: the words after bkn-zoo up to the cursor
+        print("\n".join(candidates(arguments[1:])))
     else:
-        yield name, "-" if value is None else str(value)
+        print(script(completion_parser().read(arguments).shell), end="")
+    return 0
 
 
 def _serve(arguments: list[str]) -> int:
+    # The service calls checkpoints models, as its clients do; here they have the same name as everywhere.
+    arguments = [re.sub("^--checkpoints?(?==|$)", "--models", with_dashes(word)) for word in arguments]
     for name in ("bkn_zoo_service", "service"):  # as it is installed, and as it stands in a checkout
         try:
             code: int = import_module(f"{name}.__main__").main(arguments)
@@ -307,41 +217,28 @@ def _serve(arguments: list[str]) -> int:
     raise InputError(f"the service is not installed ({missing}): run pip install 'bkn-zoo[serve]'.") from None
 
 
-def _train(arguments: list[str]) -> int:
-    from bkn_zoo.cli.train import main
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "classify": _own(classify_parser, classify),
+    "compare": _own(compare_parser, compare),
+    "list": _own(list_parser, list_here),
+    "info": _own(info_parser, info),
+    "train": _train,
+    "evaluate": _own(evaluate_parser, _evaluate),
+    "export": _own(export_parser, _export),
+    "publish": _own(publish_parser, _publish),
+    "serve": _serve,
+    "completion": _complete,
+}
 
-    main(arguments, "bkn-zoo train")
-    return 0
-
-
-def _evaluate(arguments: list[str]) -> int:
-    from bkn_zoo.cli.evaluate import main
-
-    main(arguments, "bkn-zoo evaluate")
-    return 0
-
-
-def _export(arguments: list[str]) -> int:
-    from bkn_zoo.cli.export import main
-
-    main(arguments, "bkn-zoo export")
-    return 0
-
-
-def _publish(arguments: list[str]) -> int:
-    from bkn_zoo.cli.publish import main
-
-    main(arguments, "bkn-zoo publish")
-    return 0
-
-
-OTHERS = {"train": _train, "evaluate": _evaluate, "export": _export, "publish": _publish, "serve": _serve}
-"""Commands that read their options themselves."""
-
-OTHERS_HELP = {
+HELP = {
+    "classify": "say what is on images",
+    "compare": "show the three statistics modes side by side",
+    "list": "list the checkpoints that are here",
+    "info": "describe a checkpoint, or list its classes",
     "train": "train a network by a recipe, or on images of one's own",
     "evaluate": "measure a checkpoint on a data set",
     "export": "write a checkpoint for ONNX Runtime or OpenVINO",
     "publish": "publish checkpoints on the Hugging Face Hub",
     "serve": "start the HTTP service",
+    "completion": "print a script for the shell that completes commands and options",
 }

@@ -1,31 +1,33 @@
-"""Any batch-normalized network becomes a BKN network with the same weights and names."""
+"""Any batch-normalized network becomes a BKN network with the same weights, names and code."""
 
 import copy
-from dataclasses import replace
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from bkn_zoo.conversion.plan import INTERLEAVED, UNKNOWN, Plan, make_plan
+from bkn_zoo.conversion.checks import check, copy_of, frozen_norms, holds_batchnorm
+from bkn_zoo.conversion.example import Inputs, first_sentence, inputs_of, left_alone, plans_for
+from bkn_zoo.conversion.plan import INTERLEAVED, Plan
+from bkn_zoo.conversion.record import CALLS, Record, is_open, run
+from bkn_zoo.conversion.replace import LinkedNorm, names_of, replace_norms
 from bkn_zoo.conversion.report import Report, Row
-from bkn_zoo.conversion.rewrite import Forward, foldable, names_of, replace_norms, rewrite
-from bkn_zoo.conversion.trace import first_sentence, is_batchnorm, part_hint, trace
-from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.models.network import Network
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, no_weight_decay
-from bkn_zoo.norms.statistics import Statistics, choose_statistics
-
-WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-"""PyTorch's own, the last one by torch.compile, and where the network is in them."""
+from bkn_zoo.errors import ConversionError
+from bkn_zoo.kernels.conditions import observed_by_pytorch
+from bkn_zoo.modes import Statistics, choose_statistics
+from bkn_zoo.norms.batch_kalman import no_weight_decay
 
 
 class Converted(nn.Module):
-    """A network from `convert`: modules, parameters and attributes are the original's, norms are BKN.
+    """A network from `convert`. Its class is a subclass of the original's class and of this one.
 
     Attributes:
         report: what was done, norm by norm.
@@ -35,275 +37,275 @@ class Converted(nn.Module):
         foldable: norms that a convolution can take in at inference with population statistics, with its name.
     """
 
+    _original: type[nn.Module]  # the class of the network before its conversion
+    _looked = False  # whether it was asked if the network was trained after its conversion
+    _methods: tuple[str, ...] = ()  # those of the original, beside `forward`, that run norms
     report: Report
-    foldable: dict[str, str]
-    statistics_batch_size: int | None
-    default_statistics: str
-    _in_training: Forward
-    _in_evaluation: Forward
+    foldable: dict[str, str] = types.MappingProxyType({})  # type: ignore[assignment]
+    statistics_batch_size: int | None = None
+    default_statistics: str = "population"
 
-    def __init__(self, original: nn.Module, in_training: Forward, in_evaluation: Forward) -> None:
-        nn.Module.__init__(self)
-        vars(self).update(vars(original))
-        self._in_training, self._in_evaluation = in_training, in_evaluation
-
-    def forward(self, *inputs: Any, statistics: str | None = None, **named: Any) -> Any:
+    def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """What the original returns, normalized as asked.
 
         Args:
-            inputs, named: the original's, by place or by name, but for those with a default, which keep it, and for
-                `*args` and `**kwargs`, which are empty.
+            args, kwargs: the original's.
             statistics: "population", "sample" or "expected"; at inference only.
         """
-        chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
-        if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in (*inputs, *named.values())):
-            chosen = Statistics("population")  # nothing to take statistics of, and nothing that needs them
-        run = self._in_training if self.training else self._in_evaluation
-        if torch.compiler.is_compiling():
-            return run(self, chosen, *inputs, **named)
+        return run(self, self._choose(statistics, (args, kwargs)), self._original.forward, args, kwargs)
+
+    @contextmanager
+    def one_call(self, statistics: str | None = None, images: int | None = None) -> Iterator[None]:
+        """Within it, what runs of the network's parts is one call: its norms receive each other's beliefs.
+
+        Args:
+            statistics: as in `forward`.
+            images: how many there are, if norms get several rows for each.
+        """
+        CALLS.open.append(Record(self, self._choose(statistics, ()), images))
         try:
-            return run(self, chosen, *inputs, **named)
-        except (AttributeError, TypeError):
-            check_norms(self)
-            raise
+            yield
+        finally:
+            CALLS.open.pop()
+
+    def _choose(self, statistics: str | None, inputs: Any) -> Statistics:
+        chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
+        if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in tree_leaves(inputs)):
+            return Statistics("population")  # nothing to take statistics of, and nothing that needs them
+        if chosen.mode in ("sample", "expected") and not self._looked:
+            self._warn_if_untrained(chosen.mode)
+        return chosen
+
+    def _warn_if_untrained(self, mode: str) -> None:
+        """Say once that a pretrained network has to be trained before it takes the statistics of an image."""
+        norms = [norm for norm in self.modules() if isinstance(norm, LinkedNorm)]
+        if torch.compiler.is_compiling() or any(observed_by_pytorch(norm.running_var) for norm in norms):
+            return
+        self._looked = True
+        linked = [norm for norm in norms if norm.prior_features is not None]
+        trained = any(norm.center is not None or any(b.any() for b in norm.transition_blocks) for norm in linked)
+        if not trained and any((norm.running_var != 1).any() for norm in norms):
+            warnings.warn(
+                f"statistics={mode!r} on a network that was pretrained with batch normalization and only converted "
+                "destroys its accuracy: train it first, as by bkn_zoo.conversion.start_near_population and a few "
+                "epochs, or choose statistics='population'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def no_weight_decay(self) -> set[str]:
         """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
-        return no_weight_decay(self)
+        others = getattr(self._original, "no_weight_decay", None)
+        return no_weight_decay(self) | set(others(self) if others else ())
+
+    def _get_name(self) -> str:
+        return f"Converted{self._original.__name__}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # for copies and pickles, which cannot find a class made here
+        return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
+
+    @classmethod
+    def _kind(cls) -> type["Converted"]:
+        """The class that is joined with the original's: this one, or a subclass of it."""
+        return cls.__mro__[1]
 
 
-def check_norms(network: Converted) -> None:
-    """Refuse a network in which other modules took the place of norms: its graph hands beliefs to what is there."""
-    modules = dict(network.named_modules(remove_duplicate=False))
-    for row in network.report.rows:
-        norm = modules.get(row.norm)
-        takes_beliefs = hasattr(norm, "priors") or (hasattr(norm, "carries_belief") and not row.priors)
-        if not row.left and not takes_beliefs:
-            raise InputError(
-                f"{row.norm} is no longer the norm that the conversion put there, but something that takes no beliefs: "
-                "replace it in the original, and convert that."
-            )
+def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
+    made = converted_class(kind, original, methods)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
-OWN_NAMES = {*Converted.__annotations__, *vars(Converted)} - set(dir(nn.Module))
-"""What a converted network has and a module has not: parts and attributes of the original must not be called so."""
+@functools.cache
+def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
+    """The class of converted networks of an original class.
+
+    Args:
+        kind: `Converted`, or a subclass of it.
+        methods: those of the original, beside `forward`, that run norms.
+    """
+    members: dict[str, Any] = {"_original": original, "_methods": methods, "__doc__": original.__doc__}
+    members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    if kind is Converted:
+        members["forward"] = _with_signature(original.forward)
+    members |= {name: _method(getattr(original, name)) for name in methods}
+    meta: Any = type(original)  # Lightning, say, may have one of its own
+    return meta(original.__name__, (kind, original), members)
+
+
+def _with_signature(function: Any) -> Any:
+    """`Converted.forward`, as those see it who ask for its arguments, such as Hugging Face's Trainer."""
+
+    @functools.wraps(function)
+    def forward(self: Converted, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
+        return Converted.forward(self, *args, statistics=statistics, **kwargs)
+
+    signature = inspect.signature(function)
+    own = inspect.Parameter("statistics", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+    parameters = list(signature.parameters.values())
+    last = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    vars(forward)["__signature__"] = signature.replace(parameters=[*parameters[:last], own, *parameters[last:]])
+    return forward
+
+
+def _method(function: Any) -> Any:
+    """A method of a network that runs norms: called from outside, it is a call of its own, with `statistics`."""
+
+    @functools.wraps(function)
+    def method(self: Converted, *args: Any, **kwargs: Any) -> Any:
+        if is_open(self):
+            return function(self, *args, **kwargs)
+        statistics = kwargs.pop("statistics", None)
+        return run(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
+
+    return method
+
+
+def _methods_of(model: nn.Module) -> tuple[str, ...]:
+    """The methods that run norms: those whose code names a child that holds some, or a method that does."""
+    holders = {name for name, child in model.named_children() if holds_batchnorm(child)}
+    own = {}
+    for name in dir(type(model)):
+        function = inspect.getattr_static(type(model), name)
+        if inspect.isfunction(function) and not name.startswith("__") and not hasattr(nn.Module, name):
+            own[name] = {*function.__code__.co_names, *function.__code__.co_freevars}
+    found: set[str] = set()
+    while more := {name for name, names in own.items() if names & (holders | found)} - found:
+        found |= more
+    return tuple(sorted(found))
 
 
 def convert(
     model: nn.Module,
     *,
-    only: str | None = None,
+    example: Any = None,
+    only: str | Sequence[str] | None = None,
     statistics_batch_size: int | None = None,
     default_statistics: str = "population",
 ) -> nn.Module:
     """A copy of `model` in which every batch norm is a Batch Kalman Norm that receives the beliefs of those below it.
 
-    Names of modules and parameters stay, so that a state dict of the original loads (with `strict=False`: A, R and q
-    are new, and start anew from the variances that it brings). With `population` statistics, the default at inference,
-    the outputs are the original's; training starts from nearly batch normalization, with q = 0.99, A = 0 and R the
-    running variance. `print(converted.report)` says what was done, and `bkn_zoo.conversion.prove` shows that it is
-    right.
+    The network keeps its class, its code and the names of its modules and parameters, so that a state dict of the
+    original loads (with `strict=False`; loading running variances reinitializes A, R and q, which are new). With
+    `population` statistics, the default at inference, the outputs are the original's; training starts from nearly batch
+    normalization, with q = 0.99, A = 0 and R the running variance. `print(converted.report)` says what was done, and
+    `bkn_zoo.conversion.prove` shows that it is right.
 
     Args:
-        model: any module that torch.fx can trace when batch norms, and modules that hold none, are taken as they are.
-        only: the name of a part, such as "backbone", where the whole cannot be traced. The rest stays as it is, and
-            may have parts that were converted before; the part is then what takes `statistics` and has the attributes
-            of a `Converted`. None, or the empty name, is the whole.
+        model: any module that holds batch norms.
+        example: inputs that the network takes, from which is learned how its norms are connected: a tensor, a tuple of
+            inputs or a dict of named ones. Two images or more are best. None makes up images that fit the first layer.
+        only: the name of a part, such as "backbone", or several names. The rest stays as it is; each part is then what
+            takes `statistics` and has the attributes of a `Converted`. None, or the empty name, is the whole.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: what normalizes at inference when a call does not say.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
-    name = only or ""
-    _check(model, name)
+    parts = [only or ""] if only is None or isinstance(only, str) else list(only)
     choose_statistics(False, default_statistics, statistics_batch_size)
-    whole = _copy(model)
-    part = whole.get_submodule(name)
-    before = _count(whole)
-    converted = _convert(part, name, left=_frozen(whole, part))
-    converted.statistics_batch_size, converted.default_statistics = statistics_batch_size, default_statistics
-    if part is whole:
-        converted.report = replace(converted.report, parameters_before=before, parameters_after=_count(converted))
-        return converted
-    for place in names_of(whole)[part]:
-        whole.set_submodule(place, converted)
-    whole.report = converted.report = replace(  # type: ignore[assignment]
-        converted.report, parameters_before=before, parameters_after=_count(whole)
-    )
+    for name in parts:
+        check(model, name)
+    whole: Any = copy_of(model)
+    before = _count(model)
+    inputs = None if example is None else inputs_of(example)
+    earlier = getattr(whole, "report", Report((), (), before, before))
+    reports = [earlier]
+    for name in parts:
+        check(whole, name)
+        part: Any = whole.get_submodule(name)
+        given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
+        _convert(part, name, given, left=frozen_norms(whole, part))
+        part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
+        if default_statistics != "population":
+            part._warn_if_untrained(default_statistics)
+        reports.append(part.report)
+    report = Report(
+        tuple(row for each in reports for row in each.rows), tuple(guess for each in reports for guess in each.guesses),
+        earlier.parameters_before, _count(whole),
+    )  # fmt: skip
+    for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
+        module.report = report
     return whole
 
 
-def _check(model: nn.Module, name: str) -> None:
-    """Refuse what cannot be converted: the part of this name, or the whole, which has none."""
-    kind = type(model).__name__
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ConversionError(f"{kind} holds scripted code, which cannot be traced: pass the module as it was before.")
-    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
-        raise ConversionError(f"{kind} holds lazy modules, whose sizes are not known yet: run it once first.")
-    try:
-        part = model.get_submodule(name)
-    except AttributeError:
-        names = ", ".join(child for child, _ in model.named_children())
-        raise UnknownNameError(f"{kind} has no part {name!r}: choose from {names}.") from None
-    if part is model and kind in WRAPPERS and type(model).__module__.startswith("torch."):
-        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
-    what = kind if part is model else f"the part {name!r}"
-    atoms, modules = name.split("."), list(part.modules())
-    around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
-    if any(isinstance(module, Converted | BatchKalmanNorm) for module in (*around, *modules)):
-        raise ConversionError(
-            f"{what} has Batch Kalman Norms in it or around it already: pass the network as it was before, or name "
-            "another part as only=."
-        )
-    if isinstance(part, Network):
-        twin = f"{part.name.rpartition('_')[0]}_bkn"
-        raise ConversionError(f"{part.name} is one of the zoo's own networks: take create_model({twin!r}) instead.")
-    if not any(map(is_batchnorm, modules)):
-        raise ConversionError(f"{what} holds no batch norm: there is nothing to convert.")
-    taken = OWN_NAMES & {*vars(part), *part._modules, *part._parameters, *part._buffers}
-    if part is not model and hasattr(model, "report") and not isinstance(model.report, Report):
-        what, taken = kind, {"report"}
-    if taken:
-        names = " and ".join(sorted(taken))
-        raise ConversionError(
-            f"{what} has something called {names}, which is what a converted network calls its own: rename it."
-        )
-    devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
-    if len(devices) > 1:
-        raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # a module may hold anything
-        raise ConversionError(
-            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
-            "remove it or, if the first pass made it, convert the network before that."
-        ) from error
-
-
-def _uncopyable(model: nn.Module) -> str:
-    """The name of an attribute that cannot be copied."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
+def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
+    """What a part of a network is called with when the network gets these inputs."""
+    found: list[Inputs] = []
+    failure: Exception | None = None
+    for training in (model.training, not model.training):
+        with left_alone(), torch.no_grad():
+            twin = copy.deepcopy(model)
+            twin.train(training)
+            keep = functools.partial(_keep_inputs, found)
+            twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
             try:
-                if value is not module._modules:
-                    copy.deepcopy(value)
-            except Exception:
-                return f"{name}.{attribute}".lstrip(".")
-    return "modules"
+                twin(*inputs.args, **inputs.kwargs)
+            except Exception as error:  # perhaps after the part
+                failure = error
+        if found:
+            return found[0]
+    why = f" ({first_sentence(failure)})" if failure else ""
+    raise ConversionError(f"the part {name!r} is not called when the network gets the example{why}: pass another one.")
 
 
-def _frozen(whole: nn.Module, part: nn.Module) -> dict[str, str]:
-    """The batch norms of a part that stay as they are, and why."""
-    trains = any(parameter.requires_grad for parameter in whole.parameters())
-    left = {}
-    for name, norm in part.named_modules():
-        if not isinstance(norm, _BatchNorm):
-            continue
-        hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-        own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if norm.running_mean is None:
-            left[name] = "keeps no running statistics"
-        elif any(hooks):
-            left[name] = "has hooks, which expect what a batch norm takes and gives"
-        elif is_parametrized(norm):
-            left[name] = "has parametrized weights"
-        elif "forward" in vars(norm):
-            left[name] = "its forward was replaced by another"
-        elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
-            left[name] = f"a {type(norm).__name__}, which does more than normalize"
-        elif whole.training and not norm.training:
-            left[name] = "frozen: in evaluation mode"
-        elif trains and norm.weight is not None and not norm.weight.requires_grad:
-            left[name] = "frozen: its weight takes no gradient"
-    return left
+def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any) -> None:
+    found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
 
 
-def _convert(model: nn.Module, name: str, left: dict[str, str]) -> Converted:
-    """Convert in place, and return what takes the model's place, which is a part of this name or the whole."""
-    graphs, plans = [], []
-    for training in (True, False):
-        twin = _twin(model)
-        twin.train(training)
-        graphs.append(trace(twin, name))
-        plans.append(make_plan(twin, graphs[-1], left))
-        left = plans[-1].left
-        _take_constants(model, twin, graphs[-1])
-    if left.keys() != plans[0].left.keys():  # what has to be left in evaluation is left in training too
-        return _convert(model, name, left)
-    _check_plans(model, name, *plans)
-    rows = tuple(_rows(model, *plans))
-    for plan in plans:
-        replace_norms(model, plan)
-    folding = foldable(model, graphs[1], plans[1])
-    in_training, in_evaluation = (rewrite(model, graph, plan) for graph, plan in zip(graphs, plans, strict=True))
-    converted = Converted(model, in_training, in_evaluation)
-    converted.foldable = folding
-    guesses = tuple(dict.fromkeys(guess for plan in plans for guess in plan.guesses))
-    converted.report = Report(rows, guesses, 0, 0)
-    return converted
+def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str]) -> None:
+    """Convert a network in place, which is a part of this name or the whole."""
+    while True:
+        norms = [n for n, m in part.named_modules() if isinstance(m, _BatchNorm) and n not in left]
+        plans = plans_for(part, norms, example)
+        unfit = {norm: why for plan in plans.values() for norm, why in plan.unfit.items()}
+        left = left | unfit
+        if not unfit:
+            break
+    if not any(plan.calls for plan in plans.values()):
+        reasons = "; ".join(f"{norm}: {why}" for norm, why in left.items()) or "none is called"
+        hint = ": convert a part with only=NAME, to which each row is an image" if INTERLEAVED in left.values() else ""
+        raise ConversionError(f"{type(part).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
+    _settle_shapes(plans)
+    prefix = f"{name}." if name else ""
+    rows = tuple(_rows(part, plans, left, prefix))
+    methods = _methods_of(part)
+    replace_norms(part, plans, prefix)
+    part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
+    part.foldable = plans[False].foldable if False in plans else {}
+    guesses = tuple(dict.fromkeys(guess for plan in plans.values() for guess in plan.guesses))
+    part.report = Report(rows, guesses, 0, 0)
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy to be traced: what a forward keeps, as in a cache, are stand-ins there.
-
-    Tensors and generators are the very same, since the graph may have them as constants.
-    """
-    leaves = [leaf for module in model.modules() for leaf in tree_leaves(vars(module))]
-    return copy.deepcopy(model, {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor | torch.Generator)})
-
-
-def _take_constants(model: nn.Module, twin: nn.Module, graph: fx.Graph) -> None:
-    """Let the model have the constants that its traced twin was given for the graph."""
-    for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
-        if name in vars(twin) and name not in vars(model):
-            setattr(model, name, vars(twin)[name])
+def _settle_shapes(plans: dict[bool, Plan]) -> None:
+    """A norm that is called several times has one transition: where the calls would need different ones it has none."""
+    calls = [call for plan in plans.values() for call in plan.calls]
+    for name in {call.name for call in calls}:
+        same = [call for call in calls if call.name == name]
+        if len({call.shapes for call in same}) > 1:
+            for each in same:
+                each.pieces, each.why = [], "none: its calls would need transitions of different shapes"
 
 
-def _check_plans(model: nn.Module, name: str, training: Plan, evaluation: Plan) -> None:
-    if not training.calls and not evaluation.calls:
-        reasons = "; ".join(f"{norm}: {why}" for norm, why in training.left.items())
-        if all(why == UNKNOWN for why in training.left.values()):
-            raise ConversionError(
-                f"{type(model).__name__} passes no input on to a batch norm: give its forward one that has no default, "
-                "since those with a default keep it, and a name, since *args and **kwargs are empty."
-            )
-        hint = part_hint(model, name) if INTERLEAVED in training.left.values() else ""
-        hint = f": convert {hint}, to which each row is an image" if hint else ""
-        raise ConversionError(f"{type(model).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
-    known = {call.name: call.shapes for call in training.calls}
-    for call in evaluation.calls:
-        if known.get(call.name, call.shapes) != call.shapes:
-            raise ConversionError(
-                f"{call.name} has other norms below it in training than in evaluation: make the two paths one."
-            )
+def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefix: str) -> Iterator[Row]:
+    names, called = names_of(model), set()
 
+    def also(name: str) -> tuple[str, ...]:
+        return tuple(prefix + other for other in names[model.get_submodule(name)] if other != name)
 
-def _rows(model: nn.Module, training: Plan, evaluation: Plan) -> list[Row]:
-    rows = []
-    names = names_of(model)
-    named = {call.name for call in training.calls}
-    for plan, calls in (
-        (training, training.calls),
-        (evaluation, [call for call in evaluation.calls if call.name not in named]),
-    ):
-        for call in calls:
+    for plan in plans.values():
+        new = [each for each in plan.calls if each.name not in called]
+        for each in new:
             priors: dict[str, int] = {}
-            for below, _ in (source for piece in call.pieces for source in piece.sources):
-                name = plan.calls[below].name
-                priors[name] = priors.get(name, 0) + 1
-            path = tuple(dict.fromkeys(name for piece in call.pieces for name in piece.path))
-            note = "" if priors else call.why or "none: no norm below"
-            also = tuple(names[model.get_submodule(call.name)][1:])
-            rows.append(Row(call.name, priors, path, call.shapes, note, also))
-    called = {row.norm for row in rows}
+            for below, _ in (source for piece in each.pieces for source in piece.sources):
+                other = prefix + plan.calls[below].name
+                priors[other] = priors.get(other, 0) + 1
+            path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
+            note = "" if priors else each.why or "none: no norm below"
+            yield Row(prefix + each.name, priors, path, each.shapes, note, also(each.name))
+        called |= {each.name for each in new}
     for name, module in model.named_modules():
-        if is_batchnorm(module) and name not in called:
-            note = f"left: {training.left.get(name, 'never called')}"
-            rows.append(Row(name, {}, (), (), note, tuple(names[module][1:])))
-    return rows
+        if isinstance(module, _BatchNorm) and name not in called:
+            yield Row(prefix + name, {}, (), (), f"left: {left.get(name, 'never called')}", also(name))
 
 
 def _count(model: nn.Module) -> int:

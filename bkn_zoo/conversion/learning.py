@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.batchnorm import start_near_population
-from bkn_zoo.conversion.measure import group_of
+from bkn_zoo.conversion.measure import by_statistics, group_of
+from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
@@ -151,7 +152,8 @@ class Student:
 
     def __call__(self, images: Tensor, statistics: Statistics) -> Any:
         self.now = statistics
-        return self.model(images)
+        with by_statistics(self.model, statistics):
+            return self.model(images)
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -160,6 +162,8 @@ class Student:
         def watch(name: str) -> Any:
             def hook(norm: nn.Module, args: tuple[Any, ...]) -> Any:
                 self.called.add(name)
+                if isinstance(norm, Linked):
+                    return None
                 x, prior, *rest = args
                 return x, prior, self.now, *rest[1:]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted, convert
-from bkn_zoo.errors import ConversionError, HubUnavailableError, InputError, UnknownNameError
+from bkn_zoo.conversion.converted import Converted, convert, converted_class
+from bkn_zoo.errors import HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.models.network import Network
@@ -27,12 +27,6 @@ WITHOUT_AUXILIARY_HEADS = {name: {"aux_logits": False, "init_weights": True} for
 class LibraryNetwork(Converted, Network):
     """A converted classifier that checkpoints, training and inference take as they take the zoo's own networks."""
 
-    def __init__(self, converted: Converted, name: str, num_classes: int, options: dict[str, Any], stride: int) -> None:
-        nn.Module.__init__(self)
-        vars(self).update(vars(converted))
-        self.name, self.num_classes, self.norm_options, self.stride = name, num_classes, options, stride
-        self.config, self.revision = None, None
-
     def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:  # type: ignore[override]
         """Logits, (images, classes).
 
@@ -42,6 +36,14 @@ class LibraryNetwork(Converted, Network):
         """
         self._check(images)
         return super().forward(images, statistics=statistics)
+
+
+def named_network(converted: Any, name: str, num_classes: int, options: dict[str, Any], stride: int) -> LibraryNetwork:
+    """The converted network itself, as one of the zoo's, with its name and what it was built with."""
+    converted.__class__ = converted_class(LibraryNetwork, converted._original, converted._methods)
+    converted.name, converted.num_classes, converted.norm_options = name, num_classes, options
+    converted.stride, converted.config, converted.revision = stride, None, None
+    return converted
 
 
 def build(name: str, num_classes: int | None = None, **options: Any) -> Network:
@@ -94,10 +96,7 @@ def from_library(
         except Exception as error:  # whatever stands between here and the library's own server
             raise HubUnavailableError(f"the weights of {name} could not be had ({error}): try again later.") from error
         _load(model, weights)
-    converted = convert(model)
-    if not isinstance(converted, Converted):
-        raise ConversionError(f"{name} cannot be converted as a whole.")
-    return LibraryNetwork(converted, name, classes, options, _smallest_image(name, model))
+    return named_network(convert(model), name, classes, options, _smallest_image(name, model))
 
 
 def preprocessing_of(name: str, size: int) -> Preprocessing:

@@ -17,12 +17,16 @@ passes L norms with a gain of q each, (1 - q)^L is left; it should be 1 - Q. So 
 with L the norms on the longest path through the network.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
@@ -122,22 +126,24 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
 def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> tuple[dict[str, _Deviations], int]:
     """What the norms see of a domain's images, and how many norms stand on the longest path."""
     found: dict[str, _Deviations] = {}
-    count, path = 0, 0
+    count, path = 0, _longest_path([norm for norm in norms.values() if isinstance(norm, Linked)])
 
     def before(name: str) -> Any:
         def hook(norm: Any, args: tuple[Any, ...]) -> Any:
-            x, prior = args[:2]
+            x = args[0]
             if x.shape[0] == count:
                 scale = torch.rsqrt(norm.running_var + norm.eps)
                 deviations = (observe(x).mean - norm.running_mean) * scale
                 found.setdefault(name, _Deviations()).add(deviations.double().cpu())
-            return x, prior, Statistics("population"), *args[3:]
+            return None if isinstance(norm, Linked) else (x, args[1], Statistics("population"), *args[3:])
 
         return hook
 
-    def after(norm: Any, args: tuple[Any, ...], result: tuple[Any, Any]) -> Any:
+    def after(norm: Any, args: tuple[Any, ...], result: Any) -> Any:
         """With population statistics no belief travels: a count of the norms below takes its place."""
         nonlocal path
+        if isinstance(norm, Linked):
+            return None
         length = 1 if args[1] is None else 1 + int(args[1].mean.max())
         path = max(path, length)
         counted = torch.full((1, norm.num_features), float(length), device=result[0].device)
@@ -147,7 +153,7 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
     hooks += [norm.register_forward_hook(after) for norm in norms.values()]
     device = next(model.parameters()).device
     try:
-        with left_in_its_modes(model):
+        with left_in_its_modes(model), by_statistics(model, Statistics("population")):
             model.eval()
             for batch in batches:
                 images = images_of(batch)
@@ -157,6 +163,33 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
         for hook in hooks:
             hook.remove()
     return found, path
+
+
+def _longest_path(norms: list[Linked]) -> int:
+    """How many norms of a converted network stand one above another at most."""
+    below = {
+        norm.key: {source for links in norm.links.values() for link in links for source, _, _ in link.sources}
+        for norm in norms
+    }
+    lengths: dict[str, int] = {}
+    for key in TopologicalSorter(below).static_order():
+        lengths[key] = 1 + max((lengths[source] for source in below.get(key, ())), default=0)
+    return max(lengths.values(), default=0)
+
+
+@contextmanager
+def by_statistics(model: nn.Module, statistics: Statistics) -> Iterator[None]:
+    """Within it, calls of converted networks that choose no statistics get these."""
+    parts = [part for part in model.modules() if isinstance(part, Converted)]
+    before = [(part.default_statistics, part.statistics_batch_size) for part in parts]
+    try:
+        for part in parts:
+            part.default_statistics = statistics.mode
+            part.statistics_batch_size = statistics.group or part.statistics_batch_size
+        yield
+    finally:
+        for part, (mode, group) in zip(parts, before, strict=True):
+            part.default_statistics, part.statistics_batch_size = mode, group
 
 
 def _shift(domains: list[_Deviations], path: int) -> Shift:

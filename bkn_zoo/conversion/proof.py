@@ -2,14 +2,19 @@
 
 import copy
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.conversion.example import left_alone
+from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 
@@ -22,6 +27,9 @@ TOLERANCE = 1e-9
 ROUNDINGS, LARGEST_TOLERANCE = 100, 1e-5
 """Where they do: so many times what the last bit of the inputs does to the original, which stands for all the roundings
 in between; but a mistake shows as far more than the largest."""
+
+FLOAT32_TOLERANCES = 1e-4, 1e-2
+"""The same two where a network's code takes nothing but float32."""
 
 
 class Proof(NamedTuple):
@@ -39,39 +47,69 @@ class Proof(NamedTuple):
 
 
 def prove(
-    original: nn.Module, converted: nn.Module, *inputs: Any, tolerance: float | None = None, seed: int = 0
+    original: nn.Module,
+    converted: nn.Module,
+    *inputs: Any,
+    tolerance: float | None = None,
+    seed: int = 0,
+    **named: Any,
 ) -> Proof:
     """Check that `converted` computes what `original` does; neither is changed.
 
     Args:
         original: the network that was converted.
         converted: what `convert` made of it, before it was trained.
-        inputs: a batch, as both take it; large enough to train the original on.
+        inputs, named: a batch, as both take it; large enough to train the original on.
         tolerance: of relative differences; by default 1e-9 or, for a network that amplifies rounding errors, a hundred
-            times what a change of the inputs in their last bit does to the original itself.
+            times what a change of the inputs in their last bit does to the original itself. A network whose code takes
+            nothing but float32 is compared in float32, by 1e-4 where others are by 1e-9.
         seed: for dropout and the like, so that both draw the same numbers.
     """
-    bn, bkn = (copy.deepcopy(model).double() for model in (original, converted))
-    inputs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    given = (inputs, named)
+    try:
+        return _prove(original, converted, given, torch.float64, tolerance, seed)
+    except ConversionError:
+        raise
+    except Exception as error:  # code of others, which may take nothing but float32
+        try:
+            return _prove(original, converted, given, torch.float32, tolerance, seed)
+        except ConversionError:
+            raise
+        except Exception:
+            raise error from None
+
+
+def _prove(
+    original: nn.Module, converted: nn.Module, inputs: Any, dtype: torch.dtype, tolerance: float | None, seed: int
+) -> Proof:
+    bn, bkn = (_cast(model, dtype) for model in (original, converted))
+    inputs = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    for module in bkn.modules():
+        if isinstance(module, Converted):
+            module.default_statistics, module.statistics_batch_size = "population", None
     for model in (bn, bkn):
         model.eval()  # which may return nothing, if the network has a train() of its own
     with torch.no_grad():
-        output = _difference(_outputs(bn, inputs), _outputs(bkn, inputs))
+        output = _difference(_outputs(bn, inputs, seed), _outputs(bkn, inputs, seed))
     for module in bkn.modules():
-        if isinstance(module, Converted):
-            module.statistics_batch_size = None
         if isinstance(module, BatchKalmanNorm) and module.has_prior:
             module.set_gain(1.0)
     wanted = _step(bn, inputs, seed)
     proof = Proof(output, *map(_difference, wanted, _step(bkn, inputs, seed)))
-    allowed = TOLERANCE if tolerance is None else tolerance
+    usual, largest = (TOLERANCE, LARGEST_TOLERANCE) if dtype == torch.float64 else FLOAT32_TOLERANCES
+    allowed = usual if tolerance is None else tolerance
     if tolerance is None and not max(proof) <= allowed:
-        nudged = _step(copy.deepcopy(original).double(), tree_map(_nudge, inputs), seed)
-        allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), LARGEST_TOLERANCE)
+        nudged = _step(_cast(original, dtype), tree_map(_nudge, inputs), seed)
+        allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), largest)
     if not max(proof) <= allowed:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(proof._fields, proof, strict=True))
         raise ConversionError(f"the converted network differs from the original by more than {allowed:.0e}: {shown}.")
     return proof
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin = copy.deepcopy(model)
+    return twin._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _nudge(x: Any) -> Any:
@@ -88,35 +126,59 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
     Where a checkpoint recomputes a part, batch norms of PyTorch move their averages once more in the backward pass.
     """
     model.train()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        outputs = _outputs(model, inputs).values()
-        torch.manual_seed(seed)  # random weights, since a mean of squares after a norm would have no gradient
+    outputs = _outputs(model, inputs, seed)
+    with seeded(seed):  # random weights, since a mean of squares after a norm would have no gradient
         # Not `randn_like`, which goes by how a tensor lies in memory: that may differ.
-        weights = [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in outputs]
-        loss = torch.stack([(x * weight).mean() for x, weight in zip(outputs, weights, strict=True)]).sum()
+        weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
+    terms = [(x * weights[name]).mean() for name, x in outputs.items() if x.numel()]
+    loss = torch.stack(terms).sum() if terms else torch.zeros(())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     # None is a zero: where a forward detaches its features, a belief about them still has a gradient, zero at gain 1.
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach()}, gradients, buffers
 
 
-def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within it, random numbers of PyTorch, NumPy and Python begin with a seed; afterwards they are as before."""
+    with left_alone():
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        yield
+
+
+def _outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     """Of copies of the inputs, which a network may change in place."""
-    output = model(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs))
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return {str(number): leaf for number, leaf in enumerate(leaves)}
+    args, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
+    with seeded(seed):
+        output = model(*args, **named)
+    return {name: tensor for name, tensor in tensors_in(output) if tensor.is_floating_point()}
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite."""
-    scales = {name: tensor.abs().max() for name, tensor in expected.items() if tensor.numel()}
-    least = NEGLIGIBLE * max(map(float, scales.values()), default=0.0) or 1.0
+    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite.
+
+    Infinities that are in both, as in a mask, are no difference.
+    """
+    scales = {name: _largest(tensor) for name, tensor in expected.items() if tensor.numel()}
+    least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
     differences = [
-        float((tensor - given[name]).abs().max()) / max(float(scales[name]), least) if name in given else float("inf")
+        _largest_difference(tensor, given[name]) / max(scales[name], least)
+        if name in given and given[name].shape == tensor.shape
+        else math.inf
         for name, tensor in expected.items()
         if name in scales
     ]
     # NaN is neither larger nor smaller than anything: a maximum would pass over it.
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(torch.where(tensor.isfinite(), tensor, 0).abs().max())
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    return float(torch.where(one == other, 0, (one - other).abs()).max())

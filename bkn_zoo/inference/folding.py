@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted, check_norms
+from bkn_zoo.conversion.converted import Converted
+from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
@@ -39,14 +40,13 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
             raise InputError(
                 f"{name} has hooks, which an engine would not call: remove them first, or call the network itself."
             )
-    if isinstance(model, Converted):
-        check_norms(model)
     if statistics.mode == "population":
         return join(fold(model))
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            _replace(network, name, ImageNorm(module, statistics))
+            kind = LinkedImageNorm if isinstance(module, Linked) else ImageNorm
+            _replace(network, name, kind(module, statistics))
     return join(network)
 
 
@@ -67,7 +67,8 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
         conv.weight = nn.Parameter(weight, requires_grad=False)  # a new one: others may share what it had
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
-        _replace(network, name, FoldedNorm(shift if pooled else None))
+        kind = LinkedFoldedNorm if isinstance(norm, Linked) else FoldedNorm
+        _replace(network, name, kind(shift if pooled else None))
     return network
 
 
@@ -95,10 +96,10 @@ def _takes_in(conv: nn.Module) -> bool:
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of a norm, with what a converted one holds beside: its priors, and timm's activation."""
-    for child, module in network.get_submodule(name).named_children():
-        if child != "transition":
-            layer.add_module(child, module)
+    """Put a layer in the place of a norm; in a converted network it gets the norm's links to others."""
+    norm = network.get_submodule(name)
+    if isinstance(layer, Linked) and isinstance(norm, Linked):
+        layer.take_links(norm)
     network.set_submodule(name, layer)
 
 
@@ -138,7 +139,8 @@ def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bo
     of the modules have to say it.
     """
     if isinstance(network, Converted):
-        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items()}
+        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced since
+        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
         return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
@@ -188,6 +190,10 @@ class FoldedNorm(nn.Module):
         return finish(x if self.shift is None else x + self.shift, residual, relu), None
 
 
+class LinkedFoldedNorm(Linked, FoldedNorm):  # type: ignore[misc]
+    """The same in a converted network."""
+
+
 class ImageNorm(nn.Module):
     """A norm for `sample` and `expected` statistics alone, in as few operations as it takes.
 
@@ -202,12 +208,13 @@ class ImageNorm(nn.Module):
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
-        if not type(norm).__module__.startswith("bkn_zoo.norms."):  # it may predict or update otherwise
+        if not type(norm).__module__.startswith("bkn_zoo."):  # it may predict or update otherwise
             raise InputError(
                 f"no engine knows {type(norm).__name__} but with statistics='population': choose those, or call the "
                 "network itself."
             )
         self.believes = isinstance(norm, BatchKalmanNorm)
+        self.prior_features = norm.prior_features
         self.has_prior = norm.has_prior
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
@@ -259,6 +266,10 @@ class ImageNorm(nn.Module):
             return self.center, self.process_noise
         mean = _carry(prior.mean, self.transition, self.center)
         return mean, _carry(prior.var, self.transition_squared, self.process_noise)
+
+
+class LinkedImageNorm(Linked, ImageNorm):  # type: ignore[misc]
+    """The same in a converted network."""
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:

@@ -174,9 +174,12 @@ def _pair(value: Any) -> list[int]:
 
 
 def _conv2d(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
-    if groups != 1:
-        raise InputError("the OpenVINO engine cannot translate grouped convolutions: choose engine='torch'.")
-    y = ops.convolution(x, weight, _pair(stride), _pair(padding), _pair(padding), _pair(dilation))
+    how = _pair(stride), _pair(padding), _pair(padding), _pair(dilation)
+    if groups == 1:
+        y = ops.convolution(x, weight, *how)
+    else:
+        outputs, *kernel = weight.shape
+        y = ops.group_convolution(x, ops.reshape(weight, [groups, outputs // groups, *kernel], False), *how)
     return y if bias is None else ops.add(y, ops.reshape(bias, [1, -1, 1, 1], False))
 
 
@@ -251,6 +254,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "cat": lambda tensors, dim: ops.concat(tensors, dim),
     "flatten": lambda x, start: ops.reshape(x, [*x.shape[:start], -1], False),
     "relu": lambda x: ops.relu(x),
+    "relu6": lambda x, inplace: ops.clamp(x, 0.0, 6.0),
     "rsqrt": lambda x: ops.power(x, _node(torch.tensor(-0.5))),
     "addcmul": lambda x, y, z: ops.add(ops.multiply(y, z), x),
     "add": lambda x, y: ops.add(x, y),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.openvino_graph import round_up_by_padding
@@ -90,8 +91,8 @@ class _AtOneMode(nn.Module):
     def __init__(self, network: nn.Module, mode: str) -> None:
         super().__init__()
         self.network, self.mode = network, mode
-        weighted = (module for module in network.modules() if isinstance(module, nn.Conv2d | nn.Linear))
-        self.dtype = next(module.weight.dtype for module in weighted)
+        weighted = (module for module in network.modules() if isinstance(module, _ConvNd | nn.Linear))
+        self.dtype = next((module.weight.dtype for module in weighted), torch.float32)
 
     def forward(self, images: Tensor) -> Tensor:
         return in_float32(self.network(images.to(self.dtype), statistics=self.mode))

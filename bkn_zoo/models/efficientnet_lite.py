@@ -130,7 +130,8 @@ class EfficientNetLite(Network):
         return _relu6(self.bn2(self.conv_head(x), belief, statistics))[0]
 
     def head(self, x: Tensor) -> Tensor:
-        return self.classifier(F.dropout(global_average(x), self.dropout, self.training))
+        x = global_average(x)
+        return self.classifier(F.dropout(x, self.dropout) if self.training else x)
 
 
 def rounded(channels: float) -> int:

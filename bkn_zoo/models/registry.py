@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.errors import InputError, UnknownNameError, did_you_mean
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
@@ -117,7 +117,8 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     """A freshly initialized network of the zoo's own; the arguments are those of `bkn_zoo.create_model`."""
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
-        raise UnknownNameError(f"unknown model {name!r}: choose one of {', '.join(list_models())}.")
+        known = list_models()
+        raise UnknownNameError(f"unknown model {name!r}{did_you_mean(name, known)}: choose one of {', '.join(known)}.")
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")

@@ -63,9 +63,9 @@ INTERVAL = "From `top1_low` to `top1_high` is the 95 % interval of `top1` (Wilso
 
 
 def read_record(results: Path, name: str) -> Run:
-    """What the training of a checkpoint left in the folder of results; empty if it left nothing there."""
-    path = results / "runs" / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    """What the training or the import of a checkpoint left in the folder of results; empty if it left nothing."""
+    paths = (results / folder / f"{name}.json" for folder in ("runs", "imported"))
+    return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
 def check_agreement(config: Config, name: str, run: Run) -> None:
@@ -230,6 +230,8 @@ def _accuracy(config: Config) -> str:
         for mode, measured in config.accuracy.items()
     ]
     about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
+    if "measured_on" in config.training:  # imported weights, which no recipe of ours trained
+        about = [f"In percent, on {config.training['measured_on']}, with the weights as they are stored."]
     about += [INTERVAL] if "top1_low" in metrics else []
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
 

@@ -6,8 +6,8 @@ from bkn_zoo.checkpoints.card import is_short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
-from bkn_zoo.checkpoints.hub import changes, check_reachable, check_repository, push_to_hub, verify_published
-from bkn_zoo.errors import CheckpointError
+from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub, verify_published
+from bkn_zoo.errors import CheckpointError, HubUnavailableError
 from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record
 
 
@@ -60,8 +60,14 @@ def publish(
     check_repository(repository)
     validate(folder, _own_name(folder), results)
     print(f"{repository}: {folder} loads, repeats its outputs and is what its card and its record say", flush=True)
-    check_reachable(repository)
-    planned = changes(folder, repository)
+    try:
+        check_reachable(repository)
+        planned = changes(folder, repository)
+    except HubUnavailableError as error:
+        if not dry_run:
+            raise
+        print(f"{repository}: the Hub was not asked what it has already ({str(error).rstrip('.')})")
+        planned = [Change(path.name, "to send", path.stat().st_size) for path in files_of(folder)]
     for change in planned:
         print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")
     if not planned:

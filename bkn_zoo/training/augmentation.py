@@ -6,8 +6,7 @@ Whatever is drawn depends on numbers that are given, so that the same numbers gi
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,38 +14,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from bkn_zoo.fields import Amount, Rule, check_fields
 from bkn_zoo.images import Preprocessing, per_channel
 from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.recipes import Augmentation
 
 MAX_STRETCH = 0.5  # of a random part: the logarithm of its width over its height
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """How training images are varied. Every range is symmetric, and zero switches its part off.
-
-    Attributes:
-        crop: shift by up to this share of the side (the padded random crop of CIFAR).
-        scale: smallest share of the area that a random part keeps; 1 keeps all.
-        rotate: degrees.
-        colour: brightness, contrast and saturation, each by a factor within 1 +- this.
-        flip: mirror half of the images.
-        erase: side of a square that is blanked, as a share of the image's side.
-        mixup, cutmix: the alphas of their Beta distributions; if both are set, each takes half of the batches.
-    """
-
-    crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
-    scale: Annotated[float, Rule(lambda value: 0 < value <= 1, "a number above 0, up to 1")] = 1.0
-    rotate: Amount = 0.0
-    colour: Amount = 0.0
-    flip: bool = True
-    erase: Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")] = 0.0
-    mixup: Amount = 0.0
-    cutmix: Amount = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "augmentation.")
 
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:

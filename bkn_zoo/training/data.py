@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
-from bkn_zoo.training.augmentation import Augmentation, drawing_from, generator, mix, transforms, vary
+from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.image_sets import ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
+from bkn_zoo.training.recipes import Augmentation
 
 
 def training_batches(

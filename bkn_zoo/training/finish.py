@@ -25,7 +25,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import Plan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, kept_line
+from bkn_zoo.training.state import Training, best_mode, kept_line
 
 STATISTICS_BATCHES = 64
 """Training batches, at most, for the statistics of averaged weights."""
@@ -61,7 +61,7 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
     device = torch.device(plan.device)
     kept = kept_line(training.history, recipe)
     model, validation, anew = _best_statistics(training, recipe, data, plan)
-    best = max(validation, key=lambda mode: validation[mode]["top1"])
+    best = best_mode(validation)
     split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
     facts = {
         "name": plan.name,

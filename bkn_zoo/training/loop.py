@@ -21,7 +21,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_line, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -67,7 +67,7 @@ def fit(
             best = best_line(training.history)
             if recipe.keep == "best" and best is line:
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
-            mode = max(line["validation"].values(), key=lambda metrics: metrics["top1"])
+            mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
             if first and not quiet:
                 told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"

@@ -1,4 +1,4 @@
-"""What a training is going to do, decided before any data are read."""
+"""What a training is going to do, decided before any data are read and before PyTorch is imported."""
 
 import dataclasses
 import os
@@ -11,7 +11,6 @@ from typing import Any
 from bkn_zoo.checkpoints.card import short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.preferred import default_checkpoint
-from bkn_zoo.cores import default_device
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.fine_tuning import FINE_TUNING, like
@@ -39,6 +38,7 @@ class Plan:
         source: what the weights start from; None for new weights.
         output: folder of the run. The checkpoint goes to `output / name`.
         results: folder of the record, `results / NAME.json`.
+        device: "auto" is a GPU if there is one.
     """
 
     recipe: Recipe
@@ -60,6 +60,12 @@ class Plan:
     def folder(self) -> Path:
         """Of the checkpoint."""
         return self.output / self.name
+
+    def say(self) -> None:
+        """Print what is about to be trained, unless the plan is quiet or another process says so."""
+        if speaks() and not self.quiet:
+            start = f"starting from {self.source.name}" if self.source else "with new weights"
+            print(f"training {self.recipe.model} on {self.data}, {start}", flush=True)
 
 
 def make_plan(
@@ -85,7 +91,7 @@ def make_plan(
     given = _flat(overrides)
     fine_tuning = recipe is None
     if fine_tuning and init is None and "model" not in given:
-        init = _default_init(quiet)
+        init = _default_init()
     source = None if init is None else find_origin(os.fspath(init))
     path = find_recipe(recipe) if isinstance(recipe, str | os.PathLike) else None
     if isinstance(recipe, Recipe):
@@ -101,7 +107,7 @@ def make_plan(
     return Plan(
         chosen, given, fine_tuning, source, root, name, folder,
         results=folder / "results" / "runs" if results is None else Path(results),
-        device=default_device() if device is None else str(device), quiet=quiet, **options,
+        device="auto" if device is None else str(device), quiet=quiet, **options,
     )  # fmt: skip
 
 
@@ -115,18 +121,15 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _default_init(quiet: bool) -> str:
+def _default_init() -> str:
     """The checkpoint to start from where the caller names nothing."""
     try:
-        name = default_checkpoint()
+        return default_checkpoint()
     except CheckpointError:
         raise InputError(
-            "there is nothing to train: add --init CHECKPOINT (a folder, or owner/repo on the Hub) to start from one, "
+            "there is nothing to train: add --checkpoint NAME (a folder, or owner/repo on the Hub) to start from one, "
             "--model NAME for new weights, or a recipe."
         ) from None
-    if speaks() and not quiet:
-        print(f"starting from {name}, since nothing else was named by --init, --model or a recipe")
-    return name
 
 
 def _checked(name: str) -> str:

@@ -1,4 +1,4 @@
-"""All that a training depends on beside the data, read from a file and checked."""
+"""All that a training depends on beside the data, read from a file and checked. PyTorch is not imported."""
 
 import os
 import tomllib
@@ -6,15 +6,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import InputError, did_you_mean
 from bkn_zoo.fields import Amount, Count, Rule, check_fields, make, one_of
 from bkn_zoo.images.preprocessing import Side
-from bkn_zoo.training.augmentation import Augmentation
 
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
+PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
+"""Short names, as inference has them, for what a recipe says."""
+
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are varied. Every range is symmetric, and zero switches its part off.
+
+    Attributes:
+        crop: shift by up to this share of the side (the padded random crop of CIFAR).
+        scale: smallest share of the area that a random part keeps; 1 keeps all.
+        rotate: degrees.
+        colour: brightness, contrast and saturation, each by a factor within 1 +- this.
+        flip: mirror half of the images.
+        erase: side of a square that is blanked, as a share of the image's side.
+        mixup, cutmix: the alphas of their Beta distributions; if both are set, each takes half of the batches.
+    """
+
+    crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
+    scale: Annotated[float, Rule(lambda value: 0 < value <= 1, "a number above 0, up to 1")] = 1.0
+    rotate: Amount = 0.0
+    colour: Amount = 0.0
+    flip: bool = True
+    erase: Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")] = 0.0
+    mixup: Amount = 0.0
+    cutmix: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "augmentation.")
 
 
 @dataclass(frozen=True)
@@ -35,7 +64,7 @@ class Recipe:
         ema: decay per step of the averaged weights that are evaluated and saved; 0 for none. What they remember is
             averaged as well; at the end statistics of their own take its place, if the validation images say so.
         kalman_lr: learning rate of A, R and q relative to the others'.
-        precision: "bfloat16" (autocast) or "float32".
+        precision: "bfloat16" (autocast) or "float32"; "bf16" and "f32" are accepted, too.
         keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
             falls to nothing over many epochs the last are as good, and nothing is chosen by chance.
         patience: epochs without a better one after which a training ends; None is never.
@@ -74,6 +103,7 @@ class Recipe:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", PRECISIONS.get(self.precision, self.precision))
         check_fields(self)
 
 
@@ -90,7 +120,8 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
         try:
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file.") from None
+            close = did_you_mean(Path(path).stem, (file.stem for file in SOURCE_TREE.glob("*.toml")))
+            raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file{close}.") from None
         except ValueError as error:  # of TOML, or of UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     for name, value in (overrides or {}).items():

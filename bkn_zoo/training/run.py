@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bkn_zoo.checkpoints.files import lock, make_folder
-from bkn_zoo.cores import check_device, keep_to_quota
+from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, InputError, TrainingError
 from bkn_zoo.progress import speaks, waiting
 from bkn_zoo.training.datasets import Data, fingerprint, load_data
@@ -27,7 +27,7 @@ from bkn_zoo.training.fine_tuning import fitted
 from bkn_zoo.training.finish import TrainingResult, finish
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
-from bkn_zoo.training.origin import build
+from bkn_zoo.training.network import build
 from bkn_zoo.training.plan import Plan, make_plan
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import LOG, Training, begin, find_state, load_state, refuse_to_replace
@@ -80,6 +80,7 @@ def train(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
         workers=workers, save_minutes=save_minutes, quiet=quiet,
     )  # fmt: skip
+    plan.say()
     return carry_out(plan)
 
 
@@ -119,11 +120,13 @@ def fine_tune(
         None, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
         workers=workers, save_minutes=save_minutes, quiet=quiet,
     )  # fmt: skip
+    plan.say()
     return carry_out(plan)
 
 
 def carry_out(plan: Plan) -> TrainingResult:
     """Train as planned. What can be refused is refused before the data are read."""
+    plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
     check_device(plan.device)
     keep_to_quota()

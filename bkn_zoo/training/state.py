@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,17 @@ def classifier(model: Network) -> nn.Module:
     raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
 
 
+def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """The statistics mode with the highest top-1; of several, the one with the lowest loss."""
+    return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
+
+
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
     """That of the epoch whose best mode had the highest top-1 on the validation images; of several, the lowest loss."""
 
     def goodness(line: dict[str, Any]) -> tuple[float, float]:
-        return max((metrics["top1"], -metrics["loss"]) for metrics in line["validation"].values())
+        best = line["validation"][best_mode(line["validation"])]
+        return best["top1"], -best["loss"]
 
     return max(history, key=goodness)
 
@@ -201,7 +208,7 @@ def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
     if _other_init(state, training):
         raise CheckpointError(
             f"{path} is of a training that started from {_named(state['init'])}, not {_named(training.init)}: give the "
-            "same --init, or another --name."
+            "same --checkpoint, or another --name."
         )
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes

@@ -70,7 +70,7 @@ def main() -> None:
         {"method": name, "ms": round(1000 * value, 2), "ratio": round(value / middle["population"], 2)}
         for name, value in middle.items()
     ]
-    write_results(RESULTS / "shift_cost.json", rows, seed=0, rounds=ROUNDS)
+    write_results(RESULTS / "shift_cost.json", rows, seed=0, rounds=ROUNDS, command="python -m studies.shift_cost")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bkn_zoo.images import enlarge, normalize
 from bkn_zoo.models import Network
-from bkn_zoo.training.augmentation import Augmentation, generator, vary
+from bkn_zoo.training.augmentation import generator, vary
 from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.evaluation import BINS
+from bkn_zoo.training.recipes import Augmentation
 from studies.shift_corruptions import EXTRA, MAIN, SEVERITIES, corrupt
 from studies.shift_rules import (
     Adaptive,

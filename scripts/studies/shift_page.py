@@ -33,6 +33,8 @@ DIFFERENCES = [
     ("the link between layers: BKN (1) against A = 0, `sample`", ("bkn1", "sample"), ("bkn1.link=False", "sample")),
     ("BKN (2), `sample` against `expected`", ("bkn2", "sample"), ("bkn2", "expected")),
     ("BKN (2), `expected` against `population`", ("bkn2", "expected"), ("bkn2", "population")),
+    ("BKN (2), adaptive against `expected`", ("bkn2", "adaptive from expected, tuned"), ("bkn2", "expected")),
+    ("BKN (8), adaptive against `expected`", ("bkn8", "adaptive from expected, tuned"), ("bkn8", "expected")),
     ("BN (128), adaptive against `population`", ("bn128", "adaptive from population, tuned"), ("bn128", "population")),
     ("BN (128), adaptive against the tuned mix", ("bn128", "adaptive from population, tuned"), ("bn128", "mix, tuned")),
 ]
@@ -214,7 +216,10 @@ def decision(records: Sequence[Record]) -> str:
 
 
 def cost() -> str:
-    record = json.loads((RESULTS / "shift_cost.json").read_text())
+    path = RESULTS / "shift_cost.json"
+    if not path.exists():
+        return "Not measured yet."
+    record = json.loads(path.read_text())
     rows = [[row["method"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}"] for row in record["rows"]]
     return table(["method", "ms", "relative to `population`"], rows)
 

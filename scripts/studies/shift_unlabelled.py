@@ -30,10 +30,11 @@ from bkn_zoo.conversion import convert
 from bkn_zoo.conversion.learning import learn_statistics, relative_error
 from bkn_zoo.images import normalize, per_channel
 from bkn_zoo.publishing.results import write_record
-from bkn_zoo.training.augmentation import Augmentation, generator
+from bkn_zoo.training.augmentation import generator
 from bkn_zoo.training.capture import captured
 from bkn_zoo.training.data import training_batches
 from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.recipes import Augmentation
 from studies.shift import ROOT, device_of
 from studies.shift_evaluate import Bench, Method, evaluate, part
 from studies.shift_rules import mixed, norms

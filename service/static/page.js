@@ -1,20 +1,33 @@
 "use strict";
 
+/* What a visitor does and what the service answers. results.js and classes.js draw it; the files share their names. */
+
 const MODES = ["population", "sample", "expected"];
 const TOP_K = 5;
 const RETRIES = 2; // after an answer 429
 const LONGEST_WAIT_S = 30;
 const LARGE = 5e6; // bytes; a server that refuses a body may close the connection before its answer is read
-const ABOUT_ANY_MODE = new Set([401, 404, 413, 415]); // no other statistics would change these answers
+const ABOUT_ANY_MODE = new Set([401, 404, 413, 415]); // no other mode would change these answers
+const PATIENCE_MS = 2000; // after which the page says why an answer may take longer
 
 const byId = (id) => document.getElementById(id);
 const sectionOf = (mode) => document.querySelector(`.mode[data-mode="${mode}"]`);
+const placesOf = (mode) => (mode === main ? [byId("answer"), sectionOf(mode)] : [sectionOf(mode)]);
+const count = (number) => number.toLocaleString("en");
 const address = (path) => new URL(path, document.baseURI).href;
 
 let models = [];
+let modelsRead = null; // the promise of the last attempt to list them
 let image = null; // the file that was last dropped, chosen or pasted
+let choices = 0; // images and samples chosen so far: a sample that arrives late yields to a newer one
+let outcomes = {}; // of the last image, by mode: the answer or the failure
 let key = ""; // held in memory only
 let running = null; // the AbortController of the requests under way
+let comparing = false;
+
+let main = MODES[0]; // the mode that the page asks for first: the model's own
+
+const chosenModel = () => models.find((model) => model.name === byId("model").value);
 
 /** An answer that is no result. `status` is 0 where the server was not reached. */
 class Failure extends Error {
@@ -22,6 +35,7 @@ class Failure extends Error {
     super(message);
     this.status = status;
     this.retryAfter = retryAfter;
+    this.aboutAnyMode = ABOUT_ANY_MODE.has(status);
   }
 }
 
@@ -88,42 +102,74 @@ async function classify(mode, signal) {
       if (error.status === 0 && image.size > LARGE) error.message += ` It may not take ${size(image.size)} at once.`;
       if (error.status !== 429 || retry === RETRIES) throw error;
       const wait = secondsToWait(error.retryAfter);
-      showNote(mode, `The server is busy; trying again in ${Math.ceil(wait)} s.`);
+      showProgress(mode, `The server is busy; trying again in ${Math.ceil(wait)} s.`);
       await sleep(wait, signal);
-      showNote(mode, "");
+      showProgress(mode, "");
     }
   }
 }
 
-/** Ask for the three modes, one after the other, so that none waits for its siblings and the latencies compare. */
+/** Ask in the model's own mode and, where the visitor compares, in the others, one after the other. */
 async function run() {
   running?.abort();
   if (!image) return;
   const controller = new AbortController();
   running = controller;
-  const outcomes = {};
-  MODES.forEach(showWaiting);
-  say(`Classifying ${image.name}…`);
+  comparing = false;
+  outcomes = {};
+  MODES.forEach(showIdle);
+  say("note", `Classifying ${image.name}…`);
+  byId("comparison").textContent = "";
   try {
-    let forAll = await unreadable(image);
-    for (const mode of MODES) {
-      controller.signal.throwIfAborted();
-      try {
-        if (forAll) throw forAll;
-        outcomes[mode] = await classify(mode, controller.signal);
-        controller.signal.throwIfAborted();
-        showAnswer(mode, outcomes[mode]);
-      } catch (error) {
-        if (!(error instanceof Failure)) throw error;
-        if (ABOUT_ANY_MODE.has(error.status)) forAll = error;
-        outcomes[mode] = error;
-        showError(mode, error.message);
-      }
-    }
-    say(summary(outcomes));
+    await modelsRead;
+    controller.signal.throwIfAborted();
+    main = chosenModel()?.default_statistics ?? main;
+    const unread = await unreadable(image);
+    controller.signal.throwIfAborted();
+    await ask(main, controller.signal, unread);
+    sayAnswer(outcomes[main]);
+    if (chosenModel()?.loaded === false) modelsRead = readModels(); // it is loaded now, or cannot be
+    await compare(controller.signal);
   } catch (error) {
     if (!controller.signal.aborted) throw error; // otherwise a newer image or model has taken over
   }
+}
+
+/** Ask in the modes that have no answer yet; not side by side, so that the times compare. */
+async function compare(signal) {
+  if (!byId("compare").open || comparing) return;
+  comparing = true;
+  for (const mode of MODES.filter((one) => !(one in outcomes))) {
+    const known = Object.values(outcomes).find((one) => one instanceof Failure && one.aboutAnyMode);
+    await ask(mode, signal, known);
+  }
+  comparing = false;
+  byId("comparison").textContent = summary(outcomes);
+}
+
+/** Put the answer in one mode, or the failure, into its place; `known` is a failure that needs no request. */
+async function ask(mode, signal, known = null) {
+  showWaiting(mode);
+  const timer = setTimeout(() => showProgress(mode, slowBecause()), chosenModel()?.loaded === false ? 0 : PATIENCE_MS);
+  try {
+    if (known) throw known;
+    const answer = await classify(mode, signal);
+    signal.throwIfAborted();
+    outcomes[mode] = answer;
+    showAnswer(mode, answer);
+  } catch (error) {
+    if (!(error instanceof Failure) || signal.aborted) throw error;
+    outcomes[mode] = error;
+    showError(mode, error.message);
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+function slowBecause() {
+  return chosenModel()?.loaded === false
+    ? "The service loads this model first. That takes some seconds, once."
+    : "Still working. The first answer in a mode can take some seconds while the service prepares it.";
 }
 
 /** A folder, or a file that has gone since, fails like the network would: tell them apart. */
@@ -132,86 +178,10 @@ async function unreadable(file) {
     await file.slice(0, 1).arrayBuffer();
     return null;
   } catch {
-    return new Failure("This file could not be read. Choose an image file that is still in its place.");
+    const failure = new Failure("This file could not be read. Choose an image file that is still in its place.");
+    failure.aboutAnyMode = true;
+    return failure;
   }
-}
-
-// ----------------------------------------------------------------------------------------------------- results
-
-function element(tag, className, text = "") {
-  const node = document.createElement(tag);
-  node.className = className;
-  node.textContent = text; // labels come from a checkpoint: never as HTML
-  return node;
-}
-
-const percent = (score) => (score > 0 && score < 0.0005 ? "< 0.1 %" : `${(100 * score).toFixed(1)} %`);
-const milliseconds = (value) => (Number.isFinite(value) ? `${value.toFixed(value < 100 ? 1 : 0)} ms` : "– ms");
-
-function bar(prediction) {
-  const item = element("li", "bar");
-  const text = element("div", "bar-text");
-  const label = element("span", "bar-label", prediction.label);
-  label.title = prediction.label;
-  text.append(label, element("span", "bar-score", percent(prediction.score)));
-  const track = element("div", "bar-track");
-  const fill = element("div", "bar-fill");
-  fill.style.width = `${Math.min(Math.max(100 * prediction.score, 0), 100)}%`;
-  track.append(fill);
-  track.setAttribute("aria-hidden", "true");
-  item.append(text, track);
-  return item;
-}
-
-function blankBar() {
-  const item = element("li", "bar");
-  item.append(element("div", "bar-blank"), element("div", "bar-track"));
-  item.setAttribute("aria-hidden", "true");
-  return item;
-}
-
-function show(mode, state, bars, errorText) {
-  const section = sectionOf(mode);
-  section.dataset.state = state;
-  section.setAttribute("aria-busy", String(state === "waiting"));
-  section.querySelector(".bars").replaceChildren(...bars);
-  section.querySelector(".bars").hidden = bars.length === 0;
-  section.querySelector(".error").textContent = errorText;
-  section.querySelector(".error").hidden = errorText === "";
-  section.querySelector(".latency").textContent = "";
-  section.querySelector(".timing").textContent = "";
-}
-
-const blanks = () => Array.from({ length: TOP_K }, blankBar);
-const showIdle = (mode) => show(mode, "idle", blanks(), "");
-const showWaiting = (mode) => show(mode, "waiting", blanks(), "");
-const showError = (mode, message) => show(mode, "error", [], message);
-
-function showNote(mode, text) {
-  sectionOf(mode).querySelector(".timing").textContent = text;
-}
-
-function showAnswer(mode, answer) {
-  show(mode, "done", answer.predictions.map(bar), "");
-  const { queue, inference } = answer.timing_ms ?? {};
-  sectionOf(mode).querySelector(".latency").textContent = milliseconds(inference);
-  showNote(mode, `queue ${milliseconds(queue)} · round trip ${milliseconds(answer.roundTrip)}`);
-}
-
-/** One sentence over the three results; also what a screen reader announces. */
-function summary(outcomes) {
-  const failed = MODES.filter((mode) => outcomes[mode] instanceof Failure);
-  const answered = MODES.filter((mode) => !failed.includes(mode));
-  const failures = [...new Set(failed.map((mode) => outcomes[mode].message))].join(" ");
-  if (answered.length === 0) return failures;
-  const names = answered.map((mode) => outcomes[mode].predictions[0].label.split(",")[0]); // the first of its synonyms
-  const each = answered.map((mode, place) => `${mode} says ${names[place]}`).join(", ");
-  if (failed.length > 0) return `${each}; no answer from ${failed.join(" and ")}. ${failures}`;
-  return new Set(names).size > 1 ? `The modes differ: ${each}.` : `All three modes say ${names[0]}.`;
-}
-
-function say(text) {
-  byId("status").textContent = text;
 }
 
 // ------------------------------------------------------------------------------------------------------- image
@@ -222,6 +192,7 @@ function size(bytes) {
 }
 
 function setImage(file) {
+  choices += 1;
   image = file;
   const preview = byId("preview");
   URL.revokeObjectURL(preview.src);
@@ -241,7 +212,20 @@ function setImage(file) {
 /** Take the first of the files that a drop, a choice or a paste brought. */
 function take(files, otherwise) {
   if (files.length > 0) setImage(files[0]);
-  else say(otherwise);
+  else say("error", otherwise);
+}
+
+async function trySample(name) {
+  choices += 1;
+  const mine = choices;
+  try {
+    const response = await fetch(address(`static/samples/${name}`));
+    if (!response.ok) throw new Failure(`status ${response.status}`);
+    const content = await response.blob();
+    if (mine === choices) setImage(new File([content], name, { type: "image/jpeg" }));
+  } catch {
+    if (mine === choices) say("error", "This sample could not be read. Check that the server runs, then try again.");
+  }
 }
 
 function listenForImages() {
@@ -249,6 +233,9 @@ function listenForImages() {
     const files = [...byId("file").files];
     byId("file").value = ""; // so that choosing the same file again is a change
     if (files.length > 0) setImage(files[0]);
+  });
+  document.querySelectorAll(".sample").forEach((button) => {
+    button.addEventListener("click", () => trySample(button.dataset.file));
   });
   byId("preview").addEventListener("load", (event) => {
     const { naturalWidth, naturalHeight } = event.target;
@@ -269,11 +256,11 @@ function listenForImages() {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     byId("zone").classList.remove("over");
-    take(event.dataTransfer.files, "What was dropped is no file. Save the image first, then drop its file.");
+    take(event.dataTransfer.files, "This is not a file. Save the image first, then drop its file.");
   });
   document.addEventListener("paste", (event) => {
-    if (event.target === byId("key")) return;
-    take(event.clipboardData.files, "The clipboard holds no image. Copy an image, then paste again.");
+    if (event.target.matches("input")) return; // text for a field
+    take(event.clipboardData.files, "There is no image in the clipboard. Copy an image, then paste again.");
   });
 }
 
@@ -298,14 +285,16 @@ async function readModels() {
 }
 
 function showModel() {
-  const model = models.find((one) => one.name === byId("model").value);
+  const model = chosenModel();
+  const classes = model?.num_classes ? `${count(model.num_classes)} classes` : "classes";
+  byId("classes-title").textContent = `The ${classes} that this model knows`;
   if (model) {
     const facts = [];
     if (model.architecture) facts.push(model.architecture);
-    if (model.num_classes) facts.push(`${model.num_classes} classes`);
-    if (model.default_statistics) facts.push(`default statistics: ${model.default_statistics}`);
+    if (model.num_classes) facts.push(classes);
+    if (model.default_statistics) facts.push(`default mode: ${model.default_statistics}`);
     if (model.revision) facts.push(`revision ${model.revision}`);
-    if (!model.loaded) facts.push("loads on first use");
+    if (!model.loaded) facts.push("not loaded yet: its first answer takes some seconds longer");
     byId("model-facts").textContent = facts.join(" · ");
     const radios = [...document.querySelectorAll('input[name="command-mode"]')];
     const preferred = radios.find((radio) => radio.value === model.default_statistics);
@@ -317,6 +306,7 @@ function showModel() {
     sectionOf(mode).querySelector(".measured").textContent = text;
   }
   writeCommand();
+  showClasses();
 }
 
 // ----------------------------------------------------------------------------------------------------- command
@@ -369,17 +359,30 @@ byId("model").addEventListener("change", () => {
   showModel();
   run();
 });
-byId("models-retry").addEventListener("click", readModels);
+byId("models-retry").addEventListener("click", () => {
+  modelsRead = readModels();
+});
 byId("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   key = byId("key").value.trim();
   byId("key-note").textContent = "The key is kept until this page is closed or reloaded.";
-  await readModels();
+  modelsRead = readModels();
   await run();
 });
+byId("compare").addEventListener("toggle", async () => {
+  if (!(main in outcomes)) return; // otherwise `run` compares once it has the first answer
+  const { signal } = running;
+  try {
+    await compare(signal);
+  } catch (error) {
+    if (!signal.aborted) throw error;
+  }
+});
+byId("classes").addEventListener("toggle", showClasses);
+byId("search").addEventListener("input", filterClasses);
 document.querySelectorAll('input[name="command-mode"]').forEach((radio) => {
   radio.addEventListener("change", writeCommand);
 });
 byId("copy").addEventListener("click", copyCommand);
 writeCommand();
-readModels();
+modelsRead = readModels();

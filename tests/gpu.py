@@ -1,14 +1,14 @@
-"""What the tests of kernels share: a step in a CUDA graph."""
+"""What tests of kernels and CUDA graphs share: the device that they run on, and a step in a CUDA graph."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
+import pytest
 import torch
 
-Result = TypeVar("Result")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU: no CUDA graphs elsewhere, and Triton's interpreter is slow")
 
 
-def capture(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture(step):
     """A graph of `step`, which has run once before on a stream of its own, and where a replay writes the result."""
     with torch.cuda.stream(torch.cuda.Stream()):
         step()

@@ -1,0 +1,100 @@
+"""The parser of every command, and the options that several commands share. Nothing here imports PyTorch."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bkn_zoo.checkpoints.locate import is_folder, locate
+from bkn_zoo.errors import InputError, did_you_mean
+from bkn_zoo.inference import PRECISIONS
+
+CHECKPOINT = "CHECKPOINT"
+"""The metavar of every argument that takes one; completion offers the names of checkpoints for it."""
+
+LONG_PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the line breaks of examples, takes underscores for dashes in options, and suggests close matches."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments and options that these words give; an error ends the process with its usage."""
+        found, unknown = self.parse_known_intermixed_args([with_dashes(word) for word in words])
+        if unknown:
+            close = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)'", message)
+        choices = [str(choice) for action in self._actions for choice in action.choices or ()]
+        super().error(message + (did_you_mean(wrong[1], choices) if wrong else ""))
+
+
+def with_dashes(word: str) -> str:
+    """An option with dashes in place of underscores; its value after "=", and what is no option, as it is."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number of at least so much."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def device(text: str) -> str:
+    """The type of --device."""
+    if not DEVICE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"device {text!r} is unknown: choose auto, cpu, cuda or cuda:NUMBER")
+    return text
+
+
+def add_checkpoint_option(parser: argparse.ArgumentParser, old: str) -> None:
+    """The option --checkpoint, which is still accepted by its old name."""
+    what = "a name, a folder or owner/repo on the Hub (default: the first of bkn-zoo list)"
+    parser.add_argument("--checkpoint", old, dest="checkpoint", metavar=CHECKPOINT, help=what)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    what = "auto, cpu, cuda or cuda:NUMBER (default: auto, a GPU if there is one)"
+    parser.add_argument("--device", type=device, default="auto", metavar="DEVICE", help=what)
+
+
+def add_precision(parser: argparse.ArgumentParser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:
+    """The option --precision, with long names (float32) accepted as well."""
+    parser.add_argument(
+        "--precision", type=lambda text: LONG_PRECISIONS.get(text, text), choices=choices, default=default,
+        help=f"that the network runs in (default: {default}{', the fastest here' if default == 'auto' else ''})",
+    )  # fmt: skip
+
+
+def check_checkpoint(name: str) -> None:
+    """Refuse a name that leads to no checkpoint; one on the Hub is looked for when it is loaded."""
+    if is_folder(name) or "/" not in name:
+        locate(name)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a data set that is not there."""
+    if not os.path.isdir(path):
+        raise InputError(f"there is no folder {path}: name the one that holds the data set.")
+
+
+def announce(text: str) -> None:
+    """Tell somebody at a terminal what happens, before seconds are spent on imports."""
+    if sys.stderr.isatty():
+        print(f"bkn-zoo: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,122 @@
+"""`bkn-zoo list`, `info` and `compare`: tables about checkpoints and about one image."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import Any
+
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.files import CONFIG, reading
+from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
+from bkn_zoo.checkpoints.preferred import top1, usable_checkpoints
+from bkn_zoo.cli.classify import FAILED, load
+from bkn_zoo.cli.parser import announce
+from bkn_zoo.errors import CheckpointError, ImageError
+from bkn_zoo.modes import MODES
+from bkn_zoo.terminal import printable
+
+TIMED_RUNS = 5
+
+
+def compare(args: argparse.Namespace) -> int:
+    """The likeliest labels of one image in each statistics mode, with the network's time."""
+    if not args.image.exists():
+        raise ImageError(f"there is no file {args.image}: correct the path.")
+    classifier = load(args)
+    image = classifier.prepare(args.image)[None]
+    columns = []
+    for mode in MODES:
+        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for the mode
+        seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
+        chosen = " (default)" if mode == classifier.choose() else ""
+        best = classifier.best(scores, args.top_k)
+        columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
+    how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
+    print(printable(f"{args.image}, by {classifier.name} with {how}"))
+    _print_columns(list(zip(*columns, strict=True)))
+    return 0
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def list_here(args: argparse.Namespace) -> int:
+    """All checkpoints that are here, in the order of preference: the first is the default."""
+    rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
+    names = list_checkpoints()
+    try:
+        usable = usable_checkpoints()
+    except CheckpointError:
+        usable = []
+    for name in [*usable, *(name for name in names if name not in usable)]:
+        try:
+            config = Config.read(find(name) / CONFIG)
+        except CheckpointError as error:
+            print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
+            code = FAILED
+            continue
+        accuracy = top1(config)
+        shown = "-" if accuracy is None else f"{accuracy:.1f}"
+        data, marked = str(config.recipe.get("dataset", "-")), f"{name} (default)" if name in usable[:1] else name
+        rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
+    if len(rows) > 1:
+        _print_columns(rows)
+    elif code == 0:
+        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names, or use one on the Hub (owner/repo)"
+        print(f"bkn-zoo: there are no checkpoints here: {remedy}.", file=sys.stderr)
+    return code
+
+
+def info(args: argparse.Namespace) -> int:
+    """What a checkpoint's config says, and what its files hold; or its classes alone."""
+    location = locate(args.checkpoint)
+    config = Config.read(location.folder / CONFIG)
+    if args.classes:
+        if config.label_names is None:
+            raise CheckpointError(f"{args.checkpoint} has {config.num_classes} classes, but no names for them.")
+        print("\n".join(map(printable, config.label_names)))
+        return 0
+    announce(f"loading {args.checkpoint}")
+    from bkn_zoo.checkpoints.folder import load as load_network
+
+    model = load_network(location)
+    with reading():
+        size = sum(file.stat().st_size for file in location.folder.iterdir())
+    facts = {
+        "name": args.checkpoint,
+        "revision": location.revision,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes_on_disk": size,
+        **asdict(model.config),
+    }
+    if args.format == "json":
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        return 0
+    labels = config.label_names or ("-",)
+    facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
+    facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
+    _print_columns([row for name, value in facts.items() for row in _rows(name, value)])
+    return 0
+
+
+def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _rows(f"{name}.{key}", inner)
+    else:
+        yield name, "-" if value is None else str(value)

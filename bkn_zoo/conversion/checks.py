@@ -1,0 +1,124 @@
+"""What cannot be converted, and which norms stay as they are."""
+
+import copy
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from bkn_zoo.conversion.example import first_sentence
+from bkn_zoo.conversion.report import Report
+from bkn_zoo.errors import ConversionError, UnknownNameError
+from bkn_zoo.models.network import Network
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+
+WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""PyTorch's own, the last one by torch.compile, and where the network is in them."""
+
+OWN_NAMES = ("report", "foldable", "statistics_batch_size", "default_statistics")
+"""Attributes of a converted network: parts and attributes of the original must not be called so."""
+
+NAMED_SO = "which is what a converted network calls its own: rename it."
+
+
+def check(model: nn.Module, name: str) -> None:
+    """Refuse what cannot be converted: the part of this name, or the whole, which has none."""
+    kind = type(model).__name__
+    if any(isinstance(m, torch.jit.ScriptModule) and "BatchNorm" in m.original_name for m in model.modules()):
+        raise ConversionError(f"{kind} holds norms in scripted code: pass the module as it was before.")
+    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
+        raise ConversionError(f"{kind} holds lazy modules, whose sizes are not known yet: run it once first.")
+    try:
+        part = model.get_submodule(name)
+    except AttributeError:
+        names = ", ".join(child for child, _ in model.named_children())
+        raise UnknownNameError(f"{kind} has no part {name!r}: choose from {names}.") from None
+    if part is model and kind in WRAPPERS and type(model).__module__.startswith("torch."):
+        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
+    what = kind if part is model else f"the part {name!r}"
+    atoms, modules = name.split("."), list(part.modules())
+    around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
+    if any(isinstance(m, BatchKalmanNorm) or hasattr(type(m), "_original") for m in (*around, *modules)):
+        raise ConversionError(
+            f"{what} has Batch Kalman Norms in it or around it already: pass the network as it was before, or name "
+            "another part as only=."
+        )
+    if isinstance(part, Network):
+        twin = f"{part.name.rpartition('_')[0]}_bkn"
+        raise ConversionError(f"{part.name} is one of the zoo's own networks: take create_model({twin!r}) instead.")
+    if isinstance(part, _BatchNorm):
+        raise ConversionError(f"{type(part).__name__} is a batch norm itself: convert a network that it is part of.")
+    if not holds_batchnorm(part):
+        raise ConversionError(f"{what} holds no batch norm: there is nothing to convert.")
+    _check_own_names(part, what)
+    if part is not model and not isinstance(getattr(model, "report", Report((), (), 0, 0)), Report):
+        raise ConversionError(f"{kind} has something called report, {NAMED_SO}")
+    devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
+    if len(devices) > 1:
+        raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
+
+
+def _check_own_names(part: nn.Module, what: str) -> None:
+    """Refuse what would stand in the way of a converted network's own names."""
+    taken = set(OWN_NAMES) & {*dir(type(part)), *vars(part), *part._modules, *part._parameters, *part._buffers}
+    if taken:
+        raise ConversionError(f"{what} has something called {' and '.join(sorted(taken))}, {NAMED_SO}")
+    if "statistics" in inspect.signature(type(part).forward).parameters:
+        raise ConversionError(f"{what} has an input called statistics, {NAMED_SO}")
+    if "forward" in vars(part):
+        raise ConversionError(f"the forward of this {type(part).__name__} was replaced by another: put it in a class.")
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a module may hold anything
+        raise ConversionError(
+            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
+            "remove it or, if the first pass made it, convert the network before that."
+        ) from error
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """The name of an attribute that cannot be copied."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            try:
+                if value is not module._modules:
+                    copy.deepcopy(value)
+            except Exception:
+                return f"{name}.{attribute}".lstrip(".")
+    return "modules"
+
+
+def holds_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
+def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
+    """The batch norms of a part that stay as they are, and why."""
+    trains = any(parameter.requires_grad for parameter in whole.parameters())
+    left = {}
+    for name, norm in part.named_modules():
+        if not isinstance(norm, _BatchNorm):
+            continue
+        hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+        own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        if norm.running_mean is None:
+            left[name] = "keeps no running statistics"
+        elif any(hooks):
+            left[name] = "has hooks, which expect what a batch norm takes and gives"
+        elif is_parametrized(norm):
+            left[name] = "has parametrized weights"
+        elif "forward" in vars(norm):
+            left[name] = "its forward was replaced by another"
+        elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
+            left[name] = f"a {type(norm).__name__}, which does more than normalize"
+        elif whole.training and not norm.training:
+            left[name] = "frozen: in evaluation mode"
+        elif trains and norm.weight is not None and not norm.weight.requires_grad:
+            left[name] = "frozen: its weight takes no gradient"
+    return left

@@ -1,0 +1,185 @@
+"""The inputs that a network is planned on: the caller's, or made up from its first layer."""
+
+import copy
+import inspect
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
+
+from bkn_zoo.conversion.plan import Plan, make_plan
+from bkn_zoo.conversion.record import count_images
+from bkn_zoo.errors import ConversionError
+
+SIZES = {1: ((64,), (1024,), (16000,)), 2: ((64, 64), (224, 224), (299, 299), (8, 8)), 3: ((8, 64, 64), (32, 64, 64))}
+"""Of images that are made up, by the dimensions of the first convolution; the first that a network takes is used."""
+
+FRAMES, TOKENS = 8, 7
+"""Of videos and sequences that are made up."""
+
+
+class Inputs(NamedTuple):
+    """What a network is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}  # noqa: RUF012, nobody changes it
+
+
+def inputs_of(example: Any) -> Inputs:
+    """An example as the caller gives it: a tuple of inputs, a dict of named ones, or a single one."""
+    if isinstance(example, tuple):
+        return Inputs(example)
+    # What a Hugging Face processor returns is a mapping, but no dict.
+    if isinstance(example, dict) or hasattr(example, "keys"):
+        return Inputs((), dict(example))
+    return Inputs((example,))
+
+
+def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dict[bool, Plan]:
+    """Plans for training and for evaluation; one of them is missing if the network takes the example in one mode alone.
+
+    Args:
+        model: which is left as it is.
+        norms: the names of those that are to become BKN.
+    """
+    plans, errors = {}, []
+    given = [(example, False)] if example is not None else []
+    if example is not None and count_images(example) == 1:
+        given.insert(0, (tree_map(_twice, example, is_leaf=_is_single_list), False))  # to tell an image from a batch
+    tried = given or [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
+    for training in (True, False):
+        for inputs, meta in tried:
+            try:
+                plans[training] = _run(model, norms, inputs, training, meta)
+                break
+            except Exception as error:  # a network may do anything with inputs that it does not expect
+                errors.append((error, inputs))
+    if not plans:
+        raise _refused(model, errors[-1] if example is not None else errors[0], example is not None) from errors[0][0]
+    return plans
+
+
+def _run(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, meta: bool) -> Plan:
+    with left_alone():
+        twin = copy.deepcopy(model, _on_meta(model) if meta else {})
+        twin.train(training)
+        inputs = tree_map(
+            lambda x: x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x, inputs
+        )
+        context = torch.device("meta") if meta else torch.enable_grad()
+        with context:
+            return make_plan(twin, {name: twin.get_submodule(name) for name in norms}, *inputs)
+
+
+def _on_meta(model: nn.Module) -> dict[int, Any]:
+    """For a copy without values: what takes the places of the parameters and buffers."""
+    tensors: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for p in model.parameters():
+        tensors[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+    return tensors
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Within it, code of others may draw random numbers and warn, without a trace of it afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one operation, of which nothing could be told
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _is_single_list(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 1
+
+
+def _twice(x: Any) -> Any:
+    if _is_single_list(x):
+        return x * 2
+    return torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == 1 else x
+
+
+def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
+    """Inputs that the network may take: what it says of itself, then images and others that its first layer takes.
+
+    Args:
+        quick: whether large ones cost nothing, as on the meta device.
+    """
+    own = getattr(model, "example_input_array", None)  # of Lightning
+    if own is not None:
+        yield inputs_of(own)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name != "self"]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for shape in _shapes(model, quick):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+        named = {p.name: x for p in needed if p.kind is p.KEYWORD_ONLY}
+        places = sum(p.kind is not p.KEYWORD_ONLY for p in needed)
+        yield Inputs((x,) * max(places, 0 if named else 1), named)
+        if len(needed) > 1:
+            one = torch.ones((), dtype=dtype, device=device)
+            yield Inputs((x,) + (one,) * (places - 1), dict.fromkeys(named, one))
+
+
+def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
+    layers = (module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | nn.RNNBase))
+    first = next(layers, None)
+    if isinstance(first, nn.Linear):
+        yield from ((2, TOKENS, first.in_features), (2, first.in_features))
+        return
+    if isinstance(first, nn.RNNBase):
+        yield (2, TOKENS, first.input_size)
+        return
+    channels, dims = (3, 2) if first is None else (first.in_channels, len(first.kernel_size))
+    about = getattr(model, "pretrained_cfg", None) or {}  # of timm
+    config = getattr(model, "config", None)  # of Hugging Face
+    known = about.get("input_size") if hasattr(about, "get") else None
+    size = known[-1] if known else getattr(config, "image_size", None)
+    sizes = [
+        *SIZES[dims][:1],
+        *([(size,) * dims] if isinstance(size, int) else []),
+        *(SIZES[dims][1:] if quick else ()),
+    ]
+    for each in sizes:
+        yield (2, getattr(config, "num_channels", channels), *each)
+    if dims == 2:
+        yield (2, FRAMES, channels, *sizes[0])
+
+
+def _refused(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
+    error, inputs = failure
+    kind, line, why = type(model).__name__, _line_of(error), first_sentence(error)
+    if given:
+        return ConversionError(f"{kind} does not take the example: it fails at {line} ({why}): correct the example.")
+    shape = tuple(next(x.shape for x in (*inputs.args, *inputs.kwargs.values()) if isinstance(x, Tensor)))
+    return ConversionError(
+        f"{kind} does not take inputs made up by its first layer, such as one of {shape}: it fails at {line} ({why}): "
+        "pass inputs that it takes, convert(model, example=inputs), a tuple or a dict if there are several."
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line that is neither PyTorch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if "/torch/" not in f.filename and "/bkn_zoo/conversion/" not in f.filename]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}, `{theirs[-1].line}`" if theirs else "its forward"
+
+
+def first_sentence(error: Exception) -> str:
+    """What an error of others says, which may continue with advice of its own."""
+    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__

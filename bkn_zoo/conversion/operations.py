@@ -1,0 +1,269 @@
+"""What each kind of operation makes of the tags of its inputs: one small handler per kind, in the table HANDLERS.
+
+PyTorch shows the planner every operation as one of its basic ones, however it was written: `x + y`, `x.add_(y)` and
+`torch.add(x, y)` are all "add". What is not in the table is guessed, and the guess is reported.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fitted, moved, together, without
+
+if TYPE_CHECKING:
+    from bkn_zoo.conversion.plan import Planner
+
+
+class NeedsValuesError(Exception):
+    """A plan depends on values, which tensors on the meta device do not have."""
+
+
+class Operation:
+    """One operation: its name, arguments, result, and the tags of the tensors among its arguments."""
+
+    def __init__(self, planner: "Planner", function: Any, args: Any, kwargs: Any, result: Any, tags: dict[int, Tag]):
+        self.planner, self.function, self.args, self.kwargs = planner, function, args, kwargs
+        self.result, self.tags = result, tags
+        self.name = name_of(function)
+        tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
+        self.tensors = [tensor for tensor in tensors if id(tensor) in tags]
+        """Those with a tag."""
+
+    @property
+    def first(self) -> Tag:
+        return self.tag(self.tensors[0])
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the result, or of the first one of several."""
+        result = self.result[0] if isinstance(self.result, tuple | list) else self.result
+        return result.shape
+
+    def tag(self, tensor: Any) -> Tag:
+        return self.tags[id(tensor)]
+
+    def given(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in PyTorch's schema."""
+        for place, argument in enumerate(self.function._schema.arguments):
+            if argument.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return self.args[place] if place < len(self.args) else argument.default_value
+        return default
+
+
+def name_of(function: Any) -> str:
+    """`add` for aten::add.Tensor, aten::add_.Scalar and the like."""
+    return str(function._schema.name).rpartition("::")[2].strip("_")
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in args:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, tuple | list):
+            found += _tensors(leaf)
+    return found
+
+
+def move(o: Operation) -> Any:
+    """Channels and images move with the features."""
+    function = torch.reshape if o.name in ("view", "unsafe_view", "reshape_alias") else o.function
+    return moved(function, o.args[:2] if function is torch.reshape else o.args, o.kwargs, o.tags)
+
+
+def select(o: Operation) -> Any:
+    """As a move, by an index; which rows an index takes is known only when the network runs."""
+    x, *index = o.args
+    if any(tensor.is_meta for tensor in _tensors(index)):
+        raise NeedsValuesError
+    if id(x) not in o.tags:
+        return None
+    function = lambda numbers: o.function(numbers, *index, **o.kwargs)  # noqa: E731
+    tag = moved(function, (x,), {}, {id(x): o.tag(x)})
+    rows = index[0][:1] if isinstance(index[0], list | tuple) else [x] if o.given("dim") in (None, 0) else []
+    if any(isinstance(given, Tensor) for given in rows):
+        tag.images = torch.full_like(tag.images, UNKNOWN)
+    return tag
+
+
+def sum_(o: Operation) -> Tag:
+    """Takes the belief of the main branch, which is the deeper one."""
+    planner = o.planner
+    tensors = [x for x in o.tensors if not (o.name == "where" and x is o.args[0])] or o.tensors
+    deepest = max(tensors, key=lambda x: planner.depth_of(o.tag(x)))
+    return planner.renumbered(fitted(o.tag(deepest).channels, o.shape), _images(o))
+
+
+def product(o: Operation) -> Tag:
+    """Takes the belief about what is not the gate, or else about the shallower factor."""
+    planner = o.planner
+    tags = [o.tag(x) for x in o.tensors]
+    kept = min([t for t in tags if not planner.is_gate(t)] or tags, key=planner.depth_of)
+    gate = all(map(planner.is_gate, tags))
+    return planner.renumbered(fitted(kept.channels, o.shape), _images(o), gate=gate)
+
+
+def gate(o: Operation) -> Tag:
+    """Makes a gate."""
+    return o.planner.renumbered(fitted(o.first.channels, o.shape), _images(o), gate=True)
+
+
+def pass_on(o: Operation) -> Tag:
+    """Keeps channels where they are: elementwise operations, pooling, dropout, other norms."""
+    return o.planner.renumbered(fitted(o.first.channels, o.shape), fitted(o.first.images, o.shape))
+
+
+def pad(o: Operation) -> Tag:
+    """Adds channels about which nothing is known; positions that are added belong to their channel."""
+    tag, amounts = o.first, list(o.given("pad"))
+    for place in range(0, len(amounts), 2):
+        dim = -1 - place // 2
+        if tag.channels.shape[dim] == 1 and o.shape[dim] > sum(amounts[place : place + 2]):
+            amounts[place : place + 2] = [0, 0]
+    channels = torch.constant_pad_nd(tag.channels, amounts, NOTHING)
+    return o.planner.renumbered(fitted(channels, o.shape), fitted(tag.images, o.shape))
+
+
+def reduce(o: Operation) -> Tag | None:
+    """Drops dimensions; images that become one value are mixed."""
+    if o.given("other") is not None:  # the larger of two, by another name
+        return sum_(o)
+    x, dims = o.tensors[0], o.given("dim")
+    if dims is None or dims == []:
+        return None
+    dims = [dim % x.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
+    tag = o.planner.renumbered(o.first.channels, o.first.images)
+    channels, images = tag.channels.amin(dims, keepdim=True), without(tag.images, dims)
+    if not o.given("keepdim"):
+        for dim in sorted(dims, reverse=True):
+            channels, images = channels.squeeze(dim), images.squeeze(dim)
+    return Tag(channels, images)
+
+
+def convolve(o: Operation) -> Tag | None:
+    """Mixes the channels of each group."""
+    x = o.args[0]
+    return o.planner.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
+
+
+def linear(o: Operation) -> Tag | None:
+    x = o.args[0]
+    return o.planner.mixed(x, o.tag(x), x.ndim - 1, o.shape) if id(x) in o.tags else None
+
+
+def contract(o: Operation) -> Tag:
+    """A matrix product: with a parameter it mixes channels; of two features, one weighs the other (attention)."""
+    planner = o.planner
+    left, right = o.args[-2:] if len(o.args) < 4 else o.args[1:3]  # a sum may come first
+    if id(left) not in o.tags and id(right) not in o.tags:
+        return pass_on(o)
+    if id(right) not in o.tags:
+        return planner.mixed(left, o.tag(left), left.ndim - 1, o.shape)
+    if id(left) not in o.tags:
+        return planner.mixed(right, o.tag(right), right.ndim - 2, o.shape)
+    factors = [o.tag(left), o.tag(right)]
+    kept = min([t for t in factors if not planner.is_gate(t)] or factors, key=planner.depth_of)
+    images = [without(factors[0].images, [-1]), without(factors[1].images, [-2])]
+    return planner.renumbered(fitted(kept.channels, o.shape), together(images, o.shape))
+
+
+def attend(o: Operation) -> Tag:
+    """Attention: mixtures of the value's rows in the places of the query's."""
+    query, key, value = (o.tags.get(id(x)) for x in o.args[:3])
+    if value is None:
+        return pass_on(o)
+    images = [without(value.images, [-2])]
+    images += [] if query is None else [without(query.images, [-1])]
+    images += [] if key is None else [without(key.images, [-1, -2])]
+    return o.planner.renumbered(fitted(value.channels, o.shape), together(images, o.shape))
+
+
+def put(o: Operation) -> Tag:
+    """Features in places of another tensor, about whose channels nothing is known if it had none."""
+    x = o.args[0]
+    if id(x) in o.tags:
+        return o.tag(x)
+    o.planner.write(x)
+    whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
+    return whole[0] if whole else o.planner.vague(o.result)
+
+
+def forget(o: Operation) -> None:
+    """Makes a tensor of the same size, or asks for one."""
+
+
+def guess(o: Operation) -> Any:
+    """Passes on the belief about its first tensor; mixes channels if it changes their number."""
+    results = o.result if isinstance(o.result, tuple | list) else [o.result]
+    planner, x = o.planner, o.tensors[0]
+    name, kind = planner.modules[-1]
+    place = f"{name} (a {kind})" if name else "the network itself"
+    note = f"{o.name} in {place}: taken to pass on the belief about its first tensor"
+    tag, tags = planner.renumbered(o.first.channels, o.first.images, guess=(note,)), []
+    for result in results:
+        shape: Sequence[int] = getattr(result, "shape", ())
+        if len(shape) < 2 or x.ndim < 2:
+            tags.append(planner.vague(result) if isinstance(result, Tensor) else None)
+            continue
+        images = tag.images if shape[0] == x.shape[0] else torch.full((1,) * len(shape), UNKNOWN)
+        if len(shape) != x.ndim:
+            tags.append(planner.vague(result))
+        elif shape[1] == x.shape[1]:
+            tags.append(planner.renumbered(fitted(tag.channels, shape), fitted(images, shape)))
+        else:
+            made = planner.mixed(x, tag, 1, shape)
+            tags.append(Tag(made.channels, fitted(images, shape)))
+    return tags if isinstance(o.result, tuple | list) else tags[0]
+
+
+def _images(o: Operation) -> Tensor:
+    return together([o.tag(x).images for x in o.tensors], o.shape)
+
+
+TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
+    (move, """alias as_strided cat channel_shuffle clone col2im detach diagonal expand flip im2col lift_fresh
+        native_channel_shuffle permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape_alias roll
+        select slice split split_with_sizes squeeze stack t transpose unbind unfold unsafe_split unsafe_view unsqueeze
+        view"""),
+    (select, "index index_select gather masked_select"),
+    (put, "copy index_put scatter scatter_add index_add masked_scatter slice_scatter select_scatter"),
+    (sum_, "add sub rsub maximum minimum addcmul addcdiv lerp where"),
+    (product, "mul div"),
+    (gate, """sigmoid hardsigmoid softmax safe_softmax log_softmax tanh gt ge lt le eq ne logical_and logical_or
+        logical_not bitwise_and bitwise_or bitwise_not isfinite isnan sign"""),
+    (reduce, """mean sum amax amin max min std var norm linalg_vector_norm prod logsumexp nansum median nanmedian
+        var_mean std_mean argmax argmin all any aminmax"""),
+    (convolve, "convolution mkldnn_convolution"),
+    (linear, "linear"),
+    (contract, "mm bmm addmm baddbmm"),
+    (pad, "constant_pad_nd"),
+    (pass_on, """relu leaky_relu prelu_kernel elu celu gelu silu hardswish hardtanh mish softplus softshrink hardshrink
+        threshold rrelu_with_noise log_sigmoid_forward native_dropout abs ceil clamp clamp_min clamp_max cos erf exp
+        expm1 fill floor floor_divide log log1p logit masked_fill nan_to_num neg pow reciprocal remainder round rsqrt
+        sin sqrt square to_copy tril triu trunc zero sort topk grid_sampler_2d native_layer_norm native_group_norm
+        fused_rms_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training cudnn_batch_norm
+        batch_norm_with_update"""),
+    (forget, "bernoulli uniform normal local_scalar_dense is_same_size equal"),
+)  # fmt: skip
+HANDLERS = {name: handler for handler, names in TABLE for name in names.split()}
+FAMILIES: tuple[tuple[Callable[[Operation], Any], tuple[str, ...]], ...] = (
+    (attend, ("scaled_dot_product",)),
+    (
+        pass_on,
+        ("avg_pool", "max_pool", "adaptive_", "upsample_", "reflection_pad", "replication_pad", "fractional_max"),
+    ),
+    (forget, ("new_",)),
+)
+"""Of operations by the beginnings of their names, which end in their dimensions and the like."""
+
+
+def handler_of(name: str) -> Callable[[Operation], Any]:
+    if name in HANDLERS:
+        return HANDLERS[name]
+    if name.endswith("_like"):
+        return forget
+    return next((handler for handler, beginnings in FAMILIES if name.startswith(beginnings)), guess)

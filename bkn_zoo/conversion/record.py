@@ -1,0 +1,280 @@
+"""How norms of a converted network find the beliefs of the norms below them.
+
+While a network runs, a `Record` holds the beliefs that its norms have formed so far. The record belongs to one call in
+one thread: `run` opens it, each `Linked` norm reads it and adds its own belief, and it is gone when the call ends. The
+network's code knows nothing of it.
+"""
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bkn_zoo.errors import InputError
+from bkn_zoo.modes import Statistics
+from bkn_zoo.norms.kalman import Belief, concatenate
+from bkn_zoo.norms.running import recomputing
+from bkn_zoo.norms.statistics import group_size, in_full_precision
+
+POPULATION = Statistics("population")
+AFTER_NORM = ("drop", "act")
+"""What timm's norms hold beside the norm, in the order in which it is applied."""
+
+
+class Record:
+    """The beliefs of one call of a network.
+
+    Attributes:
+        network: the network that is called.
+        statistics: what normalizes in this call.
+        images: how many there are in the call's inputs; None if the inputs hold no tensor.
+        beliefs: by norm and number of its call.
+        times: when a belief was formed: the number of norms called before.
+        calls: how often each norm has been called.
+    """
+
+    def __init__(self, network: nn.Module, statistics: Statistics, images: int | None) -> None:
+        self.network, self.statistics, self.images = network, statistics, images
+        self.beliefs: dict[tuple[str, int], Belief | None] = {}
+        self.times: dict[tuple[str, int], int] = {}
+        self.calls: dict[str, int] = {}
+        self.clock = 0
+
+    def copy(self) -> "Record":
+        twin = Record(self.network, self.statistics, self.images)
+        twin.beliefs, twin.times, twin.calls = dict(self.beliefs), dict(self.times), dict(self.calls)
+        twin.clock = self.clock
+        return twin
+
+    def begin(self, norm: str, planned: int) -> tuple[int, int]:
+        """The number of this call of a norm among its planned ones, and when that call was made before (-1: never).
+
+        After its last planned call a norm starts over with its first, as in a second pass through the same layers.
+        """
+        call = self.calls.get(norm, 0) % planned
+        self.calls[norm] = self.calls.get(norm, 0) + 1
+        return call, self.times.get((norm, call), -1)
+
+    def find(self, source: tuple[str, int], since: int) -> Belief | None:
+        """The belief of a norm's call, unless it belongs to an earlier pass through the layers."""
+        return self.beliefs.get(source) if self.times.get(source, -1) > since else None
+
+    def add(self, norm: str, call: int, belief: Belief | None) -> None:
+        self.beliefs[norm, call] = belief
+        self.times[norm, call] = self.clock
+        self.clock += 1
+
+
+class _Calls(threading.local):
+    """The records of the calls that this thread is in, and the one of the region that a checkpoint recomputes."""
+
+    def __init__(self) -> None:
+        self.open: list[Record] = []
+        self.recomputed: tuple[Any, Record] | None = None
+
+
+CALLS = _Calls()
+AT_CHECKPOINT: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDictionary()
+"""The record as it was when a checkpointed region began, as long as PyTorch may recompute that region."""
+
+
+def run(network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a function of a network with a record of its own."""
+    CALLS.open.append(Record(network, statistics, count_images((args, kwargs))))
+    try:
+        return function(network, *args, **kwargs)
+    finally:
+        CALLS.open.pop()
+
+
+def is_open(network: nn.Module) -> bool:
+    """Whether the innermost call of this thread is one of this network."""
+    return bool(CALLS.open) and CALLS.open[-1].network is network
+
+
+def count_images(inputs: Any) -> int | None:
+    """How many images there are in the inputs of a network.
+
+    That is the first size of the first tensor or, of images in a list (three dimensions each), the length of the list.
+    """
+    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+    if first is None or first.ndim == 0:
+        return None
+    lists = lists_of_images(inputs) if first.ndim == 3 else []
+    return next((len(images) for images in lists if images[0] is first), first.shape[0])
+
+
+def lists_of_images(inputs: Any) -> list[list[Tensor]]:
+    """Lists of images of three dimensions, which may differ in size."""
+    if isinstance(inputs, list) and inputs and all(isinstance(x, Tensor) and x.ndim == 3 for x in inputs):
+        return [inputs]
+    parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else ()
+    return [images for part in parts for images in lists_of_images(part)]
+
+
+def find_record(norm: str) -> Record | None:
+    """The record of the call that a norm is in; None outside of any."""
+    if torch.compiler.is_compiling():
+        return CALLS.open[-1] if CALLS.open else None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    frame, again = (None, False) if hooks is None else _checkpoint_of(hooks)
+    if again:
+        return _recomputed(norm, hooks[0], frame)
+    if recomputing():
+        raise InputError(
+            f"{norm} is run again in a backward pass by a checkpoint that is reentrant, or that is inside another one, "
+            "where beliefs lose their gradients: choose checkpoint(..., use_reentrant=False), and no checkpoint in it."
+        )
+    record = CALLS.open[-1] if CALLS.open else None
+    if frame is not None and record is not None and frame not in AT_CHECKPOINT:
+        AT_CHECKPOINT[frame] = record.copy()
+    return record
+
+
+def _checkpoint_of(hooks: tuple[Any, Any]) -> tuple[Any, bool]:
+    """The checkpointed region whose hooks these are, and whether it is being recomputed; None for other hooks.
+
+    PyTorch has no public way to ask. The hooks of torch.utils.checkpoint hold the region's frame in their closures: the
+    first pass holds it itself, a recomputation holds a weak reference to it.
+    """
+    for hook in hooks:
+        for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
+            held = cell.cell_contents
+            if type(held).__name__ == "_CheckpointFrame":
+                return held, False
+            if isinstance(held, weakref.ref) and type(held()).__name__ == "_CheckpointFrame":
+                return held(), True
+    return None, False
+
+
+def _recomputed(norm: str, hook: Any, frame: Any) -> Record:
+    """The record of a region that is being recomputed: it starts as it did in the first pass."""
+    if CALLS.recomputed is None or CALLS.recomputed[0] is not hook:
+        if frame not in AT_CHECKPOINT:
+            raise InputError(f"{norm} is run again by a checkpoint that it was not in at first: remove the checkpoint.")
+        CALLS.recomputed = hook, AT_CHECKPOINT[frame].copy()
+    return CALLS.recomputed[1]
+
+
+class Link(NamedTuple):
+    """What a norm takes from the norms below it in one of its calls.
+
+    Attributes:
+        sources: the norms, the numbers of their calls, and their channels.
+        order: the name of the norm's buffer with the channels that it takes, in order; "" for all, one after another.
+        ordered: whether rows, if an image has several, are known to be one image after another.
+    """
+
+    sources: tuple[tuple[str, int, int], ...]
+    order: str
+    ordered: bool
+
+
+class Linked(nn.Module):
+    """Makes a norm that takes and returns beliefs (the next class) one that takes and returns features alone.
+
+    Attributes:
+        key: what records call this norm.
+        label: what people call it.
+        links: for each call in a pass, by whether the network is in training.
+    """
+
+    carries_belief = False
+    told = False  # whether a missing link was reported
+    key: str
+    label: str
+    links: dict[bool, tuple[Link, ...]]
+    prior_features: int | None = None  # channels of the beliefs that it takes
+
+    def forward(self, input: Tensor) -> Tensor:
+        record = find_record(self.label)
+        if record is None and self.training:
+            raise InputError(
+                f"{self.label} was called outside of a call of its network, where no beliefs reach it: call the "
+                "network itself, or put what you call into `with network.one_call():`."
+            )
+        if record is None or record.statistics.mode == "population":
+            y, _ = super().forward(input, None, POPULATION)
+        else:
+            y = self.with_beliefs(input, record)
+        for child in AFTER_NORM:
+            if child in self._modules:
+                y = self._modules[child](y)  # type: ignore[misc]
+        return y
+
+    def with_beliefs(self, x: Tensor, record: Record) -> Tensor:
+        links = self.links[record.network.training]
+        call, before = record.begin(self.key, len(links))
+        link = links[call]
+        features = by_image(x, record, link.ordered, self.label)
+        prior = None
+        if self.prior_features is not None:
+            prior = self.gather(link, record, before, features)
+        y, belief = super().forward(features, prior, record.statistics)
+        record.add(self.key, call, belief)
+        return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
+
+    def gather(self, link: Link, record: Record, since: int, x: Tensor) -> Belief:
+        """The beliefs of the norms below; where one is missing, that nothing is known: no mean, and no variance."""
+        found = [record.find((norm, call), since) for norm, call, _ in link.sources]
+        if None in found:
+            self.report_missing(link, found)
+            statistics, groups = record.statistics, x.shape[0]
+            if statistics.mode == "batch":
+                groups //= group_size(groups, statistics.group)
+            like = in_full_precision(x.new_zeros(()))
+            for place, (_, _, channels) in enumerate(link.sources):
+                if found[place] is None:
+                    found[place] = Belief(like.expand(groups, channels), like.expand(groups, channels))
+        joined = found[0] if len(found) == 1 else concatenate(found)
+        assert joined is not None
+        if not link.order:
+            return joined
+        channels = getattr(self, link.order)
+        return Belief(joined.mean.index_select(1, channels), joined.var.index_select(1, channels))
+
+    def report_missing(self, link: Link, found: list[Belief | None]) -> None:
+        if self.told or torch.compiler.is_compiling():
+            return
+        self.told = True
+        missing = [source for (source, _, _), belief in zip(link.sources, found, strict=True) if belief is None]
+        names = " and ".join(source.partition("/")[2] for source in missing)
+        warnings.warn(
+            f"{self.label} gets no belief from {names} in this call, which takes another path through the network than "
+            "the example of its conversion did, and goes by its own prior: if that is how you use the network, convert "
+            "it with such an example.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def take_links(self, other: "Linked") -> None:
+        """Be in the network what another norm was."""
+        self.key, self.label, self.links = other.key, other.label, other.links
+        for name, buffer in other.named_buffers(recurse=False):
+            if name.startswith("order"):
+                self.register_buffer(name, buffer, persistent=False)
+        for name, child in other.named_children():
+            if name in AFTER_NORM:
+                self.add_module(name, child)
+
+
+def by_image(x: Tensor, record: Record, ordered: bool, norm: str) -> Tensor:
+    """Rows that belong to one image, as tokens flattened into the batch do, become positions of it."""
+    images, statistics = record.images, record.statistics
+    if images is None or x.shape[0] == images or x.shape[0] == 0:
+        return x
+    if (ordered and x.shape[0] % images == 0) or images == 1:
+        return x.unflatten(0, (images, -1)).movedim(1, -1)
+    if statistics != ("batch", None):
+        raise InputError(
+            f"{norm} gets {x.shape[0]} rows of {images} images, and the conversion could not follow which are whose: "
+            "take statistics='population' and whole batches (statistics_batch_size=None) or one image at a time, or "
+            "convert a part of the network with only=NAME, to which each row is an image."
+        )
+    return x

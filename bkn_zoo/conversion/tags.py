@@ -1,0 +1,125 @@
+"""Tags: what the planner knows about every value of a tensor.
+
+Beside each tensor of features stand two tensors of whole numbers, of the same shape: for every value the number of the
+channel that it belongs to, and the number of its image. What moves features (a concatenation, a split, a shuffle) moves
+both in the same way, however it is written. Along a dimension in which all numbers are the same, a tag has size 1.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+NOTHING = 0
+"""The number of all channels about which no norm holds a belief, such as constants."""
+
+ANY, MIXED, UNKNOWN = -1, -2, -3
+"""In place of an image's number: a constant, which is of no image; a value made of several images; not known."""
+
+
+@dataclass(eq=False)
+class Tag:
+    """What is known about a tensor.
+
+    Attributes:
+        channels: the number of each value's channel.
+        images: the number of each value's image.
+        convolution: the name of the convolution whose output the tensor is, if it is one.
+        uses: operations that have taken the tensor.
+    """
+
+    channels: Tensor
+    images: Tensor
+    convolution: str = ""
+    uses: int = 0
+
+
+def shortened(numbers: Tensor) -> Tensor:
+    """With size 1 along each dimension in which all numbers are the same."""
+    for dim in range(numbers.ndim):
+        if numbers.shape[dim] > 1:
+            first = numbers.narrow(dim, 0, 1)
+            if numbers.stride(dim) == 0 or bool((numbers == first).all()):
+                numbers = first
+    return numbers
+
+
+def fitted(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers for a result of another shape: where a size has changed, the first along it."""
+    while numbers.ndim < len(shape):
+        numbers = numbers.unsqueeze(0)
+    while numbers.ndim > len(shape):
+        numbers = numbers.select(0, 0)
+    for dim, size in enumerate(shape):
+        if numbers.shape[dim] not in (1, size):
+            numbers = numbers.narrow(dim, 0, 1)
+    return numbers
+
+
+def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]) -> Any:
+    """The tags of what a move makes of tensors, by moving their numbers."""
+
+    def run(part: str, default: int) -> Any:
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tag = tags.get(id(leaf))
+            if tag is None:
+                return torch.full((1,) * leaf.ndim, default).expand(leaf.shape)
+            return getattr(tag, part).expand(leaf.shape)
+
+        return tree_map(stand_in, (args, kwargs))
+
+    results = []
+    for part, default in (("channels", NOTHING), ("images", ANY)):
+        stand_ins, named = run(part, default)
+        try:
+            results.append(move(*stand_ins, **named))
+        except NotImplementedError:  # of whole numbers
+            result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, stand_ins), **named)
+            results.append(tree_map(Tensor.long, result))
+    if isinstance(results[0], Tensor):
+        return Tag(shortened(results[0]), shortened(results[1]))
+    return [Tag(shortened(c), shortened(i)) for c, i in zip(*results, strict=True)]
+
+
+def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The images of values that are made of several tensors' values, which are broadcast to a shape."""
+    joined = fitted(images[0], shape)
+    for other in images[1:]:
+        joined, other = torch.broadcast_tensors(joined, fitted(other, shape))
+        lost = torch.where((joined == UNKNOWN) | (other == UNKNOWN), UNKNOWN, MIXED)
+        both = torch.where(joined == other, joined, lost)
+        joined = torch.where(other == ANY, joined, torch.where(joined == ANY, other, both))
+    return joined
+
+
+def without(images: Tensor, dims: Sequence[int]) -> Tensor:
+    """The images of values that are made of all values along these dimensions, which stay, with size 1."""
+    for dim in dims:
+        largest = images.amax(dim, keepdim=True)
+        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant mixes nothing
+        images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
+    return images
+
+
+def by_row(images: Tensor, rows: int) -> Tensor:
+    """The image of each row of a tensor, MIXED where a row holds values of several."""
+    return without(images, range(1, images.ndim)).flatten().expand(rows)
+
+
+def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a network returned, in lists, dicts, dataclasses and the like, with names for them."""
+    if isinstance(output, Tensor):
+        yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif isinstance(output, list | tuple):
+        for place, value in enumerate(output):
+            yield from tensors_in(value, f"{name}.{place}")
+    elif hasattr(output, "__dict__") and not callable(output):
+        yield from tensors_in(vars(output), name)

@@ -1,0 +1,54 @@
+"""The network of a training: the recipe's, with new weights or those of a checkpoint or library."""
+
+import torch
+
+from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.conversion.libraries import build as build_model
+from bkn_zoo.conversion.libraries import from_library, of_library
+from bkn_zoo.errors import InputError
+from bkn_zoo.models import Network
+from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.training.state import classifier
+
+
+def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
+    """The recipe's network for these classes, with the weights of `init` if there is one.
+
+    The classifier of `init` is kept if its classes have the same names. Otherwise it starts at zero.
+    """
+    model = build_model(recipe.model, len(label_names), **recipe.norm_options)
+    if init is None:
+        return model
+    source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
+    weights = source.state_dict()
+    known = source.config is not None and source.config.label_names
+    fresh = set() if known and list(known) == label_names else _classifier(source, model)
+    with torch.no_grad():
+        for name in fresh:  # zero: no class is preferred, and no noise reaches the layers below
+            model.get_parameter(name).zero_()
+    model.default_statistics = source.default_statistics
+    try:
+        kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
+        missing, extra = model.load_state_dict(kept, strict=False)
+    except RuntimeError:  # a tensor of another shape
+        missing, extra = [], list(weights)
+    if extra or set(missing) - fresh:
+        raise InputError(
+            f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model and options."
+        )
+    return model
+
+
+def _classifier(source: Network, model: Network) -> set[str]:
+    """The tensors that differ only in the number of classes; if that is equal, those of the last layer."""
+    if source.num_classes == model.num_classes:
+        last = {id(tensor) for tensor in classifier(model).parameters()}
+        return {name for name, tensor in model.named_parameters() if id(tensor) in last}
+    own = model.state_dict()
+    return {
+        name
+        for name, tensor in source.state_dict().items()
+        if name in own
+        and (tensor.shape[:1], own[name].shape[:1]) == ((source.num_classes,), (model.num_classes,))
+        and tensor.shape[1:] == own[name].shape[1:]
+    }

@@ -1,0 +1,110 @@
+"""Checkpoints and names from strangers: terminal escapes, FIFOs, weights that are not finite."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from attackers import encoded, picture
+from service_process import save_small_checkpoint
+
+import bkn_zoo
+from bkn_zoo import CheckpointError, cli
+from bkn_zoo.inference import kept_graphs
+from bkn_zoo.regular import open_regular
+from bkn_zoo.terminal import printable
+
+EVIL = "\x1b]0;title\x07\x1b[2J\u202eevil\x9b31m"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "small"
+    save_small_checkpoint(folder, [f"{EVIL}\n{k}" for k in range(10)])
+    return folder
+
+
+@pytest.fixture
+def checkpoint(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "small"))
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Käse, 猫\u3000and 🐈", "Käse, 猫\u3000and 🐈"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\r\nb\tc\x7f\x9b", "a\\r\\nb\\tc\\x7f\\x9b"),
+        ("\u202egpj.exe\u2028", "\\u202egpj.exe\\u2028"),
+        ("\udcff", "\\udcff"),
+    ],
+)
+def test_printable_escapes_what_a_terminal_would_obey(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_classify_shows_labels_and_names_escaped(
+    checkpoint: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, broken = tmp_path / f"{EVIL}.png", tmp_path / f"{EVIL} broken.png"
+    image.write_bytes(encoded(picture()))
+    broken.write_bytes(b"no image")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    command = ["classify", str(image), str(broken), "--model", str(checkpoint), "--engine", "torch"]
+    assert cli.main([*command, "--format", format]) == 1
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "evil" in text
+        assert printable(text.replace("\n", "")) == text.replace("\n", "")
+
+
+def test_error_about_an_architecture_is_escaped(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(checkpoint, architecture=EVIL)
+    assert cli.main(["info", str(checkpoint)]) == 1
+    shown = capsys.readouterr().err.removesuffix("\n")
+    assert "evil" in shown
+    assert printable(shown) == shown
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_fifo_in_place_of_a_file_is_refused_at_once(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(CheckpointError, match=name):
+        bkn_zoo.from_pretrained(checkpoint)
+
+
+def test_fifo_in_place_of_a_kept_graph_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "graph")
+    assert kept_graphs._read(tmp_path / "graph", {}) is None
+
+
+def test_open_regular_takes_files_and_links_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"data"
+    for path in (tmp_path, "/dev/zero"):
+        with pytest.raises(OSError, match=r"not a regular file|directory"):
+            open_regular(path)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", ["fc.weight", "conv.norm.running_var"])
+def test_weights_that_are_not_finite_are_refused(checkpoint: Path, name: str, number: str) -> None:
+    path = checkpoint / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights[name].view(-1)[-1] = float(number)
+    safetensors.torch.save_file(weights, path)
+    edit_config(checkpoint, sha256={})
+    with pytest.raises(CheckpointError, match=f"{name} has numbers that are infinite or not numbers"):
+        bkn_zoo.from_pretrained(checkpoint)

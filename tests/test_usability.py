@@ -1,0 +1,335 @@
+"""What a first-time user meets on the command line: words, help, suggestions, speed, completion."""
+
+import dataclasses
+import os
+import pty
+import resource
+import select
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_trees import write_noise
+
+import bkn_zoo
+from bkn_zoo import cli
+from bkn_zoo.checkpoints.preferred import NETWORKS, default_checkpoint
+from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.cli import options
+from bkn_zoo.cli.command import COMMANDS, HELP
+from bkn_zoo.cli.completion import PARSERS, SCRIPTS, candidates
+from bkn_zoo.cli.train_options import AUGMENTATION, FIELDS, parse, train_parser
+from bkn_zoo.images import Preprocessing
+from bkn_zoo.training.recipes import Augmentation, Recipe
+from bkn_zoo.training.state import best_mode
+
+NETWORK = "inception_cifar_bkn"
+COMMAND = [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())"]
+pytestmark = pytest.mark.usefixtures("shallow_network")
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: two checkpoints, of which `better` is the more accurate, and a folder of two classes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", tmp_path / "none")
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path / "zoo"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    about: Any = {"preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3), "label_names": ["ape", "bee", "élan"]}
+    for name, top1 in (("a_worse", 60.0), ("better", 70.0)):
+        model = bkn_zoo.create_model(NETWORK, 3)
+        accuracy = {"population": {"top1": top1}}
+        bkn_zoo.save_pretrained(model, tmp_path / "zoo" / name, accuracy=accuracy, **about)
+    write_noise(tmp_path / "photos", dark=12, light=12)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """All that a command prints, whatever its exit code."""
+    capsys.readouterr()
+    with suppress(SystemExit):
+        cli.main([str(word) for word in arguments])
+    return "".join(capsys.readouterr())
+
+
+# Help and words
+
+
+def test_help_of_train_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert FIELDS.keys() | {"norm_options", "augmentation"} == {field.name for field in dataclasses.fields(Recipe)}
+    assert AUGMENTATION.keys() == {field.name for field in dataclasses.fields(Augmentation)}
+    for action in train_parser()._actions:
+        assert action.help
+        flag = action.nargs == 0
+        assert flag or action.dest in ("sources", "data") or "(default: " in action.help, action.option_strings
+    text = " ".join(said(capsys, "train", "--help").split())
+    assert "one of sgd, adamw (default: sgd)" in text
+    assert "f32 or bf16" in text
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_options_have_dashes_and_accept_underscores(command: str) -> None:
+    names = [name for name in PARSERS[command]()._option_string_actions if name.startswith("--")]
+    assert [name for name in names if "_" in name] == []
+
+
+def test_underscores_are_accepted() -> None:
+    words = ["photos", "--weight_decay", "0.1", "--save_minutes=3", "--norm_options.shared_process_noise", "false"]
+    args, overrides = parse(words)
+    assert (args.save_minutes, args.data) == (3.0, Path("photos"))
+    assert overrides == {"weight_decay": 0.1, "norm_options.shared_process_noise": False}
+    assert parse([word.replace("_", "-") for word in words])[1] == overrides
+    assert options.classify_parser().read(["x.png", "--top_k", "3"]).top_k == 3
+
+
+@pytest.mark.parametrize("command", [name for name in PARSERS if name not in ("list", "completion")])
+def test_checkpoint_precision_and_device_mean_the_same(command: str) -> None:
+    actions = {action.dest: action for action in PARSERS[command]()._actions}
+    assert not actions.keys() & {"init", "batch"}
+    assert "model" not in actions or command == "train"  # there it is an architecture
+    named = actions.get("checkpoint") or actions["checkpoints"]
+    assert named.metavar == "CHECKPOINT"
+    if "device" in actions:
+        assert actions["device"].default == "auto"
+    if "precision" in actions and command != "train":
+        assert set(actions["precision"].choices) <= {"auto", "f32", "f16", "bf16"}
+
+
+def test_old_names_of_options_are_accepted() -> None:
+    assert options.classify_parser().read(["x.png", "--model", "better"]).checkpoint == "better"
+    assert parse(["photos", "--init", "better"])[0].checkpoint == "better"
+    assert options.evaluate_parser().read(["better", "photos", "--batch", "3"]).batch_size == 3
+    assert options.evaluate_parser().read(["better", "photos", "--precision", "float16"]).precision == "f16"
+
+
+def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Service:
+        @staticmethod
+        def main(arguments: list[str]) -> int:
+            asked.append(arguments)
+            return 0
+
+    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda name: Service)
+    assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
+    assert cli.main(["serve", "--checkpoints=a,b"]) == 0
+    assert asked == [["--models", "better", "--max-batch", "2"], ["--models=a,b"]]
+
+
+def test_train_accepts_batch_size_bf16_and_a_folder() -> None:
+    args, overrides = parse(["photos", "--batch-size", "8", "--precision", "bf16"])
+    assert (args.data, args.recipe, overrides) == (Path("photos"), None, {"gradient_batch": 8, "precision": "bf16"})
+    recipe = Recipe(NETWORK, "folder", epochs=1, **overrides)
+    assert recipe.precision == "bfloat16"
+    for words in (["r.toml", "photos"], ["photos", "r.toml"], ["r.toml", "--data", "photos"]):
+        args, _ = parse(words)
+        assert (args.recipe, args.data) == (Path("r.toml"), Path("photos"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "name the folder of the data set"),
+        (["r.toml"], "r.toml is a recipe: name the folder of the data set after it"),
+        (["a", "b", "photos"], "unrecognized arguments: b"),
+    ],
+)
+def test_train_says_which_source_is_missing(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.toml").touch()
+    assert told in said(capsys, "train", *words)
+
+
+def test_evaluate_accepts_a_folder_as_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "photos has 2 classes, but better 3" in said(capsys, "evaluate", "better", "photos", "--split", "all")
+    assert "name the folder of the data set" in said(capsys, "evaluate", "better")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("clasify x.png", "classify"),
+        ("classify x.png --presision f32", "--precision"),
+        ("classify x.png --precision bf17", "bf16"),
+        ("classify photos --statistics sampel", "sample"),
+        ("train photos --optimiser sgd", "--optimizer"),
+        ("info beter", "better"),
+        ("classify photos --checkpoint beter", "better"),
+        ("train photos --model resnet110_bkn", "resnet101_bkn"),
+        ("train inception_cifar_bkn.cifar11.toml photos", "inception_cifar_bkn.cifar10"),
+    ],
+)
+def test_close_matches_are_suggested(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"(did you mean {meant}?)" in said(capsys, *words.split())
+
+
+# Speed: PyTorch takes seconds to import
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """Of a command in a process of its own: the better of two runs."""
+    taken = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [*COMMAND, *arguments], check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1]
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(taken)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_takes_less_than_half_a_second(command: str) -> None:
+    assert cpu_seconds(*command.split(), "--help") < 0.5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "classify nowhere.png", "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
+        "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs 0", "train photos --name ../up",
+        "train photos --augmentation.blur 1", "train nowhere.toml photos", "evaluate nowhere photos",
+        "evaluate better nowhere", "export nowhere --format onnx", "publish nowhere --namespace me --dry-run",
+    ],
+)  # fmt: skip
+def test_arguments_and_paths_are_checked_before_pytorch(words: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from bkn_zoo.cli import main; code = main()\n"
+        "assert code in (1, 2), code; assert 'torch' not in sys.modules, 'PyTorch was imported'"
+    )
+    run = [sys.executable, "-c", code, *words.split()]
+    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "BKN_ZOO_NAMESPACE": "_"}  # no name leads to the Hub
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=os.environ | path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("bkn-zoo: ")
+
+
+@pytest.mark.parametrize(
+    "words", ["classify photos --checkpoint better", "train photos --init better", "evaluate better photos"]
+)
+def test_first_line_comes_before_pytorch_is_imported(words: str, tmp_path: Path) -> None:
+    """On a terminal. A module that never ends takes the place of PyTorch."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "torch.py").write_text("import time; time.sleep(60)")
+    ours, theirs = pty.openpty()
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "slow"), str(Path(__file__).parents[1])])}
+    process = subprocess.Popen([*COMMAND, *words.split()], stdout=theirs, stderr=theirs, env=os.environ | path)
+    try:
+        assert select.select([ours], [], [], 30)[0]
+        assert b"better" in os.read(ours, 1000)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+# Completion
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["cla"], ["classify"]),
+        (["classify", "--prec"], ["--precision"]),
+        (["classify", "x.png", "--precision", "b"], ["bf16"]),
+        (["classify", "--checkpoint", ""], ["a_worse", "better"]),
+        (["info", "b"], ["better"]),
+        (["train", "photos", "--init", "b"], ["better"]),
+        (["train", "--weight"], ["--weight-decay"]),
+        (["train", "pho"], []),
+        (["completion", ""], ["bash", "zsh", "fish"]),
+        (["serve", "--po"], ["--port"]),
+    ],
+)
+def test_completion_offers_what_may_follow(words: list[str], offered: list[str], capsys: Any) -> None:
+    assert candidates(words) == offered
+    assert said(capsys, "completion", "--", *words).split() == offered
+
+
+def test_completion_knows_all_commands() -> None:
+    assert set(candidates([""])) >= COMMANDS.keys()
+    assert COMMANDS.keys() == HELP.keys() == {*PARSERS, "serve"}
+    assert set(SCRIPTS) == set(options.SHELLS)
+
+
+def test_bash_completes_by_the_printed_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "completion", "bash")
+    (tmp_path / "bkn-zoo").write_text(f'#!/bin/sh\nexec {sys.executable} -m bkn_zoo "$@"\n')
+    (tmp_path / "bkn-zoo").chmod(0o755)
+    ask = 'COMP_WORDS=(bkn-zoo info be); COMP_CWORD=2; _bkn_zoo; echo "${COMPREPLY[@]}"'
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = ["bash", "-c", f"{script}\n{ask}"]
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, check=True, timeout=60)
+    assert done.stdout == "better\n"
+
+
+# Checkpoints
+
+
+def test_info_lists_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "info", "better", "--classes") == "ape\nbee\nélan\n"
+
+
+def test_info_without_names_of_classes_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "bare")
+    assert "./bare has 4 classes, but no names for them" in said(capsys, "info", "./bare", "--classes")
+
+
+def test_list_and_the_default_agree_on_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    _, first, second = said(capsys, "list").splitlines()
+    assert first.split()[:2] == [default_checkpoint(), "(default)"] == ["better", "(default)"]
+    assert second.startswith("a_worse ")
+
+
+def test_networks_that_need_no_pytorch_are_registered() -> None:
+    assert {f"{network}_bkn" for network in NETWORKS} == set(bkn_zoo.list_models("*_bkn"))
+
+
+def test_dry_run_of_publish_works_offline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "mine")
+    text = said(capsys, "publish", "./mine", "--namespace", "me", "--dry-run")
+    assert "me/mine: the Hub was not asked what it has already" in text
+    sizes = {path.name: path.stat().st_size for path in Path("mine").iterdir()}
+    for name, size in sizes.items():
+        assert f"me/mine: to send {name} ({size:,} bytes)" in text
+    assert "HF_HUB_OFFLINE" in said(capsys, "publish", "./mine", "--namespace", "me")
+
+
+# Training and serving
+
+
+def test_ties_between_modes_are_broken_by_loss() -> None:
+    metrics = {
+        "population": {"top1": 90.0, "loss": 0.5},
+        "sample": {"top1": 90.0, "loss": 0.3},
+        "expected": {"top1": 80.0, "loss": 0.1},
+    }
+    assert best_mode(metrics) == "sample"
+
+
+def test_command_of_a_resumed_run_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "photos", "--checkpoint", "better", "--epochs", "1", "--device", "cpu", "--name", "mine"]
+    for more in ([], ["--resume"]):
+        monkeypatch.setattr(sys, "argv", ["bkn-zoo", *words, *more])
+        assert cli.main([*words, *more]) == 0
+        card = Path("runs/mine/mine/README.md").read_text()
+        assert " ".join(["bkn-zoo", *words]) in card
+        assert "--resume" not in card
+    assert "--resume" not in environment()["command"]
+
+
+def test_port_in_use_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        run = [*COMMAND, "serve", "--port", str(taken.getsockname()[1]), "--checkpoint", "better", "--engine", "torch"]
+        done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "choose another with --port" in done.stderr
