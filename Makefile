@@ -31,9 +31,9 @@ unit: $(READY)
 coverage: $(READY)
 	$(PYTEST) --cov --cov-report=term
 
-# The documentation as a website in site/; open site/index.html. Every warning is an error.
+# The documentation as a website in site/, by `python3 -m http.server --directory site`. Every warning is an error.
 docs: $(READY)
-	$(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import modes_figure
 import pytest
 import report
 from PIL import Image
@@ -31,6 +32,8 @@ def test_pictures_show_the_records() -> None:
     assert len(report.shown()) >= 4
     inside = json.loads(Image.open(report.DOCS / "performance.png").info["Description"])
     assert inside == plotted(performance.picture(RECORDS))
+    inside = json.loads(Image.open(report.DOCS / "modes.png").info["Description"])
+    assert [axes["texts"] for axes in inside] == [axes["texts"] for axes in plotted(modes_figure.figure())]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def prove(
     Args:
         original: the network that was converted.
         converted: what `convert` made of it, before it was trained.
-        inputs, named: a batch, as both take it; large enough to train the original on.
+        inputs: a batch, as both take it; large enough to train the original on.
+        named: more of it, by name.
         tolerance: of relative differences; by default 1e-9 or, for a network that amplifies rounding errors, a hundred
             times what a change of the inputs in their last bit does to the original itself. A network whose code takes
             nothing but float32 is compared in float32, by 1e-4 where others are by 1e-9.

@@ -106,7 +106,13 @@ def fine_tune(
         data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
         init: what to start from, as in `train`; by default the checkpoint that `bkn-zoo classify` uses.
         name: of the run and its checkpoint; by default the network's and the data folder's, with what is overridden.
-        output, results, device, resume, workers, save_minutes, quiet: as in `train`.
+        output: folder of the run, as in `train`.
+        results: folder of the record, as in `train`.
+        device: by default a GPU if there is one.
+        resume: continue the training in the output folder, with the same options.
+        workers: processes that decode image files.
+        save_minutes: between saved states.
+        quiet: print no lines and show no progress bar while it trains.
         overrides: fields of the recipe, such as `epochs=5` or `freeze=True`; `model="resnet101_bkn"` without `init`
             trains new weights.
     """
