@@ -1,4 +1,4 @@
-"""Tells those who wait how far a thing is: on standard error, after two seconds, and only where that is a terminal."""
+"""Tells those who wait how far a thing is, on standard error: at a terminal after two seconds, or in rare lines."""
 
 import os
 import sys
@@ -10,18 +10,22 @@ from typing import Any
 
 PATIENCE = 2.0  # seconds that anybody waits without being told
 TICK = 0.2  # and between what they are told
+EVERY = 30.0  # seconds between lines, where no terminal shows a bar
 
 
 @contextmanager
-def bar(total: int | None, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """For what has parts; gives what to call with the number of those that were done since the last call."""
+def bar(total: int | None, what: str, unit: str, lines: bool = False) -> Iterator[Callable[[int], object]]:
+    """For what has parts; gives what to call with the number of those that were done since the last call.
+
+    With `lines`, a line is printed every half minute where there is no terminal.
+    """
     count = 0
 
     def done(more: int) -> None:
         nonlocal count
         count += more
 
-    with _shown(lambda: count, desc=what, total=total, unit=unit, unit_scale=unit == "B"):
+    with _shown(lambda: count, lines, desc=what, total=total, unit=unit, unit_scale=unit == "B"):
         yield done
 
 
@@ -51,7 +55,7 @@ def bars_like(theirs: Any) -> Iterator[Any]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """For what has no parts: the seconds that it has taken."""
-    with _shown(lambda: 0, desc=what, bar_format="{desc}: {elapsed}"):
+    with _shown(lambda: 0, False, desc=what, bar_format="{desc}: {elapsed}"):
         yield
 
 
@@ -68,19 +72,28 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def _shown(count: Callable[[], int], **looks: Any) -> Iterator[None]:
-    if not sys.stderr.isatty():
+def _shown(count: Callable[[], int], lines: bool, **looks: Any) -> Iterator[None]:
+    if not sys.stderr.isatty() and not (lines and speaks()):
         yield
         return
     over = threading.Event()
     # A thread, since one part may take as long as it likes.
-    thread = threading.Thread(target=_show, args=(count, over, looks), daemon=True)
+    show = _show if sys.stderr.isatty() else _tell
+    thread = threading.Thread(target=show, args=(count, over, looks), daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def _tell(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:
+    """Lines in a file, a pipe or a log."""
+    begun = time.monotonic()
+    while not over.wait(EVERY):
+        done = f"{count():,} of {looks['total']:,}, " if looks.get("total") else ""
+        print(f"{looks['desc']}: {done}{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
 def _show(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.progress import bar
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.fine_tuning import FINE_TUNING, fitted
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.network import build
 from bkn_zoo.training.origin import find_origin
+from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.plan import make_plan
 from bkn_zoo.training.recipes import read_recipe
 from bkn_zoo.training.run import alone
@@ -128,17 +131,91 @@ def test_diverged_training_raises_its_own_error() -> None:
         bkn_zoo.fine_tune("photos", model=NETWORK, size=8, lr=1e30, warmup=0.0, epochs=2, device="cpu", quiet=True)
 
 
+# The phases of fine-tuning
+
+
+def test_frozen_fine_tuning_computes_features_once(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine")
+    said = capsys.readouterr().out
+    assert "classifier on the frozen network: validation top-1 100.00 %" in said
+    assert (result.record["epochs"], result.record["kept_epoch"], len(result.record["curve"])) == (0, 0, 1)
+    before, after = bkn_zoo.from_pretrained(checkpoint).state_dict(), result.model.state_dict()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+    assert after["fc.weight"].any()
+    again = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine", resume=True)
+    assert torch.equal(again.model.fc.weight, after["fc.weight"])
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_body_is_kept_only_if_validation_improves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
+) -> None:
+    """Two epochs without a better one end the training, and the frozen network is kept."""
+    quality = iter([50.0, *([60.0, 70.0] if better else [40.0, 30.0, 20.0])])
+
+    def evaluate(*_: Any, **__: Any) -> Any:
+        value = next(quality, 80.0)
+        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece", "loss"), value)
+        return dict.fromkeys(MODES, metrics)
+
+    for module in ("loop", "head_start", "finish"):
+        monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate", evaluate)
+    epochs = 2 if better else 9
+    options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, **options)
+    assert (result.record["epochs"], result.record["kept_epoch"]) == (2, 2 if better else 0)
+    before, after = (model.state_dict() for model in (bkn_zoo.from_pretrained(checkpoint), result.model))
+    assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
+
+
+def test_no_epochs_without_a_pretrained_network_are_refused(refused: Refused) -> None:
+    assert "epochs is 0" in refused("train", "photos", *NEW[:-1], "0")
+
+
+def test_pace_tells_the_whole_time_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = iter(range(0, 10_000, 20)), []
+    monkeypatch.setattr("bkn_zoo.training.pace.time.monotonic", lambda: next(clock))
+    pace = Pace(lines.append, 0, steps=50, extra=0.0, advice="shorter: --freeze")
+    for _ in range(6):
+        pace.after_step("0.5")
+    assert any(line.startswith("about ") and line.endswith(" min for all epochs; shorter: --freeze") for line in lines)
+    told = [line for line in lines if line.startswith("step ")]  # where there is no terminal
+    assert len(told) >= 2
+    assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told)
+
+
+def test_redirected_bars_print_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkn_zoo.progress.EVERY", 0.01)
+    with bar(7, "validation", "image", lines=True) as done:
+        done(3)
+        time.sleep(0.2)
+    assert "validation: 3 of 7, 0 s" in capsys.readouterr().err
+
+
 # What a run leaves
 
 
 def test_fine_tuning_leaves_what_evaluate_confirms(
     tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.02")
+    more = (
+        "--epochs",
+        "2",
+        "--validation",
+        "0.3",
+        "--gradient_batch",
+        "8",
+        "--device",
+        "cpu",
+        "--lr",
+        "0.001",
+        "--keep",
+        "last",
+    )
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     command("train", "--data", tree, "--init", checkpoint, *more)
 
-    output = tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-gradient_batch_8-lr_0.02-validation_0.3"
+    output = tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-gradient_batch_8-keep_last-lr_0.001-validation_0.3"
     assert f"try it with: bkn-zoo serve --checkpoint runs/{output.name}/{output.name}" in capsys.readouterr().out
     model = bkn_zoo.from_pretrained(output / output.name)
     config = model.config
@@ -150,7 +227,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
     assert 0 < (model.conv.conv.weight - before).norm() / before.norm() < 0.3
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len((output / "log.jsonl").read_text().splitlines()) == 2
+    assert len((output / "log.jsonl").read_text().splitlines()) == 3
 
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
@@ -161,9 +238,9 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     assert record["seconds"] > 0
     assert record["hardware"]
     assert "torch" in record["versions"]
-    assert [line["epoch"] for line in record["curve"]] == [1, 2]
+    assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     assert record["test"].keys() == MODES
-    validation, chosen = record["curve"][record["kept_epoch"] - 1]["validation"], record["chosen_statistics"]
+    validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
     assert record["validation"] == validation
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
     assert model.default_statistics == config.default_statistics == chosen
@@ -194,7 +271,9 @@ def test_averaged_weights_get_better_statistics_of_their_own(
     result = bkn_zoo.fine_tune("photos", init=checkpoint, name="averaged", **options)
     record, norm = result.record, result.model.conv.norm
     assert record["validation_anew"].keys() == MODES
-    assert record["validation"] == (record["validation_anew"] if better else record["curve"][0]["validation"])
+    assert record["validation"] == (
+        record["validation_anew"] if better else record["curve"][record["kept_epoch"]]["validation"]
+    )
     assert record["statistics_anew"] is result.model.config.training["statistics_anew"] is better
     averaged = torch.load("runs/averaged/state.pt", weights_only=True)["best"]
     assert torch.allclose(norm.running_mean, averaged["conv.norm.running_mean"], rtol=1e-3) is not better
@@ -369,18 +448,20 @@ def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, ca
     ("images", "given", "sizes"),
     [
         (100_000, {}, (16, 4, 5)),
-        (180, {}, (16, 4, 37)),
-        (64, {}, (16, 4, 100)),
-        (11, {}, (8, 4, 100)),  # and no more, though they make fewer steps
-        (2, {}, (2, 2, 100)),
-        (180, {"gradient_batch": 6}, (6, 2, 14)),
+        (180, {}, (16, 4, 10)),
+        (64, {}, (16, 4, 25)),
+        (11, {}, (8, 4, 25)),  # and no more, though they make fewer steps
+        (2, {}, (2, 2, 25)),
+        (180, {"gradient_batch": 6}, (6, 2, 5)),
         (180, {"statistics_batch": 1, "epochs": 3}, (16, 1, 3)),
-        (180, {"statistics_batch": None}, (16, None, 37)),
+        (180, {"statistics_batch": None}, (16, None, 10)),
+        (180, {"freeze": True}, (16, 4, 0)),  # the classifier is fitted before the first epoch
     ],
 )
 def test_batches_groups_and_epochs_of_small_data_sets(images: int, given: dict[str, Any], sizes: Any) -> None:
     recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
     found = fitted(recipe, images, given)
+    assert fitted(recipe, images, given, pretrained=False).epochs >= 1
     assert (found.gradient_batch, found.statistics_batch, found.epochs) == sizes
 
 
@@ -519,10 +600,6 @@ OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0
         (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (
-            ["--statistics_batch", "3", "--freeze"],
-            "empty holds no folders: make one per class",
-        ),  # frozen norms take none
         (["--device", "cuda:99"], "device 'cuda:99' is nothing that PyTorch finds here"),
     ],
 )
@@ -530,6 +607,11 @@ def test_bad_options_are_refused_before_data_are_read(options: list[str], says: 
     Path("empty").mkdir()
     assert says in refused("train", "--data", "empty", *NEW, *options)
     assert not Path("runs").exists()
+
+
+def test_frozen_norms_need_no_groups_that_divide_batches(refused: Refused) -> None:
+    Path("empty").mkdir()
+    assert "empty holds no folders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
 
 
 def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:

@@ -192,7 +192,7 @@ def test_help_takes_less_than_half_a_second(command: str) -> None:
     "words",
     [
         "classify nowhere.png", "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
-        "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs 0", "train photos --name ../up",
+        "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs -1", "train photos --name ../up",
         "train photos --augmentation.blur 1", "train nowhere.toml photos", "evaluate nowhere photos",
         "evaluate better nowhere", "export nowhere --format onnx", "publish nowhere --namespace me --dry-run",
     ],

@@ -1,5 +1,6 @@
 """A picture of a training."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    losses = [line["loss"] for line in history]
+    losses = [math.nan if line["loss"] is None else line["loss"] for line in history]  # of a classifier that was kept
     left.plot(epochs, losses, "o-", color="black", markersize=4)
-    left.set(ylabel="training loss", ylim=(0, 1.05 * max(losses) or 1))  # room for the marker at the top
+    left.set(
+        ylabel="training loss", ylim=(0, 1.05 * max((loss for loss in losses if loss == loss), default=0) or 1)
+    )  # room for the marker at the top
     # Modes often agree: the lower a line lies, the wider it is drawn.
     looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
     for mode, colour, width, marker in looks:
@@ -36,7 +39,7 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     right.legend(loc="lower right")
     for axes in (left, right):
         axes.axvline(kept, color="grey", linestyle=":")
-        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(0.5, epochs[-1] + 0.5))
+        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(epochs[0] - 0.5, epochs[-1] + 0.5))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

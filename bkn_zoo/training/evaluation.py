@@ -59,7 +59,7 @@ def predict(
     modes = tuple(dict.fromkeys(modes))  # each once, however often it is named
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
-    progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image")
+    progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image", lines=True)
     with left_in_its_modes(network), progress as done:
         network.eval()
         for images, targets in batches:

@@ -10,14 +10,14 @@ from bkn_zoo.training.recipes import Recipe
 
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.003, "precision": "float32",
-    "keep": "best", "augmentation.crop": 0.1,
+    "keep": "best", "patience": 2, "augmentation.crop": 0.1,
 }  # fmt: skip
 """Defaults; the checkpoint to start from and the number of images change some of them."""
 
-LEAST_STEPS = 400
+LEAST_STEPS = 100
 """A small data set is passed more often, until there are this many steps."""
 
-MOST_EPOCHS = 100
+MOST_EPOCHS = 25
 """But no more often than this: with a handful of images an epoch is a single step, and its validation half as long."""
 
 
@@ -33,16 +33,17 @@ def like(source: Origin, model: str | None) -> dict[str, Any]:
     return {"model": config.architecture, **groups, **size, **(options if same else {})}
 
 
-def fitted(recipe: Recipe, images: int, given: Mapping[str, Any]) -> Recipe:
+def fitted(recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True) -> Recipe:
     """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
 
-    Fields in `given` stay as they are.
+    Fields in `given` stay as they are. The classifier of a frozen, pretrained network is fitted before the first epoch:
+    it needs no epochs.
     """
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
     fields: dict[str, Any] = {"gradient_batch": batch}
     enough = math.ceil(LEAST_STEPS / max(images // batch, 1))
-    fields["epochs"] = max(recipe.epochs, min(enough, MOST_EPOCHS))
+    fields["epochs"] = 0 if recipe.freeze and pretrained else max(recipe.epochs, min(enough, MOST_EPOCHS))
     if recipe.statistics_batch is not None:
         fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

@@ -65,7 +65,7 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
     split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
     facts = {
         "name": plan.name,
-        "epochs": len(training.history),
+        "epochs": training.history[-1]["epoch"],
         "kept_epoch": kept["epoch"],
         "test_images": split,
         "statistics_anew": validation is anew,

@@ -20,6 +20,7 @@ from bkn_zoo.training.datasets import Data, FileImages
 from bkn_zoo.training.evaluation import batch_size, evaluate, shown
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
+from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, write_log
 from bkn_zoo.training.step import make_step
@@ -43,6 +44,9 @@ def fit(
     if not per_epoch:
         raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
     steps = per_epoch * recipe.epochs
+    if not steps and not training.history:
+        raise InputError("epochs is 0, but only fine-tuning has something to do before the first epoch: raise it.")
+    training.finished = training.finished or not steps
     first = _rank() == 0
     step = make_step(training, recipe, device)
     saves = _Saves(training, recipe, folder, save_minutes, steps)
@@ -55,8 +59,10 @@ def fit(
             write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
             save_state(training, recipe, folder)
         postfix: dict[str, str] = {}
+        write = bar.write if first and not quiet else lambda line: None
+        pace = Pace(write, training.step, steps, len(data.validation) / len(data.train), _advice(training, recipe))
         while training.step < steps and not training.finished:
-            line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix)
+            line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix, pace)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
                 batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
                 what = "validation" if first and not quiet else None
@@ -69,9 +75,8 @@ def fit(
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
-            if first and not quiet:
-                told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
-                bar.write(f"epoch {line['epoch']} of {recipe.epochs}: {told}")
+            told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', the best so far' if best is line else ''}")
             if first:
                 write_log(training.history, folder)
             tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
@@ -79,9 +84,17 @@ def fit(
             saves.after_epoch()
 
 
+def _advice(training: Training, recipe: Recipe) -> str:
+    """How to make a long fine-tuning shorter."""
+    if recipe.freeze or not training.history or training.history[0]["epoch"] > 0:
+        return ""
+    fewer = f" or --epochs {max(recipe.epochs // 3, 1)}" if recipe.epochs > 1 else ""
+    return f"much shorter: --freeze, which ends with the classifier that was found above{fewer}"
+
+
 def _train_epoch(
     training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int,
-    step: Callable[[Batch], Tensor], saves: "_Saves", bar: Any, postfix: dict[str, str],
+    step: Callable[[Batch], Tensor], saves: "_Saves", bar: Any, postfix: dict[str, str], pace: Pace,
 ) -> dict[str, Any]:  # fmt: skip
     """Take the steps that are left of the epoch; the beginning of its line in the log."""
     per_epoch = saves.steps // recipe.epochs
@@ -100,6 +113,7 @@ def _train_epoch(
         losses.append(step(batch))
         training.step += 1
         bar.update()
+        pace.after_step(postfix.get("loss", ""))
         if len(losses) % often == 0:
             postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
             bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})

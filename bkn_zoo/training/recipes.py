@@ -55,6 +55,8 @@ class Recipe:
         dataset, size, validation: as `load_data` takes them.
         train_size: side of the network's input in training, where it is not `size`. Random parts are enlarged more than
             whole images are; a smaller one makes up for that (Touvron et al. 2019), and is faster.
+        epochs: passes over the training images; 0, for fine-tuning, trains the classifier alone, on features that are
+            computed once.
         gradient_batch: images per optimizer step, over all processes.
         statistics_batch: images per statistics group; None is all that a process holds at a time.
         micro_batch: images per forward pass, where the gradient batch does not fit; None is all at once.
@@ -75,7 +77,7 @@ class Recipe:
 
     model: str
     dataset: str
-    epochs: Count
+    epochs: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")]
     gradient_batch: Count
     statistics_batch: Count | None = None
     micro_batch: Count | None = None

@@ -25,6 +25,7 @@ from bkn_zoo.progress import speaks, waiting
 from bkn_zoo.training.datasets import Data, fingerprint, load_data
 from bkn_zoo.training.fine_tuning import fitted
 from bkn_zoo.training.finish import TrainingResult, finish
+from bkn_zoo.training.head_start import start_classifier
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.network import build
@@ -148,7 +149,9 @@ def carry_out(plan: Plan) -> TrainingResult:
 def _train(plan: Plan) -> TrainingResult:
     device = torch.device(plan.device)
     data = load_data(plan.recipe.dataset, plan.data, plan.recipe.size, plan.recipe.validation).to(device)
-    recipe = fitted(plan.recipe, len(data.train), plan.given) if plan.fine_tuning else plan.recipe
+    recipe = plan.recipe
+    if plan.fine_tuning:
+        recipe = fitted(recipe, len(data.train), plan.given, pretrained=plan.source is not None)
     training = _begin(plan, recipe, data, device)
     if plan.resume:
         load_state(training, recipe, plan.output, device)
@@ -157,6 +160,8 @@ def _train(plan: Plan) -> TrainingResult:
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     if plan.fine_tuning and speaks() and not plan.quiet:
         print(_described(recipe, data))
+    if plan.fine_tuning and plan.source and not training.history:
+        start_classifier(training, recipe, data, device, plan.workers, plan.quiet)
     fit(training, recipe, data, plan.output, device, plan.save_minutes, plan.workers, plan.quiet)
     if training.best is not None:
         training.result.load_state_dict(training.best)

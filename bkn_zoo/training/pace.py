@@ -1,0 +1,55 @@
+"""How long a training will take: told after its first steps, and every 30 seconds where no terminal shows a bar."""
+
+import sys
+import time
+from typing import Any
+
+from bkn_zoo.progress import EVERY
+
+FIRST_STEPS = 3  # after one that also prepares things
+LONG = 300.0  # seconds after which a shorter training is suggested
+
+
+class Pace:
+    """Counts the steps of one process.
+
+    Args:
+        write: prints a line.
+        start: the step that this process begins with.
+        steps: of the whole training.
+        extra: what validation adds to the time of an epoch's steps, as a share.
+        advice: how to make a long training shorter; empty for none.
+    """
+
+    def __init__(self, write: Any, start: int, steps: int, extra: float, advice: str) -> None:
+        self.write, self.steps, self.extra, self.advice = write, steps, extra, advice
+        self.start = self.step = start
+        self.begun = self.told = time.monotonic()
+
+    def after_step(self, loss: str) -> None:
+        """To be called after each; `loss` is the last that is known."""
+        self.step += 1
+        now = time.monotonic()
+        if self.step == self.start + 1:
+            self.begun = now
+        elif self.step == self.start + 1 + FIRST_STEPS:
+            total = self._left(self.steps - self.start)
+            more = f"; {self.advice}" if self.advice and total > LONG else ""
+            if total > EVERY:
+                self.write(f"about {shown(total)} for all epochs{more}")
+        if not sys.stderr.isatty() and now > self.told + EVERY and self.step > self.start + 1:
+            left = shown(self._left(self.steps - self.step))
+            self.write(f"step {self.step} of {self.steps}{loss and f', loss {loss}'}, about {left} to go")
+            self.told = now
+
+    def _left(self, steps: int) -> float:
+        taken = time.monotonic() - self.begun
+        return (1 + self.extra) * steps * taken / (self.step - self.start - 1)
+
+
+def shown(seconds: float) -> str:
+    """A duration for people to read."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes / 60:.1f} h"
