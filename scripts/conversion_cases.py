@@ -79,11 +79,11 @@ def cases() -> Iterator[Case]:
     for name in DETECTION:
         build = lambda n=name: torchvision.models.get_model(n, weights_backbone=None).backbone  # noqa: E731
         yield Case("torchvision, a detector's backbone", name, build, images(3, 64, 64), with_example=False)
-    yield from detectors()
-    yield from videos()
     for package, others in OTHERS.items():
         if find_spec(package) is not None:
             yield from others()
+    yield from videos()
+    yield from detectors()
 
 
 def detectors() -> Iterator[Case]:

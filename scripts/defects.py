@@ -84,7 +84,7 @@ DEFECTS = [
         "depthwise-order", ["bkn_zoo/conversion/plan.py"],
         "through(origin, name) for origin in origins for _ in range(",
         "through(origin, name) for origin in origins[::-1] for _ in range(",
-        ["tests/test_conversion.py", "-k", "belief or channel or depthwise or plan"],
+        ["tests/test_conversion.py", "-k", "transition or channel or path"],
     ),
     Defect(
         "fold-bias", ["bkn_zoo/inference/folding.py"], "if conv.bias is None else conv.bias * scale", "",
@@ -122,15 +122,15 @@ DEFECTS = [
     Defect(
         "exit-code", ["bkn_zoo/cli/command.py"],
         "isinstance(error, ImageError | CheckpointError", "isinstance(error, ImageError",
-        ["tests/test_cli.py"],
+        ["tests/test_cli.py", "-k", "checkpoint or line or damaged"],
     ),
     Defect(
         "header-lost", [f"{SERVICE}/errors.py"], 'headers = {"Retry-After": str(retry_after)}', "headers = {}",
-        ["tests/test_service.py", "tests/test_service_load.py"],
+        ["tests/test_service.py", "tests/test_service_settings.py", "-k", "start"],
     ),
     Defect(
         "upload-unlimited", [f"{SERVICE}/uploads.py"], "if upload.size > self.most:", "if False:",
-        ["tests/test_service.py", "-k", "refus or status or large"],
+        ["tests/test_service.py", "-k", "refusal"],
     ),
     Defect(
         "log-unescaped", [f"{SERVICE}/logs.py"],
@@ -139,7 +139,7 @@ DEFECTS = [
     ),
     Defect(
         "any-key", [f"{SERVICE}/app.py"], "hmac.compare_digest(digest, key) for key", "bool(key) for key",
-        ["tests/test_service.py", "-k", "key"],
+        ["tests/test_service.py", "tests/test_service_settings.py", "-k", "api_keys"],
     ),
 ]  # fmt: skip
 

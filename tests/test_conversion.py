@@ -253,6 +253,13 @@ def plan_of(forward: Callable[..., Any], **layers: nn.Module) -> Any:
     return converted
 
 
+def channels_below(layer: Any) -> list[tuple[str, int]]:
+    """The norm and the channel that each input of a layer's transition comes from."""
+    (source,) = layer.links[True]
+    below = [(key.partition("/")[2], c) for key, _, channels in source.sources for c in range(channels)]
+    return [below[place] for place in getattr(layer, source.order)] if source.order else below
+
+
 def test_the_transition_follows_the_convolution() -> None:
     """Full for a dense one, blocks for a grouped one, a weight per channel for a depthwise one."""
     layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 16), "n2": norm(16), "c3": conv(16, 8, 4), "n3": norm(8)}
@@ -268,6 +275,8 @@ def test_the_transition_follows_the_convolution() -> None:
         "n1": (), "n2": ((16, 8),), "n3": ((4, 2, 4),), "n4": ((8,),), "n5": ((16,),),
     }  # fmt: skip
     assert [row.path for row in converted.report.rows] == [(), ("c2",), ("c3",), ("c4",), ("c5",)]
+    assert channels_below(converted.n4) == [("n3", channel) for channel in range(8)]
+    assert channels_below(converted.n5) == [("n4", channel // 2) for channel in range(16)]
 
 
 def test_convolutions_without_a_norm_between_are_one_path() -> None:
@@ -290,13 +299,8 @@ def test_beliefs_move_with_their_channels() -> None:
     converted = plan_of(forward, **layers)
     assert priors(converted) == {"n1": {}, "n2": {}, "n3": {"n1": 3, "n2": 2}, "n4": {"n2": 4, "n1": 1}}
     assert shapes(converted)["n3"] == ((5,),)
-    orders = {}
-    for name in ("n3", "n4"):
-        (source,) = converted.get_submodule(name).links[True]
-        below = [(key.partition("/")[2], c) for key, _, channels in source.sources for c in range(channels)]
-        orders[name] = [below[place] for place in getattr(converted.get_submodule(name), source.order)]
-    assert orders["n3"] == [("n1", 0), ("n2", 1), ("n1", 1), ("n2", 2), ("n1", 2)]
-    assert orders["n4"] == [("n2", 3), ("n1", 3), ("n2", 4), ("n2", 0), ("n2", 5)]
+    assert channels_below(converted.n3) == [("n1", 0), ("n2", 1), ("n1", 1), ("n2", 2), ("n1", 2)]
+    assert channels_below(converted.n4) == [("n2", 3), ("n1", 3), ("n2", 4), ("n2", 0), ("n2", 5)]
 
 
 def test_sums_take_the_main_branch_and_products_the_gated() -> None:

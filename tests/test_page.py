@@ -158,7 +158,7 @@ def check_scores(visit: Visit, place: str, expected: list[tuple[str, float]]) ->
     assert [label for label, _ in shown] == [label for label, _ in expected]
     assert len(shown) == 5
     for (_, text), (_, score) in zip(shown, expected, strict=True):
-        number = 0.0 if text.startswith("<") else float(text.removesuffix(" %"))
+        number = 0.0 if text.startswith("<") else float(text.removesuffix("\N{NO-BREAK SPACE}%"))
         assert number == pytest.approx(100 * score, abs=0.11)
     assert visit.widths(place) == pytest.approx([score for _, score in expected], abs=0.02)
     timing = visit.page.get_by_test_id(f"timing-{place}").inner_text()
@@ -264,8 +264,11 @@ def test_slow_first_answer_is_explained(visit: Visit, loaded: bool, words: str) 
     page.reload()
     expect(page.locator("#model")).to_be_enabled()
     assert ("not loaded yet" in page.locator("#model-facts").inner_text()) is not loaded
-    visit.choose("waves.png", picture())
+    with page.expect_request("**/v1/classify"):
+        visit.choose("waves.png", picture())
     expect(page.locator("#detail")).to_contain_text(words)
+    while not held:  # the request has begun, so that its route is on its way
+        page.wait_for_timeout(10)
     held[0].continue_()
     visit.wait()
     expect(page.locator("#detail")).to_contain_text("Probability")

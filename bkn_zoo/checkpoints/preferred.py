@@ -7,7 +7,8 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.errors import CheckpointError
 
-PREFERRED_CHECKPOINT = "inception_v2_bkn.tiny_imagenet"  # not the most accurate, but far faster than that
+PREFERRED_CHECKPOINT = "efficientnet_lite0_bkn.imagenet"
+"""Not the most accurate, but no slower and no larger than others for photographs: results/benchmark_defaults.*.json."""
 
 NETWORKS = (
     "efficientnet_lite0",

@@ -129,7 +129,7 @@ def dataset_name(config: Config) -> str | None:
 
 
 def _dataset(config: Config) -> Dataset:
-    key = config.recipe.get("dataset")
+    key = config.recipe.get("dataset", config.training.get("dataset"))
     return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
@@ -150,7 +150,7 @@ def _metadata(config: Config, name: str) -> str:
         )
         for mode, measured in config.accuracy.items()
         for metric, value in measured.items()
-        if metric in METRICS and data.shown
+        if metric in METRICS and data.shown and "measured_on" not in config.training
     ]
     return ModelCardData(
         license="apache-2.0",

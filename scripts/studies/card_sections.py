@@ -42,8 +42,60 @@ SHIFT = """\
 Top-1 on {images:,} test images, clean and on average over 15 corruptions at 5 severities (`results/shift/`)."""
 
 
+IMPORTED = """\
+### Whose weights these are
+
+{weights} (Apache License 2.0, see LICENSE). They are stored in 16 bits and otherwise as they were. Their authors report
+{reported} % top-1 on ImageNet's validation images, which we do not have.
+
+### Measured on photographs
+
+With all 1,000 outputs, in percent; *as population* is the share of images for which a mode gives the same label as
+`population`, which is the original network. The record is `results/imported/{name}.json`."""
+
+LEARNED = """\
+### How the other modes were made to work
+
+The transition A, the process noise R, the gain q and the centers of all norms were learned without labels by
+`bkn_zoo.learn_statistics`: {images:,} photographs, {epochs} epochs, from a gain of {gain:g}, with seed {seed} on
+{hardware}. The target is the network's own `population` output. No other weight changed.
+
+```bash
+{command}
+```
+
+### When it does not know
+
+Of the right answers on {held} held-out photographs, 95 % have at least a probability of {threshold:.2f}. Answers
+below it are marked as uncertain. Of {unknown} photographs that show none of the classes (giraffes and polyps), these
+shares pass a threshold that 95 % of the right answers pass, in percent: {passing}."""
+
+
+def imported_section(config: Config, name: str, record: Record) -> str:
+    """Whose weights an imported checkpoint has, what was measured and what was learned; empty for our own."""
+    if "weights" not in config.training:
+        return ""
+    rows = [
+        {"photographs": row["set"], "images": row["images"], "statistics": row["mode"], "top-1": f"{row['top1']:.1f}"}
+        | {"top-5": f"{row['top5']:.1f}", "as population": f"{row['as_population']:.1f}"}
+        for row in record["rows"]
+    ]
+    weights, reported = config.training["weights"], record["reported_top1"]
+    unknown, held = record["unknown"], record["rows"][-1]["images"]
+    passing = ", ".join(f"{score} {share:g}" for score, share in unknown["passing"].items())
+    learned = LEARNED.format(
+        **{key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")},
+        held=held, threshold=record["uncertain_below"][config.default_statistics], unknown=unknown["images"],
+        passing=passing,
+    )  # fmt: skip
+    about = IMPORTED.format(weights=weights, reported=reported, name=name)
+    return "\n\n".join([about, table(rows, list(rows[0])), learned])
+
+
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
+    if imported := imported_section(config, name, read_record(results, name)):
+        return checkpoint_card(config, name, read_record(results, name), [imported])
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),

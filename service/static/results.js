@@ -9,7 +9,7 @@ function element(tag, className, text = "") {
   return node;
 }
 
-const percent = (score) => (score > 0 && score < 0.0005 ? "< 0.1 %" : `${(100 * score).toFixed(1)} %`);
+const percent = (score) => (score > 0 && score < 0.0005 ? "< 0.1\u00a0%" : `${(100 * score).toFixed(1)}\u00a0%`);
 const digits = (value) => (Number.isFinite(value) ? value.toFixed(value < 100 ? 1 : 0) : "–");
 const milliseconds = (value) => `${digits(value)}\u00a0ms`;
 
