@@ -49,7 +49,7 @@ def figure() -> Any:
         axes[0].set_title(name, fontsize=11)
         for place, mode in zip(axes[1:], MODES, strict=True):
             features, answer = pass_through(model, image, mode)
-            place.imshow(features, cmap="gray", vmin=0, vmax=1.3)
+            place.imshow(features.numpy(), cmap="gray", vmin=0, vmax=1.3)
             place.set_title(mode, fontsize=11)
             place.set_xlabel(answer, fontsize=11)
         for place in axes:

@@ -35,9 +35,14 @@ def short_list(checkpoints: Mapping[str, Config]) -> str:
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
             "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
-            "top-1 (%)": None if top1 is None else f"{top1:.2f}",
+            "top-1 (%)": None if top1 is None else f"{top1:.2f}{_mark(config)}",
         })  # fmt: skip
     return table(rows, list(rows[0]))
+
+
+def _mark(config: Config) -> str:
+    """A footnote of both tables, for accuracy on other images than the data set's own."""
+    return " ¹" if "measured_on" in config.training else ""
 
 
 def _checkpoint(name: str, config: Config) -> dict[str, Any]:
@@ -45,7 +50,8 @@ def _checkpoint(name: str, config: Config) -> dict[str, Any]:
         value = config.accuracy.get(mode, {}).get("top1")
         if value is None:
             return None
-        return f"**{value:.2f}**" if mode == config.default_statistics else f"{value:.2f}"
+        shown = f"**{value:.2f}**" if mode == config.default_statistics else f"{value:.2f}"
+        return shown + _mark(config)
 
     about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
     group = config.statistics_batch_size or "whole batch"
