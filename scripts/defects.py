@@ -78,7 +78,7 @@ DEFECTS = [
     Defect(
         "belief-order", ["bkn_zoo/models/inception.py"],
         "belief for _, belief in outputs", "belief for _, belief in outputs[::-1]",
-        ["tests/test_models.py", "-k", "inception"],
+        ["tests/test_models.py", "-k", "inception_block"],
     ),
     Defect(
         "depthwise-order", ["bkn_zoo/conversion/plan.py"],
@@ -88,7 +88,7 @@ DEFECTS = [
     ),
     Defect(
         "fold-bias", ["bkn_zoo/inference/folding.py"], "if conv.bias is None else conv.bias * scale", "",
-        ["tests/test_engines.py", "-k", "folding"],
+        ["tests/test_engines.py", "-k", "folding_keeps"],
     ),
     Defect(
         "label-order", ["bkn_zoo/inference/classifier.py"], "row[order].tolist()", "row[order[::-1]].tolist()",
