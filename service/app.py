@@ -249,6 +249,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     _add_routes(app, service)
+    _add_routes_about_the_service(app, service)
     add_pages(app)
 
     @app.exception_handler(ServiceError)
@@ -308,6 +309,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         answer = await service.classify(request, "inputs", name)
         return JSONResponse([prediction.model_dump() for prediction in answer.predictions])
 
+
+def _add_routes_about_the_service(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=Models, responses=ERRORS_OF_A_LIST)
     async def models(request: Request) -> Models:
         """The models to choose from; the first is the default."""

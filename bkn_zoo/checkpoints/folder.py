@@ -86,19 +86,16 @@ def save_pretrained(
         folder: where to; an existing folder must hold a checkpoint and nothing else.
         label_names: one per class; by default those of the checkpoint that the model came from, if any.
         preprocessing: how images become inputs; by default that of the checkpoint that the model came from, if any.
-        training: recipe and data, free-form. Neither this nor `accuracy` is taken over from an earlier checkpoint: they
-            speak of its weights.
+        training: recipe and data, free-form; like `accuracy`, it is not taken over from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
-        uncertain_below: per statistics mode, the probability below which an answer is uncertain.
+        uncertain_below: probabilities per statistics mode, below which an answer is uncertain.
         default_statistics: the mode for calls that choose none; by default the model's.
         card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
         license_text: text of a file LICENSE, for weights of others that come with one.
-        measure: in place of `accuracy` and `card`: called with the network as it is stored, before its folder gets its
-            name, it returns both.
+        measure: in place of `accuracy` and `card`: called with the network as it is stored, it returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
     config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
-    config.to_json()  # so that a description that cannot be stored is refused before anything is written
     folder = Path(folder).resolve()
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
     _check_replaceable(folder, keep_card=card is None and measure is None)
@@ -245,7 +242,7 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
     origin: Config | None = getattr(model, "config", None)
     if origin is not None and origin.num_classes == model.num_classes:
         given = {"label_names": origin.label_names, "preprocessing": origin.preprocessing} | _without_none(given)
-    return Config(
+    config = Config(
         format_version=FORMAT_VERSION,
         architecture=model.name,
         norm=norm_of(model.name),
@@ -256,6 +253,8 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
         versions={"bkn_zoo": __version__, "torch": torch.__version__, "safetensors": safetensors.__version__},
         **_without_none(given),
     )
+    config.to_json()  # so that what cannot be stored is refused before anything is written
+    return config
 
 
 def _without_none(given: dict[str, Any]) -> dict[str, Any]:
