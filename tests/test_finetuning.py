@@ -8,7 +8,7 @@ import pytest
 from image_trees import write_noise
 from PIL import Image
 from studies import finetuning, finetuning_data
-from studies.finetuning import ARMS, DEFAULTS, ORIGINAL, PROBE, STUDY, planned, study_table
+from studies.finetuning import ARMS, DEFAULTS, EARLIER, EARLIER_ARMS, ORIGINAL, PROBE, STUDY, planned, study_table
 from studies.finetuning_data import SEEDS, tree_of
 
 
@@ -34,6 +34,14 @@ def test_every_seed_trains_on_images_of_its_own(packed: Path, tmp_path: Path) ->
     assert len({path.resolve() for tree in trees for path in tree.glob("val/*/*")}) == 8
 
 
+def test_sets_without_test_images_are_divided(tmp_path: Path) -> None:
+    write_noise(tmp_path / "official" / "PACS" / "sketch", dog=70, house=62)
+    STUDY.pack(Namespace(data=tmp_path / "official", pack=tmp_path / "small"))
+    counts = {str(path.relative_to(tmp_path / "small" / "pacs_sketch")): len([*path.iterdir()])
+              for path in tmp_path.glob("small/pacs_sketch/*/*")}  # fmt: skip
+    assert counts == {"train/dog": 60, "train/house": 60, "val/dog": 10, "val/house": 2}
+
+
 def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
     def record(dataset: str, arm: str) -> dict[str, Any]:
         found = STUDY.train(planned(dataset, arm, 0), Namespace(data=packed, device="cpu", changes={"epochs": 2}))
@@ -43,8 +51,9 @@ def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
 
     trained = record("imagewoof", DEFAULTS)
     assert (trained["statistics_batch"], trained["epochs"], trained["test_images"]) == (2, 2, "test")
-    assert len(trained["validation"]) == 2
-    assert trained["trained_by"].startswith("bkn-zoo train --data imagewoof --init ")
+    assert len(trained["validation"]) == 3  # with the classifier on the frozen network
+    assert trained["cpu_seconds"] > 0
+    assert trained["trained_by"].startswith("bkn-zoo train imagewoof --checkpoint ")
     assert trained["trained_by"].endswith(" --epochs 2")
     assert trained["test"].keys() == {"population", "sample", "expected"}
     probed = record("imagewoof", PROBE)
@@ -56,13 +65,19 @@ def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
 
 def test_table_tells_what_was_not_run_from_what_cannot_be() -> None:
     def record(arm: str, dataset: str, top1: float) -> dict[str, Any]:
-        return {"arm": arm, "dataset": dataset, "chosen_statistics": "sample", "test": {"sample": {"top1": top1}}}
+        about = {"arm": arm, "dataset": dataset, "checkpoint": "mine", "chosen_statistics": "sample"}
+        return {**about, "cpu_seconds": 90.0, "test": {"sample": {"top1": top1}}}
 
     records = [record(DEFAULTS, "imagewoof", top1) for top1 in (50.0, 52.0, 54.0)]
-    records += [record(PROBE, "imagewoof", 40.0), {"arm": ORIGINAL, "dataset": "imagewoof", "reason": "no"}]
-    lines = study_table(records).splitlines()
+    unknown = {"arm": ORIGINAL, "dataset": "imagewoof", "checkpoint": "mine", "reason": "no"}
+    other = record(PROBE, "imagenette", 40.0) | {"checkpoint": "other"}
+    lines = study_table([*records, record(PROBE, "imagewoof", 40.0), unknown, other], "mine", ARMS).splitlines()
     assert len(lines) == 2 + len(ARMS)
-    assert lines[2] == "| defaults |  | 52.0 ± 2.0 | not run yet | not run yet |"
-    assert lines[3] == "| linear probe |  | 40.0 (1 of 3 seeds) | not run yet | not run yet |"
-    assert lines[4] == "| original head |  | does not know them | not run yet | not run yet |"
-    assert "`--statistics_batch 1`" in lines[5]
+    rest = "| not run yet | not run yet | not run yet |"
+    assert lines[2] == f"| defaults |  | 52.0 ± 2.0; 1.5 min {rest}"
+    assert lines[3] == f"| linear probe |  | 40.0 (1 of 3 seeds); 1.5 min {rest}"
+    assert lines[4] == f"| classifier only | `--freeze` | not run yet {rest}"
+    assert lines[5] == f"| original head |  | does not know them {rest}"
+    earlier = study_table([], EARLIER, EARLIER_ARMS).splitlines()
+    assert "`--statistics-batch 1`" in earlier[5]
+    assert "PACS" not in earlier[0]

@@ -23,7 +23,7 @@ from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
 from bkn_zoo.training.curves import draw_curves
-from bkn_zoo.training.fine_tuning import FINE_TUNING, fitted
+from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, fitted
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.network import build
 from bkn_zoo.training.origin import find_origin
@@ -146,6 +146,19 @@ def test_frozen_fine_tuning_computes_features_once(checkpoint: Path, capsys: pyt
     assert torch.equal(again.model.fc.weight, after["fc.weight"])
 
 
+def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"device": "cpu", "epochs": 1, "keep": "last", "lr": 0.01}
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, **options)
+    assert "batches of 16, the first 67% of the layers frozen" in capsys.readouterr().out
+    assert result.record["recipe"]["freeze"] == CPU_FREEZE
+    before, after = bkn_zoo.from_pretrained(checkpoint).state_dict(), result.model.state_dict()
+    changed = [not torch.equal(before[name], after[name]) for name in before if "fc" not in name]
+    assert not changed[0]
+    assert any(changed)
+    whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, quiet=True, **options)
+    assert not torch.equal(before["conv.conv.weight"], whole.model.state_dict()["conv.conv.weight"])
+
+
 @pytest.mark.parametrize("better", [False, True])
 def test_body_is_kept_only_if_validation_improves(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
@@ -162,7 +175,7 @@ def test_body_is_kept_only_if_validation_improves(
         monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate", evaluate)
     epochs = 2 if better else 9
     options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
-    result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, **options)
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, freeze=False, **options)
     assert (result.record["epochs"], result.record["kept_epoch"]) == (2, 2 if better else 0)
     before, after = (model.state_dict() for model in (bkn_zoo.from_pretrained(checkpoint), result.model))
     assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
@@ -198,24 +211,14 @@ def test_redirected_bars_print_lines(capsys: pytest.CaptureFixture[str], monkeyp
 def test_fine_tuning_leaves_what_evaluate_confirms(
     tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (
-        "--epochs",
-        "2",
-        "--validation",
-        "0.3",
-        "--gradient_batch",
-        "8",
-        "--device",
-        "cpu",
-        "--lr",
-        "0.001",
-        "--keep",
-        "last",
-    )
+    more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.001")
+    more += ("--keep", "last", "--freeze", "0")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     command("train", "--data", tree, "--init", checkpoint, *more)
 
-    output = tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-gradient_batch_8-keep_last-lr_0.001-validation_0.3"
+    output = (
+        tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-validation_0.3"
+    )
     assert f"try it with: bkn-zoo serve --checkpoint runs/{output.name}/{output.name}" in capsys.readouterr().out
     model = bkn_zoo.from_pretrained(output / output.name)
     config = model.config
@@ -267,8 +270,8 @@ def test_averaged_weights_get_better_statistics_of_their_own(
 ) -> None:
     goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
     monkeypatch.setattr("bkn_zoo.training.finish.top1", lambda metrics: next(goodness))
-    options = {"validation": 0.3, "gradient_batch": 8, "epochs": 1, "ema": 0.9, "device": "cpu", "quiet": True}
-    result = bkn_zoo.fine_tune("photos", init=checkpoint, name="averaged", **options)
+    options = {"validation": 0.3, "gradient_batch": 8, "epochs": 1, "ema": 0.9, "freeze": False}
+    result = bkn_zoo.fine_tune("photos", init=checkpoint, name="averaged", device="cpu", quiet=True, **options)
     record, norm = result.record, result.model.conv.norm
     assert record["validation_anew"].keys() == MODES
     assert record["validation"] == (
@@ -394,7 +397,7 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: py
     for data, measured, count in (("photos", "validation", 2), ("split", "test", 10)):
         command("train", "--data", data, "--name", data, *options)
         said = capsys.readouterr().out
-        assert "batches of 16 in groups of 2" in said  # as the checkpoint's
+        assert "batches of 16, classifier only" in said
         accuracies = [line for line in said.splitlines() if "top-1" in line]
         assert {line.partition(",")[0] for line in accuracies if ": top-1 " in line} == {measured}
         assert len(accuracies) > 3
@@ -462,6 +465,7 @@ def test_batches_groups_and_epochs_of_small_data_sets(images: int, given: dict[s
     recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
     found = fitted(recipe, images, given)
     assert fitted(recipe, images, given, pretrained=False).epochs >= 1
+    assert fitted(recipe, images, given, cpu=True).freeze == given.get("freeze", CPU_FREEZE)
     assert (found.gradient_batch, found.statistics_batch, found.epochs) == sizes
 
 

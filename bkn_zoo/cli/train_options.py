@@ -5,12 +5,12 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bkn_zoo.cli.options import add_workers
 from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_device, with_dashes
 from bkn_zoo.fields import wanted
-from bkn_zoo.training.fine_tuning import FINE_TUNING
+from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING
 from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
 DESCRIPTION = """\
@@ -57,7 +57,7 @@ FIELDS = {
     "precision": "of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same",
     "keep": "weights of the last epoch, or of the best on the validation images",
     "patience": "epochs without a better one after which the training ends; None is never",
-    "freeze": "train the classifier only",
+    "freeze": "train the classifier only (true), or keep this share of the layers, from the input on, as they are",
     "graph": "replay steps from a CUDA graph",
     "compile": "run the network through torch.compile",
     "seed": "of weights, order and augmentation",
@@ -106,7 +106,9 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
         if field.name in FIELDS:
             names = OTHER_NAMES.get(field.name, (f"--{field.name.replace('_', '-')}",))
             # What is true or false may be named alone.
-            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.type is bool else {}
+            alone: dict[str, Any] = (
+                {"nargs": "?", "const": "true"} if bool in (field.type, *get_args(field.type)) else {}
+            )
             what = _described(field, FIELDS[field.name])
             fields.add_argument(*names, dest=field.name, metavar="VALUE", help=what, **alone)
     tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse` takes them out
@@ -125,6 +127,8 @@ def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> s
     name = f"{table}{field.name}"
     if name in FINE_TUNING:
         default += f"; without a recipe {FINE_TUNING[name]}"
+    if name == "freeze":
+        default += f"; without a recipe on a CPU {CPU_FREEZE}"
     return f"{text}; {wanted(field.type)} (default: {default})".replace("%", "%%")
 
 

@@ -33,17 +33,22 @@ def like(source: Origin, model: str | None) -> dict[str, Any]:
     return {"model": config.architecture, **groups, **size, **(options if same else {})}
 
 
-def fitted(recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True) -> Recipe:
+CPU_FREEZE = 0.67
+"""Share of the layers that stay as they are on a CPU: those that see many pixels, which take most of the time."""
+
+
+def fitted(recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True, cpu: bool = False) -> Recipe:
     """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
 
-    Fields in `given` stay as they are. The classifier of a frozen, pretrained network is fitted before the first epoch:
-    it needs no epochs.
+    Fields in `given` stay as they are. On a CPU the lower layers of a pretrained network are frozen. The classifier of
+    a frozen network is fitted before the first epoch: it needs no epochs.
     """
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
     fields: dict[str, Any] = {"gradient_batch": batch}
     enough = math.ceil(LEAST_STEPS / max(images // batch, 1))
-    fields["epochs"] = 0 if recipe.freeze and pretrained else max(recipe.epochs, min(enough, MOST_EPOCHS))
+    fields["freeze"] = CPU_FREEZE if cpu and pretrained else recipe.freeze
+    fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, MOST_EPOCHS))
     if recipe.statistics_batch is not None:
         fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

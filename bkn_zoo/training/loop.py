@@ -86,7 +86,7 @@ def fit(
 
 def _advice(training: Training, recipe: Recipe) -> str:
     """How to make a long fine-tuning shorter."""
-    if recipe.freeze or not training.history or training.history[0]["epoch"] > 0:
+    if recipe.freeze is True or not training.history or training.history[0]["epoch"] > 0:
         return ""
     fewer = f" or --epochs {max(recipe.epochs // 3, 1)}" if recipe.epochs > 1 else ""
     return f"much shorter: --freeze, which ends with the classifier that was found above{fewer}"

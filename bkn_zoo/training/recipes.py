@@ -70,7 +70,8 @@ class Recipe:
         keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
             falls to nothing over many epochs the last are as good, and nothing is chosen by chance.
         patience: epochs without a better one after which a training ends; None is never.
-        freeze: train the classifier only, on features normalized as the checkpoint that it starts from would.
+        freeze: true trains the classifier only; a number is the share of the layers, from the input on, that stay as
+            they are. Either way images are normalized as the checkpoint that it starts from would.
         graph: replay steps from a CUDA graph.
         compile: run the network through torch.compile.
     """
@@ -97,7 +98,7 @@ class Recipe:
     precision: Annotated[str, one_of("bfloat16", "float32")] = "bfloat16"
     keep: Annotated[str, one_of("last", "best")] = "last"
     patience: Count | None = None
-    freeze: bool = False
+    freeze: bool | BelowOne = False
     graph: bool = False
     compile: bool = False
     seed: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")] = 0

@@ -151,7 +151,8 @@ def _train(plan: Plan) -> TrainingResult:
     data = load_data(plan.recipe.dataset, plan.data, plan.recipe.size, plan.recipe.validation).to(device)
     recipe = plan.recipe
     if plan.fine_tuning:
-        recipe = fitted(recipe, len(data.train), plan.given, pretrained=plan.source is not None)
+        pretrained, cpu = plan.source is not None, device.type == "cpu"
+        recipe = fitted(recipe, len(data.train), plan.given, pretrained, cpu)
     training = _begin(plan, recipe, data, device)
     if plan.resume:
         load_state(training, recipe, plan.output, device)
@@ -205,10 +206,13 @@ def _described(recipe: Recipe, data: Data) -> str:
     )
     p = data.preprocessing
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (p.mean, p.std))
-    groups = recipe.statistics_batch or images_at_a_time(recipe)
+    if recipe.freeze:
+        how = f"the first {recipe.freeze:.0%} of the layers frozen" if recipe.freeze is not True else "classifier only"
+    else:
+        how = f"groups of {recipe.statistics_batch or images_at_a_time(recipe)}"
     return (
         f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
-        f"{recipe.gradient_batch} in groups of {groups}"
+        f"{recipe.gradient_batch}, {how}"
     )
 
 

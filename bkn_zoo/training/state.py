@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,8 +73,9 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
     model = model.to(device).to(memory_format=torch.channels_last)
     model.statistics_batch_size = recipe.statistics_batch
     if recipe.freeze:
-        model.eval().requires_grad_(False)  # norms, too: they take no statistics of batches, and remember none
-        classifier(model).requires_grad_(True)
+        model.eval()  # norms, too: they take no statistics of batches, and remember none
+        for layer in frozen_layers(model, recipe.freeze):
+            layer.requires_grad_(False)
     averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
     return Training(model, averaged, make_optimizer(model, recipe, device))
 
@@ -84,6 +86,13 @@ def classifier(model: Network) -> nn.Module:
         if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == model.num_classes:
             return layer
     raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
+
+
+def frozen_layers(model: Network, share: float) -> list[nn.Module]:
+    """The first layers of a network, by their share of all that have parameters; never the classifier."""
+    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    last = classifier(model)
+    return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
 
 
 def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:

@@ -1,8 +1,8 @@
 """Compares the defaults of fine-tuning with other choices, on small parts of public data sets: docs/finetuning.md.
 
-DATA is the folder that --pack writes (a few megabytes) from a folder with imagewoof2-320, imagenette2-320 and
-tiny-imagenet-200. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each class; the seed
-selects them. All runs are tested on the same images.
+DATA is the folder that --pack writes (some 60 megabytes) from a folder with imagewoof2-320, imagenette2-320,
+tiny-imagenet-200 and PACS/sketch. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each
+class; the seed selects them. All runs of a set are tested on the same images.
 """
 
 import argparse
@@ -28,11 +28,28 @@ from bkn_zoo.training.state import classifier
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.finetuning_data import SEEDS, pack, tree_of
 
-CHECKPOINT = "inception_v2_bkn.tiny_imagenet"
-SETS = {"imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes"}
+CHECKPOINT = "efficientnet_lite0_bkn.imagenet"
+EARLIER = "inception_v2_bkn.tiny_imagenet"
+"""What fine-tuning started from by default before; its records are of the defaults of that time, at 128 px."""
+
+SETS = {
+    "imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes",
+    "pacs_sketch": "PACS sketch",
+}  # fmt: skip
 DEFAULTS, PROBE, ORIGINAL = "defaults", "linear probe", "original head"
 
 ARMS: dict[str, dict[str, Any]] = {
+    DEFAULTS: {},
+    PROBE: {},
+    "classifier only": {"freeze": True},
+    ORIGINAL: {},
+    "all layers": {"freeze": False},
+    "lr 0.001": {"lr": 0.001},
+    "lr 0.01": {"lr": 0.01},
+}
+"""Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
+
+EARLIER_ARMS: dict[str, dict[str, Any]] = {
     DEFAULTS: {},
     PROBE: {},
     ORIGINAL: {},
@@ -44,7 +61,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "lr 0.001": {"lr": 0.001},
     "lr 0.01": {"lr": 0.01},
 }
-"""Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
+"""Those that were run from the earlier default; none of them is planned any more."""
 
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
@@ -56,6 +73,7 @@ KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_st
 class FineTuning(Run):
     dataset: str
     arm: str
+    checkpoint: str
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -70,8 +88,10 @@ class FineTuning(Run):
         return f"{self.dataset}, {self.arm}"
 
 
-def planned(dataset: str, arm: str, seed: int) -> FineTuning:
-    return FineTuning(f"{dataset}.{arm.replace(' ', '_')}.seed={seed}", seed, dataset, arm)
+def planned(dataset: str, arm: str, seed: int, checkpoint: str = "") -> FineTuning:
+    start = checkpoint or CHECKPOINT
+    first = "" if start == EARLIER else f"{start.partition('.')[0]}."
+    return FineTuning(f"{first}{dataset}.{arm.replace(' ', '_')}.seed={seed}", seed, dataset, arm, start)
 
 
 class Defaults(Study):
@@ -82,25 +102,29 @@ class Defaults(Study):
         return [planned(dataset, arm, seed) for arm in ARMS for dataset in SETS for seed in SEEDS]
 
     def key(self, record: Record) -> str:
-        return planned(record["dataset"], record["arm"], record["seed"]).key
+        return planned(record["dataset"], record["arm"], record["seed"], record["checkpoint"]).key
 
     def pack(self, args: argparse.Namespace) -> None:
-        pack(args.data, args.pack, CHECKPOINT)
+        pack(args.data, args.pack, EARLIER)  # which has names for the classes of Tiny ImageNet
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
         assert isinstance(run, FineTuning)
         memory = Path("/dev/shm")  # for states, which nobody will need
         with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
             data, started = tree_of(args.data / run.dataset, run.seed, Path(scratch)), time.monotonic()
+            cpu = time.process_time()
             if run.arm in (PROBE, ORIGINAL):
                 found = probe(data, device(args), restricted=run.arm == ORIGINAL)
             else:
                 found = fine_tune(data, ARMS[run.arm] | args.changes, run.seed, device(args), Path(scratch))
         about = {"dataset": run.dataset, "arm": run.arm, "checkpoint": CHECKPOINT}
-        return {**about, **found, "whole_seconds": round(time.monotonic() - started, 1)}
+        taken = {"whole_seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
+        return {**about, **found, **{name: round(value, 1) for name, value in taken.items()}}
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        return {DOCS / "finetuning.md": {"study": study_table(list(records.values()))}}
+        found = list(records.values())
+        now, before = study_table(found, CHECKPOINT, ARMS), study_table(found, EARLIER, EARLIER_ARMS)
+        return {DOCS / "finetuning.md": {"study": now, "earlier": before}}
 
 
 STUDY = Defaults()
@@ -112,11 +136,21 @@ def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.d
     found = bkn_zoo.fine_tune(
         data, init=CHECKPOINT, name="run", output=scratch / "out", device=device, seed=seed, **fields
     ).record
-    chosen = ["--init", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run", *options(fields)]
+    chosen = [
+        "--checkpoint",
+        CHECKPOINT,
+        "--seed",
+        str(seed),
+        "--device",
+        device.type,
+        "--name",
+        "run",
+        *options(fields),
+    ]
     validation = [max(m["top1"] for m in line["validation"].values()) for line in found["curve"]]
     return {
         "options": options(changes),
-        "trained_by": shlex.join(["bkn-zoo", "train", "--data", data.name, *chosen]),
+        "trained_by": shlex.join(["bkn-zoo", "train", data.name, *chosen]),
         **{name: found[name] for name in KEPT},
         "test": {mode: _rounded(metrics) for mode, metrics in found["test"].items()},
         "validation": [round(top1, 2) for top1 in validation],
@@ -125,7 +159,11 @@ def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.d
 
 def options(fields: Mapping[str, Any]) -> list[str]:
     """The options of the equivalent command."""
-    return [word for name, value in fields.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
+    return [
+        word
+        for name, value in fields.items()
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
 
 
 def _rounded(metrics: dict[str, float]) -> dict[str, float]:
@@ -196,20 +234,24 @@ def top1(record: Record) -> float:
     return record["test"][record["chosen_statistics"]]["top1"]
 
 
-def study_table(records: Sequence[Record]) -> str:
-    """A row for each arm, a column for each data set: the mean over seeds, and ± their standard deviation."""
+def study_table(records: Sequence[Record], checkpoint: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each arm, a column for each data set: the mean over seeds, ± their deviation, and CPU minutes."""
+    mine = [record for record in records if record["checkpoint"] == checkpoint]
+    sets = {name: shown for name, shown in SETS.items() if checkpoint != EARLIER or name != "pacs_sketch"}
 
     def cell(arm: str, dataset: str) -> str:
-        found = [record for record in records if (record["arm"], record["dataset"]) == (arm, dataset)]
+        found = [record for record in mine if (record["arm"], record["dataset"]) == (arm, dataset)]
         values = [top1(record) for record in found if "test" in record]
         if not values:
             return UNKNOWN if found else NOT_RUN
         few = "" if len(values) == len(SEEDS) else f" ({len(values)} of {len(SEEDS)} seeds)"
-        return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "") + few
+        cpu = [record["cpu_seconds"] / 60 for record in found if "cpu_seconds" in record]
+        minutes = f"; {mean(cpu):.1f} min" if cpu else ""
+        return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "") + few + minutes
 
     rows = [
         {"arm": arm, "options": f"`{' '.join(options(fields))}`" if fields else ""}
-        | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
-        for arm, fields in ARMS.items()
+        | {shown: cell(arm, dataset) for dataset, shown in sets.items()}
+        for arm, fields in arms.items()
     ]
     return table(rows, list(rows[0]))

@@ -9,9 +9,12 @@ from PIL import Image
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.locate import find
 
-OFFICIAL = {"imagewoof": "imagewoof2-320", "imagenette": "imagenette2-320", "tiny_imagenet": "tiny-imagenet-200"}
+OFFICIAL = {
+    "imagewoof": "imagewoof2-320", "imagenette": "imagenette2-320", "tiny_imagenet": "tiny-imagenet-200",
+    "pacs_sketch": "PACS/sketch",
+}  # fmt: skip
 SEEDS = range(3)
-PER_CLASS, TESTED, SIDE, CLASSES = 20, 100, 128, 20  # the last for Tiny ImageNet, of which 50 a class can be tested
+PER_CLASS, TESTED, SIDE, CLASSES = 20, 100, 256, 20  # the last for Tiny ImageNet, of which 50 a class can be tested
 
 
 def pack(official: Path, packed: Path, checkpoint: str) -> None:
@@ -21,7 +24,11 @@ def pack(official: Path, packed: Path, checkpoint: str) -> None:
         if not source.is_dir():
             continue
         shutil.rmtree(packed / name, ignore_errors=True)
-        for label, files in (_tiny(source, checkpoint) if name == "tiny_imagenet" else _tree(source)).items():
+        if name == "tiny_imagenet":
+            classes = _tiny(source, checkpoint)
+        else:
+            classes = _tree(source) if (source / "train").is_dir() else _undivided(source)
+        for label, files in classes.items():
             for split, paths in zip(("train", "val"), files, strict=True):
                 target = packed / name / split / label
                 target.mkdir(parents=True)
@@ -51,6 +58,16 @@ def _tree(root: Path) -> dict[str, tuple[list[Path], list[Path]]]:
         label: tuple(_drawn([*(root / split / label).iterdir()], count) for split, count in counts.items())  # type: ignore[misc]
         for label in labels
     }
+
+
+def _undivided(root: Path) -> dict[str, tuple[list[Path], list[Path]]]:
+    """Of a set without test images of its own, those that are not trained on are tested on."""
+    chosen = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        drawn = _drawn([*folder.iterdir()], len([*folder.iterdir()]))
+        train = PER_CLASS * len(SEEDS)
+        chosen[folder.name] = (drawn[:train], drawn[train : train + TESTED])
+    return chosen
 
 
 def _tiny(root: Path, checkpoint: str) -> dict[str, tuple[list[Path], list[Path]]]:
