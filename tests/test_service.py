@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from attackers import encoded, picture, png
 from fastapi import Request
-from http_client import Reply, form
+from http_client import Reply, chunked, form, send
 from huggingface_hub import InferenceClient
 from service_process import ROOT, ServiceProcess, save_small_checkpoint, until
 
@@ -175,6 +175,11 @@ def test_refusal_has_status_code_and_advice(
     reply = running.ask(path, body, Content_Type="application/octet-stream")
     assert reply.error == (status, code)
     assert len(reply.json()["error"]["message"]) > 20
+
+
+def test_chunks_are_counted_against_the_limit(running: ServiceProcess) -> None:
+    chunk = b"%x\r\n" % 2_000_000 + bytes(2_000_000) + b"\r\n"
+    assert send(running.port, chunked() + 6 * chunk + b"0\r\n\r\n").error == (413, "too_large")
 
 
 @pytest.mark.parametrize("path", ["/", "/health/live", "/v1/models", "/static/page.js", "/nowhere", "/v1/classify"])
