@@ -191,8 +191,8 @@ def test_run_carries_its_name_everywhere(commands: Commands, place: Path, monkey
         assert f"me/{name}: runs/{name}/{name} loads, repeats its outputs and is what its card and its record say" in (
             published.output
         )
-        assert published.code == 1  # the tests have no Hub
-        assert "HF_HUB_OFFLINE forbids to ask the Hub" in published.output
+        assert published.code == 0  # without a Hub
+        assert f"me/{name}: to send model.safetensors" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")
     apart = commands("publish", "./renamed", "--name", "first", *publish)
     assert "name the folder of its results by --results" in apart.output
@@ -203,10 +203,10 @@ def test_run_carries_its_name_everywhere(commands: Commands, place: Path, monkey
 def test_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, place: Path) -> None:
     done = commands("train", "--data", "photos", "--size", "32", "--epochs", "1", "--device", "cpu")
     assert done.code == 0, done.output
-    assert "starting from inception_v2_bkn.tiny_imagenet" in done.output
-    name = "inception_v2_bkn.photos-epochs_1-size_32"
+    assert "starting from efficientnet_lite0_bkn.imagenet" in done.output
+    name = "efficientnet_lite0_bkn.photos-epochs_1-size_32"
     config = json.loads((place / "runs" / name / name / "config.json").read_text())
-    assert config["training"]["init"] == "inception_v2_bkn.tiny_imagenet"
+    assert config["training"]["init"] == "efficientnet_lite0_bkn.imagenet"
     assert config["label_names"] == ["dark", "light"]
 
 
@@ -217,7 +217,7 @@ def test_unanswered_publication_ends_within_seconds(place: Path) -> None:
         command = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-c", command, "publish", "inception_cifar_bkn.cifar10", "--namespace", "me", "--dry-run"],
+            [sys.executable, "-c", command, "publish", "inception_cifar_bkn.cifar10", "--namespace", "me"],
             cwd=place, capture_output=True, text=True, timeout=100, check=False,
             env=kept | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"},
         )  # fmt: skip
@@ -232,4 +232,4 @@ def test_every_extra_that_users_need_is_in_all() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (everything,) = extras.pop("all")
     named = set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"dev", "demonstrate", "ray"}  # the last is for clusters, and large
+    assert named == extras.keys() - {"dev", "demonstrate", "docs", "ray"}  # the last is for clusters, and large
