@@ -310,7 +310,7 @@ def test_metrics_count_what_happened(running: ServiceProcess) -> None:
 
 def test_logs_are_ascii_and_free_of_library_warnings() -> None:
     code = "import service.logs, logging, warnings; service.logs.set_up_logs(); warnings.warn('odd'); "
-    code += "logging.getLogger('service').info('a\\u2028b\\u202ec', extra={'path': '/\\u2028'})"
+    code += "logging.getLogger('bkn_zoo.service').info('a\\u2028b\\u202ec', extra={'path': '/\\u2028'})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert line.isascii()
