@@ -820,7 +820,7 @@ def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[st
     [
         ({"images": [40, 12]}, "on 36 images with 4 to choose by, not 40 and 12: resume with its own"),
         ({"label_names": ["ant", "cat"]}, "on a class 'bee', not 'cat': resume with its own data, or give"),
-        ({"init": None}, "that started from runs/a, not new weights: give the same --init, or"),
+        ({"init": None}, "that started from runs/a, not new weights: give the same --checkpoint, or"),
         ({"fingerprint": "other"}, "on other images, or on some of them in other classes: resume with its own data"),
     ],
 )
