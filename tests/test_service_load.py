@@ -100,6 +100,8 @@ def test_overloaded_service_refuses_some_and_serves_the_rest(checkpoints: Path, 
     flags = ("--models", "first", "--queue-length", "8", "--deadline", str(deadline))
     with ServiceProcess(checkpoints, *flags) as process:
         process.at_once(*[data] * 64)  # warm
+        for mode in ("population", "sample"):  # the service prepares these by itself, too, and they stay in memory
+            assert process.ask(f"/v1/classify?statistics={mode}", encoded(picture(side=400))).status == 200
         before = process.memory()
         with Watch(process.url) as watch:
             list(pool.map(client, [time.perf_counter() + 2] * 64))
