@@ -24,6 +24,7 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, fitted
+from bkn_zoo.training.head_start import _fit
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.network import build
 from bkn_zoo.training.origin import find_origin
@@ -144,6 +145,16 @@ def test_frozen_fine_tuning_computes_features_once(checkpoint: Path, capsys: pyt
     assert after["fc.weight"].any()
     again = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine", resume=True)
     assert torch.equal(again.model.fc.weight, after["fc.weight"])
+
+
+def test_features_that_hardly_vary_get_no_large_weights() -> None:
+    """They do vary in other images: divided by their own deviation, they would outweigh all others there."""
+    labels = torch.arange(40) % 2
+    features = torch.randn(40, 8) + 2 * labels[:, None]
+    features[:, 0] = 1e-7 * torch.randn(40)
+    weight, _, loss = _fit((features[:30], labels[:30]), (features[30:], labels[30:]))
+    assert weight[:, 0].abs().max() < 0.01 * weight.abs().max()
+    assert loss < 0.3  # at the end: it began at 0.69
 
 
 def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

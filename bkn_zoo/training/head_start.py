@@ -20,7 +20,7 @@ from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training, best_mode, classifier
 
 FEATURES = "features of the frozen network"
-DECAYS = (1e-4, 1e-3, 1e-2, 1e-1)
+DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
 """Weight decays of the logistic regression; the validation images choose one."""
 
 
@@ -81,7 +81,8 @@ def _features(
 def _fit(train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, float]:
     """Weights, bias and training loss of the logistic regression that is best on the validation images."""
     classes = int(torch.cat([train[1], validation[1]]).max()) + 1
-    mean, std = train[0].mean(0), train[0].std(0).clamp_min(1e-6)
+    # One scale for all features: those that hardly vary here may do so in other images, and must not get large weights.
+    mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
     found = []
     for decay in DECAYS:
         layer = nn.Linear(train[0].shape[1], classes, device=train[0].device)
@@ -105,7 +106,8 @@ def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float) -
         value.backward()
         return value
 
-    return optimizer.step(loss).item()
+    optimizer.step(loss)
+    return F.cross_entropy(layer(features), labels).item()
 
 
 @torch.no_grad()
