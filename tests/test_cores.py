@@ -104,6 +104,9 @@ def command(*words: str) -> Callable[[Path], None]:
     """One that fails after it has set the number of threads: there is neither data nor a checkpoint."""
 
     def fail(folder: Path) -> None:
+        (folder / "class").mkdir(parents=True, exist_ok=True)
+        (folder / "class" / "photo.png").write_bytes(b"none")
+        (folder / "config.json").write_text("{}")
         assert cli.main([str(folder) if word == "FOLDER" else word for word in words]) != 0
 
     return fail

@@ -15,11 +15,14 @@ import pytest
 from attackers import encoded, noise, picture
 
 from bkn_zoo.errors import BrokenImageError, ImageTooLargeError
+from bkn_zoo.images import Preprocessing
 from service import uploads
 from service.costs import CHEAP, estimate
 from service.decoding import Lane
 from service.errors import BadParameterError
 from service.slow_decoder import SlowDecoder
+
+ABOUT = Preprocessing(32, (0.5,) * 3, (0.25,) * 3)
 
 
 def test_large_json_is_parsed_in_a_thread_and_small_is_not() -> None:
@@ -110,19 +113,19 @@ def decoder() -> Iterator[SlowDecoder]:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_slow_decoder_gives_the_same_pixels(decoder: SlowDecoder, kind: str) -> None:
-    from bkn_zoo.images import Preprocessing, open_image, preprocess
+    from bkn_zoo.images import open_image, preprocess
 
-    data, about = encoded(picture(side=90).resize((90, 70)), kind), Preprocessing(32, (0.5,) * 3, (0.25,) * 3)
-    square = decoder.decode(data, 32, about.interpolation, 10_000)
+    data, about = encoded(picture(side=90).resize((90, 70)), kind), ABOUT
+    square = decoder.decode(data, about, 10_000)
     assert preprocess(square, about).equal(preprocess(open_image(data), about))
 
 
 def test_slow_decoder_passes_errors_on_and_survives_them(decoder: SlowDecoder) -> None:
     with pytest.raises(BrokenImageError, match="cannot be decoded"):
-        decoder.decode(encoded(picture())[:200], 32, "bilinear", 10_000)
+        decoder.decode(encoded(picture())[:200], ABOUT, 10_000)
     with pytest.raises(ImageTooLargeError, match="40 x 40 pixels, but 1,000 are allowed"):
-        decoder.decode(encoded(picture()), 32, "bilinear", 1000)
-    assert decoder.decode(encoded(picture()), 32, "bilinear", 10_000).size == (32, 32)
+        decoder.decode(encoded(picture()), ABOUT, 1000)
+    assert decoder.decode(encoded(picture()), ABOUT, 10_000).size == (32, 32)
 
 
 @pytest.mark.parametrize(("sent", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 0.5)])
@@ -130,7 +133,7 @@ def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent: signal.Signals,
     decoder = SlowDecoder(seconds)
     os.kill(decoder._process.pid, sent)
     with pytest.raises(BrokenImageError, match="crashes the decoder or takes it too long"):
-        decoder.decode(encoded(picture()), 32, "bilinear", 10_000)
+        decoder.decode(encoded(picture()), ABOUT, 10_000)
     assert not decoder.is_alive
 
 

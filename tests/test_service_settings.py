@@ -38,7 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BKN_API_KEYS", "BKN_MODELS"):
+    for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # an unknown name is looked for there
@@ -130,7 +130,7 @@ def test_service_serves_though_nobody_reads_its_address(monkeypatch: pytest.Monk
 
 def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"QUEUE_LENGTH": "3", "MODELS": "one, owner/two@main", "API_KEYS": "secret"}.items():
-        monkeypatch.setenv(f"BKN_{name}", value)
+        monkeypatch.setenv(f"BKN_ZOO_{name}", value)
     settings = read_settings(["--deadline", "2.5"])
     assert (settings.queue_length, settings.deadline) == (3, 2.5)
     assert settings.models == ["one", "owner/two@main"]
@@ -151,8 +151,8 @@ def test_environment_names_without_prefix_are_ignored(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
 def test_keys_that_nobody_could_send_are_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
     """Rather than leave the service open because a secret was not filled in."""
-    monkeypatch.setenv("BKN_API_KEYS", keys)
-    with pytest.raises(InputError, match="BKN_API_KEYS"):
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", keys)
+    with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
         read_settings([])
 
 

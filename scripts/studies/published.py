@@ -53,7 +53,10 @@ class Published(Study):
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
         found: list[Run] = []
         for folder in sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json")):
-            recipe = read_recipe(None, Config.read(folder / "config.json").recipe)
+            config = Config.read(folder / "config.json")
+            if not config.recipe:  # imported, not trained here
+                continue
+            recipe = read_recipe(None, config.recipe)
             found += [
                 Question(f"{asked}/{folder.name}", recipe.seed, asked, folder.name, recipe.dataset)
                 for asked in QUESTIONS
