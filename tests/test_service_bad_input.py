@@ -301,6 +301,8 @@ def test_bad_requests_are_refused_at_once_without_a_trace(service: ServiceProces
     # Warm: every library that is loaded on first use is loaded, and every buffer is as large as it gets.
     for kind in FORMATS:
         assert service.ask(body=picture(kind)).status == 200
+    for mode in ("population", "sample"):  # which the service prepares by itself, too
+        assert service.ask(f"/v1/classify?statistics={mode}", picture(next(iter(FORMATS)))).status == 200
     for family, cases in families.items():
         list(map(ask[family], cases[:: max(1, len(cases) // 4)]))
     before, failures, slow = service.memory(), [], 0

@@ -36,6 +36,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     with ServiceProcess(folder, *flags, command=LIMITED, environment={"BKN_ZOO_API_KEYS": "secret"}) as process:
         for kind in ("PNG", "JPEG", "WEBP", "GIF"):  # load what is loaded on first use
             assert send(process.port, post(encoded(picture(), kind))).status == 200
+        for mode in (b"population", b"sample"):  # which the service prepares by itself, too
+            data = post(IMAGE).replace(b"/v1/classify", b"/v1/classify?statistics=" + mode, 1)
+            assert send(process.port, data).status == 200
         yield process
 
 
