@@ -30,7 +30,7 @@ OPTIONS = tuple(Options.model_fields)
 MAX_NAMES = 32  # in a query or a JSON object: each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop, which others use, are not
-SMALL_JSON = 65_536  # bytes that are parsed on the event loop, which takes half a millisecond
+SMALL_JSON = 32_768  # bytes that are parsed on the event loop
 
 Work = Callable[..., Awaitable[Any]]  # runs a function on so many bytes of input in a thread: (size, function, ...)
 
