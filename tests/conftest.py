@@ -181,3 +181,14 @@ def make_belief() -> Callable[..., Belief]:
         return Belief(mean.requires_grad_(requires_grad), var.requires_grad_(requires_grad))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two small checkpoints, called first and second."""
+    from service_process import save_small_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    save_small_checkpoint(folder / "second", seed=1)
+    return folder

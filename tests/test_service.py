@@ -31,14 +31,6 @@ JSON = "application/json"
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "first")
-    save_small_checkpoint(folder / "second", seed=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def running(checkpoints: Path) -> Iterator[ServiceProcess]:
     with ServiceProcess(checkpoints) as process:
         yield process
