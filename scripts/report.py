@@ -100,7 +100,7 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def attacks(records: dict[str, Any]) -> str:
     """What attackers cost a healthy client, for docs/service.md."""
-    found, chaos = records["rows"], records["chaos"]
+    found, chaos, healthy = records["rows"], records["chaos"], records["throughput"]
     rows = [
         {
             "attack": row["row"], "service": row["service"], "answers": row["answers"],
@@ -113,12 +113,15 @@ def attacks(records: dict[str, Any]) -> str:
         for row in found["table"]
     ]  # fmt: skip
     where, runs = found["hardware"], max(row["runs"] for row in found["table"])
+    fractions = ", ".join(f"{fraction:.2f}" for fraction in healthy["fraction_of_before"].values())
     return (
         f"{table(rows, list(rows[0]))}\n\nMeasured by `{found['command']}`: up to {runs} windows of "
         f"{found['seconds']:g} s per line, {found['clients']} attackers, {where['cores']} cores ({where['processor']}) "
         f"for the service and all clients together. {sum(chaos['asked']):,} healthy requests of "
         f"{chaos['seconds'] / 60:g} minutes of chaos (`{chaos['command']}`): {len(chaos['lost'])} lost, "
-        f"{chaos['retried']} answered at the second try, {sum(chaos['workers'].values())} workers killed or stopped."
+        f"{chaos['retried']} answered at the second try, {sum(chaos['workers'].values())} workers killed or stopped. "
+        f"Without attackers the service answers {fractions} times as many requests per second as before, to "
+        f"{', '.join(healthy['fraction_of_before'])} clients (`{healthy['command']}`)."
     )
 
 
