@@ -43,7 +43,8 @@ QUANTILES = (0.5, 0.8, 0.95, 0.99)
 COPIES = 8  # of AugBN: the image and seven variations
 CLEAN_LOSS = 0.3  # points that the careful adaptive rule may lose on clean validation images
 MEANS = 32  # images whose drift scores are averaged
-SCORES = ("drift", "confidence", "energy")
+SCORES = ("drift", "confidence", "energy", "distance")
+"""How unusual an image is: by D as a share of training images that have less, by maximum probability, energy, and D."""
 MIX = ("mix",)
 ALL = ("mix", "IABN", "AugBN", "TENT")
 """Rules that were made for batch normalization; the last three come together."""
@@ -150,6 +151,7 @@ class Bench:
         self.watch = Watch(model)
         with torch.no_grad(), self.autocast(), self.watch.watching():
             model(self.training_images, statistics=self.mode)
+            self.usual = self.watch.score().sort().values  # D of training images
         expects = ["expected"] if group not in (None, 1) else []
         modes = ["population", "sample", *expects] if norms(model) else ["population"]  # GroupNorm has one
         self.methods = [Method(name, self.by_mode(name)) for name in modes]
@@ -276,7 +278,9 @@ class Bench:
         default = next(method.predict for method in self.methods if method.name == self.mode)
         with self.autocast(), self.watch.watching():
             logits = default(given).float()
-            scores = [self.watch.score(), -logits.softmax(1).amax(1), -logits.logsumexp(1)]
+            distance = self.watch.score()
+        drift = torch.searchsorted(self.usual, distance) / len(self.usual)
+        scores = [drift, -logits.softmax(1).amax(1), -logits.logsumexp(1), distance]
         self.scores.setdefault(name, []).append(torch.stack(scores))
         if name == UNKNOWN:
             return
