@@ -287,7 +287,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
     assert len(unpacked(population["shifted_hits"])) == 40
     assert population["shifted"] == pytest.approx(100 * unpacked(population["shifted_hits"]).mean() / 10, abs=1e-3)
     assert set(population["by_corruption"]) == set(corruptions)
-    assert set(record["roc_areas"]["unknown classes"]) == {"drift", "confidence", "energy"}
+    assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
     assert other["recipe"]["statistics_batch"] == 2

@@ -43,8 +43,9 @@ QUANTILES = (0.5, 0.8, 0.95, 0.99)
 COPIES = 8  # of AugBN: the image and seven variations
 CLEAN_LOSS = 0.3  # points that the careful adaptive rule may lose on clean validation images
 MEANS = 32  # images whose drift scores are averaged
-SCORES = ("drift", "confidence", "energy", "distance")
-"""How unusual an image is: by D as a share of training images that have less, by maximum probability, energy, and D."""
+SCORES = ("drift", "confidence", "energy", "distance", "early drift")
+"""How unusual an image is: the share of training images with a smaller D, less the maximum probability, the energy, D
+itself, and the drift by the first quarter of the norms alone."""
 MIX = ("mix",)
 ALL = ("mix", "IABN", "AugBN", "TENT")
 """Rules that were made for batch normalization; the last three come together."""
@@ -151,7 +152,7 @@ class Bench:
         self.watch = Watch(model)
         with torch.no_grad(), self.autocast(), self.watch.watching():
             model(self.training_images, statistics=self.mode)
-            self.usual = self.watch.score().sort().values  # D of training images
+            self.usual = [distance.sort().values for distance in distances(self.watch)]  # of training images
         expects = ["expected"] if group not in (None, 1) else []
         modes = ["population", "sample", *expects] if norms(model) else ["population"]  # GroupNorm has one
         self.methods = [Method(name, self.by_mode(name)) for name in modes]
@@ -278,9 +279,11 @@ class Bench:
         default = next(method.predict for method in self.methods if method.name == self.mode)
         with self.autocast(), self.watch.watching():
             logits = default(given).float()
-            distance = self.watch.score()
-        drift = torch.searchsorted(self.usual, distance) / len(self.usual)
-        scores = [drift, -logits.softmax(1).amax(1), -logits.logsumexp(1), distance]
+            found = distances(self.watch)
+        drift, early = (
+            torch.searchsorted(usual, some) / len(usual) for usual, some in zip(self.usual, found, strict=True)
+        )
+        scores = [drift, -logits.softmax(1).amax(1), -logits.logsumexp(1), found[0], early]
         self.scores.setdefault(name, []).append(torch.stack(scores))
         if name == UNKNOWN:
             return
@@ -299,6 +302,12 @@ class Bench:
             "tuning": self.tuning,
             "roc_areas": roc_areas({name: torch.cat(parts, 1).cpu().numpy() for name, parts in self.scores.items()}),
         }
+
+
+def distances(watch: Watch) -> list[Tensor]:
+    """D of each image of the last pass: over all norms, and over the first quarter."""
+    by_norm = watch.by_norm()
+    return [by_norm.mean(0), by_norm[: max(len(by_norm) // 4, 1)].mean(0)]
 
 
 def fewer(given: Input, labels: Tensor, method: Method) -> tuple[Input, Tensor]:
