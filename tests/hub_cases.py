@@ -466,11 +466,6 @@ def training_ends_on_the_hub_if_asked():
     assert (len(repository["commits"]), repository["tags"]) == (3, {})  # the Hub's own first one, and two of ours
     assert repository["branches"]["main"] != first
 
-    command("publish", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
-    pictures = tell("repositories/owner/pictures")
-    named = pictures["commits"][pictures["branches"]["main"]]
-    assert named["README.md"] == repository["commits"][first]["README.md"]  # its own card
-
 
 @online
 def the_documents_examples_run_as_written():

@@ -125,7 +125,7 @@ def test_killed_command_goes_on_as_if_nothing_had_been(whole, tmp_path, capsys):
 def test_a_file_that_was_cut_anywhere_is_completed(whole, tmp_path, format):
     """In the first bytes, and at many places of the last rows, which have the odd names."""
     data, path = whole[format], tmp_path / f"out.{format}"
-    for size in (0, 5, len(data) // 2, *range(len(data) - 700, len(data), 61), len(data) - 1):
+    for size in (0, 5, len(data) // 2, *range(len(data) - 700, len(data), 137), len(data) - 1):
         path.write_bytes(data[:size])
         assert cli.main(arguments(str(path), format=format)) == 0
         assert same(path.read_bytes(), data), size

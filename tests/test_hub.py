@@ -3,7 +3,6 @@
 One subprocess (hub_cases.py) does everything that needs the client online, and then what must work offline.
 """
 
-import errno
 import io
 import json
 import os
@@ -28,8 +27,7 @@ import bkn_zoo
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.hub_client import ask
-from bkn_zoo.errors import HubError, InputError
+from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.publishing.publish import card_of
@@ -139,17 +137,6 @@ def test_name_is_refused_where_the_client_would_refuse_it(name):
             hub.check_repository(f"me/{name}")
     else:
         hub.check_repository(f"me/{name}")
-
-
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "no room"), (errno.EDQUOT, "no room"), (errno.EACCES, "cannot be stored")]
-)
-def test_what_the_disk_refuses_names_the_disk(number, words):
-    def full():
-        raise OSError(number, os.strerror(number))
-
-    with pytest.raises(HubError, match=f"{words}.*HF_HOME"):
-        ask("owner/repo", full)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", "../a/b", "-a/b"])
