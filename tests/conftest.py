@@ -2,12 +2,10 @@
 
 import dataclasses
 import gc
-import importlib.util
 import math
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 gc.disable()  # until all is imported
 
@@ -90,19 +88,6 @@ def hasten_triton_s_interpreter():
 
 if kernels.HAS_TRITON and not torch.cuda.is_available():
     hasten_triton_s_interpreter()
-
-
-@pytest.fixture(scope="session")
-def load_script():
-    """A file of scripts/ by its name, as a module of its own each time."""
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "scripts" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from shallow import KINDS
 from torch import nn
 from torch.autograd import gradgradcheck
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -126,6 +127,8 @@ def test_without_momentum_averages_are_those_of_all_steps(make_norm, make_belief
     batches, prior = [some(4, 3, 5, 5) + some(4, 3, 1, 1) for _ in range(5)], make_belief(2, 4)
     single = copy.deepcopy(layer)
     single.momentum = 1.0
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        layer(batches[0] * math.nan, prior, Statistics("batch", 2))  # which does not count
     steps = []
     for x in batches:
         layer(x, prior, Statistics("batch", 2))
@@ -138,14 +141,6 @@ def test_without_momentum_averages_are_those_of_all_steps(make_norm, make_belief
     assert layer.num_batches_tracked == 5
 
 
-def test_step_that_is_not_finite_does_not_count_in_averages():
-    layer, x = BatchKalmanNorm2d(3, momentum=None).double(), some(4, 3, 5, 5)
-    with pytest.warns(RuntimeWarning, match="not finite"):
-        layer(x * math.nan)
-    layer(x)
-    assert_close(layer.running_mean, x.mean((0, 2, 3)))
-
-
 def test_device_and_dtype_are_taken_but_averages_are_never_half():
     layer = BatchKalmanNorm2d(3, 2, device="meta", dtype=torch.bfloat16)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
@@ -153,15 +148,6 @@ def test_device_and_dtype_are_taken_but_averages_are_never_half():
     assert {layer.get_buffer(name).dtype for name in AVERAGES} == {torch.float32}
     double = BatchKalmanNorm2d(3, 2, dtype=torch.float64).state_dict()
     assert {tensor.dtype for tensor in double.values()} == {torch.float64, torch.int64}
-
-
-def test_layer_without_averages_refuses_modes_that_need_them(make_belief):
-    layer, x, prior = BatchKalmanNorm2d(3, 4, track_running_stats=False).double().eval(), some(4, 3, 5, 5), None
-    prior = make_belief(4, 4)
-    layer(x, prior, "sample")
-    for statistics in ("population", "expected", Statistics("expected", 2)):
-        with pytest.raises(InputError, match="needs running averages, but this layer was made with track_running"):
-            layer(x, prior, statistics)
 
 
 # Statistics by name, and groups of the layer's own
@@ -180,15 +166,18 @@ def test_statistics_are_named_and_groups_may_be_the_layer_s(make_norm, make_beli
     assert_close(memory(layer), memory(twin), rtol=0, atol=0)
 
 
-def test_statistics_that_cannot_be_named_are_refused():
-    layer, x = BatchKalmanNorm2d(3, statistics_batch_size=0), torch.randn(2, 3, 4, 4)
-    with pytest.raises(InputError, match="statistics_batch_size is 0"):
-        layer(x)
-    layer.statistics_batch_size = 2
-    with pytest.raises(InputError, match="training mode"):
-        layer(x, None, "sample")
-    with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
-        layer.eval()(x, None, "batch")
+def test_statistics_that_cannot_be_are_refused():
+    x, without = torch.randn(2, 3, 4, 4), BatchKalmanNorm2d(3, track_running_stats=False).eval()
+    without(x, None, "sample")
+    for layer, statistics, words in [
+        (BatchKalmanNorm2d(3, statistics_batch_size=0), None, "statistics_batch_size is 0"),
+        (BatchKalmanNorm2d(3), "sample", "training mode"),
+        (BatchKalmanNorm2d(3).eval(), "batch", "unknown statistics 'batch'"),
+        (without, "population", "needs running averages, but this layer was made with track_running_stats"),
+        (without, Statistics("expected", 2), "needs running averages"),
+    ]:
+        with pytest.raises((InputError, UnknownNameError), match=words):
+            layer(x, None, statistics)
 
 
 # The container
@@ -215,23 +204,24 @@ def test_container_hands_each_norm_the_belief_below(statistics):
     assert_close(memory(network), memory(twin), rtol=0, atol=0)
 
 
-def test_container_without_groups_leaves_them_to_the_norms():
-    network, x = small(group=None), some(4, 3, 8, 8)
-    assert network(x)[1].mean.shape == (1, 6)
-    for layer in network.modules():
-        if isinstance(layer, BatchKalmanNorm2d):
-            layer.statistics_batch_size = 2
-    assert network(x)[1].mean.shape == (2, 6)
-
-
-def test_parts_of_a_container_have_its_groups_and_its_mode():
+def test_parts_and_sums_of_containers_have_groups_and_modes():
     network, x = small(group=2), some(4, 3, 8, 8)
     y, belief = network[:4](x)
     assert belief.mean.shape == (2, 4)
     assert_close(network[4:](y, belief), network(x))
     assert network[-1] is list(network)[-1]
-    y, belief = network.eval()[:4](x[:3], statistics="sample")
-    assert_close(network[4:](y, belief, statistics="sample"), network(x[:3], statistics="sample"))
+    below, above = network.eval()[:4], network[4:]
+    y, belief = below(x[:3], statistics="sample")
+    assert_close(above(y, belief, statistics="sample"), network(x[:3], statistics="sample"))
+    for joined in (below + above, (below + above) * 1, nn.Sequential(*below) + above):
+        assert_close(joined.eval()(x, statistics="sample"), network.eval()(x, statistics="sample"))
+        assert_close(joined.train()(x), network.train()(x))
+    network = small(group=None)  # which leaves the groups to the norms
+    assert network(x)[1].mean.shape == (1, 6)
+    for layer in network.modules():
+        if isinstance(layer, BatchKalmanNorm2d):
+            layer.statistics_batch_size = 2
+    assert network(x)[1].mean.shape == (2, 6)
 
 
 def noises(model):
@@ -260,25 +250,11 @@ def test_layers_share_r_wherever_their_network_goes():
     assert (found.item(), found.requires_grad) == (2.0, True)
 
 
-@pytest.mark.parametrize(
-    "join",
-    [lambda one, two: one + two, lambda one, two: (one + two) * 1, lambda one, two: nn.Sequential(*one) + two],
-    ids=["+", "*", "to a plain one"],
-)
-def test_containers_that_are_joined_are_a_container(join):
-    network, x = small(group=2).eval(), some(4, 3, 8, 8)
-    joined = join(network[:4], network[4:])
-    assert_close(joined(x, statistics="sample"), network(x, statistics="sample"))
-    assert_close(joined.train()(x), network.train()(x))
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_norms_in_a_plain_container_within_are_refused(depth):
+def test_norms_in_a_plain_container_within_are_refused():
     plain = nn.Sequential(BatchKalmanNorm2d(3), nn.ReLU())
-    for _ in range(1, depth):
-        plain = nn.Sequential(plain)
-    with pytest.raises(InputError, match="make it a KalmanSequential, too"):
-        KalmanSequential(nn.Sequential(nn.ReLU()), plain)(torch.randn(2, 3, 4, 4))
+    for inner in (plain, nn.Sequential(plain)):
+        with pytest.raises(InputError, match="make it a KalmanSequential, too"):
+            KalmanSequential(nn.Sequential(nn.ReLU()), inner)(torch.randn(2, 3, 4, 4))
 
 
 def test_container_takes_blocks_that_carry_beliefs(make_belief):
@@ -355,7 +331,7 @@ def test_from_the_meta_device_a_network_starts_as_any_other(name):
     assert_close(memory(model), memory(fresh), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [*list_models("inception_cifar_*"), *list_models("*_bkn")[1:]])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_network_in_half_precision_runs_on_the_meta_device(name):
     with torch.device("meta"):
         model = create_model(name, 5)
