@@ -1,12 +1,11 @@
 """Checkpoint folders: what is stored comes back, what is damaged is refused, and nothing is ever half-written."""
 
+import itertools
 import json
 import math
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import safetensors.torch
 import torch
 import torchvision
 from huggingface_hub import ModelCard
+from shallow import KINDS
 from torch import nn
 
 import bkn_zoo
@@ -161,7 +161,7 @@ def assert_refused(folder, *words):
 # What is stored comes back.
 
 
-@pytest.mark.parametrize("name", sorted({*bkn_zoo.list_models("*_bkn"), *bkn_zoo.list_models("inception_cifar_*")}))
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
@@ -329,61 +329,40 @@ def test_a_checkpoint_replaces_an_older_one_entirely(folder, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
-    import bkn_zoo
-    from bkn_zoo.checkpoints import folder as checkpoints
-    from bkn_zoo.models import registry
-    from shallow import shallow
+def killed_at(step, model, folder):
+    """Whether a process that writes a checkpoint was killed at a step, before which it is not done."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    steps = itertools.count()
 
-    registry._networks["inception_cifar"] = shallow
-    checkpoints._outputs = lambda model, images: {"population": torch.zeros(1, 2)}
-    real = {name: getattr(os, name) for name in ("fsync", "rename")}
-    model = bkn_zoo.create_model("inception_cifar_gn", num_classes=2)
+    def dying(function, *arguments):
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*arguments)
 
-    def die_at(step):
-        calls = iter(range(100))
-        def wrap(function):
-            def call(*args):
-                if next(calls) == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                function(*args)
-            return call
-        for name, function in real.items():
-            setattr(os, name, wrap(function))
-
-    def steps_of(root, before):
-        for step in range(100):
-            folder = Path(root) / f"step_{step}"
-            before(folder)
-            child = os.fork()
-            if child == 0:
-                die_at(step)
-                bkn_zoo.save_pretrained(model, folder)
-                os._exit(0)
-            status = os.waitpid(child, 0)[1]
-            if status == 0:
-                return step
-            assert os.WTERMSIG(status) == signal.SIGKILL, status
-
-    save_old = lambda folder: bkn_zoo.save_pretrained(model, folder, training={"old": True})
-    print(steps_of(sys.argv[1] + "/replace", save_old), steps_of(sys.argv[1] + "/fresh", lambda folder: None))
-"""
+    os.fsync, os.rename = partial(dying, os.fsync), partial(dying, os.rename)
+    try:
+        save_pretrained(model, folder)
+    finally:
+        os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """Per situation, the folders that a process was writing when it was killed at one step after another."""
-    root = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    steps = dict(zip(("replace", "fresh"), map(int, result.stdout.split()), strict=True))
-    return {name: [root / name / f"step_{i}" for i in range(count + 1)] for name, count in steps.items()}
+    root, model = tmp_path_factory.mktemp("killed"), make("inception_cifar_gn", num_classes=2)
+    threads, folders = torch.get_num_threads(), {"fresh": [], "replace": []}
+    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_outputs", lambda model, images: {"population": torch.zeros(1, 2)})
+        for situation, found in folders.items():
+            while not found or killed_at(len(found) - 1, model, found[-1]):
+                found.append(root / situation / f"step_{len(found)}")
+                if situation == "replace":
+                    save_pretrained(model, found[-1], training={"old": True})
+    torch.set_num_threads(threads)
+    return folders
 
 
 @pytest.mark.parametrize("situation", ["fresh", "replace"])

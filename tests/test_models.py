@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torchvision
-from shallow import shallow
+from shallow import KINDS, NETWORKS, shallow
 from torch import nn
 from torch.testing import assert_close
 
@@ -39,7 +39,7 @@ def size(model):
     return sizes(model)[0][0]
 
 
-@pytest.fixture(scope="module", params=list_models())
+@pytest.fixture(scope="module", params=NETWORKS)
 def trained(request, away_from_start):
     """A network after a training step at (4, 2), its gradients still there, in evaluation mode.
 
@@ -149,7 +149,7 @@ def test_modes_differ_and_leave_the_network_as_it_is(trained, double, four):
         assert_close(used.to(buffer.dtype), buffer, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("trained", sorted({*list_models("*_bkn"), *list_models("inception_cifar_*")}), indirect=True)
+@pytest.mark.parametrize("trained", KINDS, indirect=True)
 def test_the_exported_network_gives_the_same_logits(trained):
     images = photographs(2, size(trained))
     exported = torch.export.export(trained, (images,)).module()

@@ -159,14 +159,18 @@ def test_close_matches_are_suggested(words, meant, capsys):
 # Speed: PyTorch takes seconds to import
 
 
+def seconds_of_help(command):
+    """Of the processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = [*COMMAND, *command.split(), "--help"]
+    subprocess.run(run, check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_takes_less_than_half_a_second():
-    for command in ("", *COMMANDS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run = [*COMMAND, *command.split(), "--help"]
-        subprocess.run(run, check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1])
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        assert taken < 0.5, command
+    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 0.5 for _ in range(2))]
+    assert slow == []
 
 
 @pytest.mark.parametrize(
