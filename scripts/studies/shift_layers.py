@@ -15,7 +15,7 @@ from studies.shift_evaluate import CLEAN, Bench
 from studies.shift_rules import Adaptive, Rule, believing_by, mixed, norms
 
 SEVERITY = 3
-RULES = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8)}
+RULES = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8, plain=True)}
 
 
 def kinds(model: nn.Module) -> dict[str, list[RunningNorm]]:
