@@ -34,10 +34,10 @@ class Drift:
 
     For each norm of the lowest quarter of the network, D is the mean over channels of (m - c)^2 / v, where m is the
     mean of the image's channel before the norm, and c and v are the mean and the variance of m over usual images; the
-    same for logarithms of variances. An image's distance is the average of D over these norms; the others would tell
-    no more, and are not run. One half of the usual images gives c and v, the other half the distances with which an
-    image's is compared, so that the scores of further usual images are spread evenly from 0 to 1. The network runs in
-    its own default mode, in PyTorch and float32, beside any engine.
+    same for logarithms of variances. An image's distance is the average of D over these norms; the others tell little
+    more, cost most and are not run. One half of the usual images gives c and v, the other half the distances with which
+    an image's is compared, so that the scores of further usual images are spread evenly from 0 to 1. The network runs
+    in its own default mode, in PyTorch and float32, beside any engine.
 
     A single score says little: watch the mean of many (docs/shift.md). Threads may share a `Drift`.
 
