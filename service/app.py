@@ -191,6 +191,7 @@ class Service:
                 "statistics": statistics,
                 "engine": classifier.engine_name,
                 "uncertain": classifier.uncertain(best, statistics),
+                "drift": answer.drift,
                 "timing_ms": timing,
             }
         )

@@ -92,7 +92,7 @@ def test_a_result_says_what_was_used(classifier, folder):
     assert json.loads(json.dumps(result.to_dict())) == {
         "predictions": [{"label": p.label, "score": p.score} for p in result.predictions],
         "model": str(folder), "revision": None, "statistics": "sample", "engine": "torch",
-        "uncertain": False,
+        "uncertain": False, "drift": None,
     }  # fmt: skip
 
 

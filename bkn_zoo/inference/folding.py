@@ -243,7 +243,7 @@ class ImageNorm(nn.Module):
     def forward(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
-        mean, var = _observe(x)
+        mean, var = observe_fast(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
@@ -299,14 +299,14 @@ def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor
     return carried if added is None else carried + added
 
 
-def _observe(x: Tensor) -> Belief:
+def observe_fast(x: Tensor) -> Belief:
     """`observe`, by what is fastest for `x`."""
     if torch.compiler.is_compiling():
         return _observe_plainly(in_full_precision(x))
     if not x.is_cpu:
         return observe(x)
     if len(x) > 1:
-        means, variances = zip(*map(_observe, x.split(1)), strict=True)
+        means, variances = zip(*map(observe_fast, x.split(1)), strict=True)
         return Belief(torch.cat(means), torch.cat(variances))
     # It takes one image, and in channels_last is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)

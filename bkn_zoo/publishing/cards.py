@@ -48,8 +48,8 @@ USE = """\
 
 To classify a photograph into one of the classes that it was trained on, to start training on other images from, and to
 study normalization with few images per statistics group. It knows no other classes and does not say "none of them". It
-has not been tested for fairness, for robustness or on images of another kind than its training data, whose biases and
-licence it inherits: decide nothing about people with it."""
+has not been tested for fairness, against attacks or, unless a section above says so, on images of another kind than its
+training data, whose biases and licence it inherits: decide nothing about people with it."""
 
 MEASURED = """\
 In percent, on the test images, with the weights as they are stored; `ece` is the expected calibration error. The
