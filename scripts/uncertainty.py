@@ -153,12 +153,15 @@ def keep(folder: Path, thresholds: dict[str, float]) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the sets to measure on")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these checkpoints; keep the other rows")
     args = parser.parse_args(arguments)
-    folders = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
-    rows = [measured(folder, args.data) for folder in folders]
-    write_results(ROOT / "results" / "uncertainty.json", rows, 0)
-    for folder, row in zip(folders, rows, strict=True):
-        keep(folder, row["uncertain_below"])
+    path = ROOT / "results" / "uncertainty.json"
+    rows = {row["checkpoint"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for folder in sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json")):
+        if not args.only or folder.name in args.only:
+            rows[folder.name] = measured(folder, args.data)
+            keep(folder, rows[folder.name]["uncertain_below"])
+            write_results(path, [rows[name] for name in sorted(rows)], 0)
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import two_processes
 from image_trees import write_noise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from two_processes import CPU, data, network
 
@@ -32,6 +32,7 @@ from bkn_zoo.training import loop
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.depthwise import _FastDepthwise
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wilson_interval
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
@@ -210,6 +211,25 @@ def test_training_images_may_have_another_size(tmp_path: Path) -> None:
     side = data().preprocessing.size
     assert side != 6
     assert seen == {(True, 6, 6), (False, side, side)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 1), (5, 2, 0), (5, 2, 2), ((3, 5), (2, 3), (1, 2)), (1, 2, 0)]
+)
+def test_fast_depthwise_gradients_are_the_convolutions(kernel: Any, stride: Any, padding: Any) -> None:
+    """On every processor, though only ARM's use them."""
+    conv = nn.Conv2d(6, 6, kernel, stride, padding, groups=6, bias=False)
+    x = torch.randn(3, 6, 12, 11, requires_grad=True)
+    plain = conv(x)
+    with _FastDepthwise():
+        fast = conv(x)
+        whole = nn.Conv2d(6, 4, 3)(x)  # not depthwise
+    assert "Depthwise" in fast.grad_fn.name()
+    assert "Depthwise" not in whole.grad_fn.name()
+    outer = torch.randn_like(plain)
+    wanted, found = (torch.autograd.grad(y, (x, conv.weight), outer) for y in (plain, fast))
+    for theirs, ours in zip(wanted, found, strict=True):
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
