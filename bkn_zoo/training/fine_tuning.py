@@ -15,7 +15,7 @@ FINE_TUNING = {
 }  # fmt: skip
 """Defaults; the checkpoint to start from and the number of images change some of them."""
 
-LEAST_STEPS = 100
+LEAST_STEPS = 80
 """A small data set is passed more often, until there are this many steps."""
 
 MOST_EPOCHS = 25
