@@ -67,9 +67,10 @@ class Recipe:
             averaged as well; at the end statistics of their own take its place, if the validation images say so.
         kalman_lr: learning rate of A, R and q relative to the others'.
         precision: "bfloat16" (autocast) or "float32"; "bf16" and "f32" are accepted, too.
-        keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
-            falls to nothing over many epochs the last are as good, and nothing is chosen by chance.
-        patience: epochs without a better one after which a training ends; None is never.
+        keep: the weights of the "last" epoch, or those of the "best": the last whose loss on the validation images is
+            within a standard error of the lowest. Where the learning rate falls to nothing over many epochs the last
+            are as good, and nothing is chosen by chance.
+        patience: epochs without a lower loss on the validation images after which a training ends; None is never.
         freeze: true trains the classifier only; a number is the share of the layers, from the input on, that stay as
             they are. Either way images are normalized as the checkpoint that it starts from would.
         graph: replay steps from a CUDA graph.
