@@ -202,7 +202,8 @@ class BatchKalmanNorm(RunningNorm):
 
     def held(self, rows: Tensor) -> Tensor:
         """The same, but a constant to the gradient where q = 0."""
-        return torch.where(self.gain > 0, rows, rows.detach())
+        gain = torch.sigmoid(in_full_precision(self.raw_gain.detach()))  # without the operations of a gradient
+        return torch.where(gain > 0, rows, rows.detach())
 
     def predicted(self, prior: Belief | None, groups: int) -> Belief:
         """What this layer believes before it observes: from the belief of the layer below, or its initial belief."""
