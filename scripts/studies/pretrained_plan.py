@@ -121,7 +121,8 @@ class Arm(Run):
 
     @property
     def like(self) -> str:
-        return self.experiment.name
+        """Arms differ in speed; and an arm that does not finish in time continues later."""
+        return self.name
 
     @property
     def epochs(self) -> int:
