@@ -135,8 +135,8 @@ def test_averages_taken_anew_or_smaller_groups_do_not_count(
         (1.0, 0.2, 20, False, "held"), (0.4, 0.2, 20, False, "within chance"), (-1.0, 0.2, 20, False, "did not hold"),
         (0.5, 0.2, 20, False, "held"), (0.5, 0.2, 4, False, "within chance"), (2.0, 0.2, 1, False, "within chance"),
         (1.1, None, 1, False, "held (one seed)"), (0.9, None, 1, False, "within chance (one seed)"),
-        (0.2, 0.2, 20, True, "held"), (-2.0, 0.2, 20, True, "did not hold"), (0.2, 0.5, 20, True, "cannot be told"),
-        (0.5, None, 1, True, "cannot be told (one seed)"),
+        (0.2, 0.2, 20, True, "held"), (-2.0, 0.2, 20, True, "did not hold"), (0.2, 0.5, 20, True, "undecided"),
+        (0.5, None, 1, True, "undecided (one seed)"),
     ],
 )  # fmt: skip
 def test_a_claim_holds_where_its_interval_does(
@@ -220,17 +220,17 @@ def learned_nothing(records: Records) -> None:
     [
         (lambda records: None, [
             f"{len(RUNS)} are done (a GPU, torch 2.11). Each",
-            "two images a group: BKN is better than BN, both by moving averages | +3.50 | +3.00 ± 0.11 | 3 | held |",
+            "images per group: BKN is better than BN, both with moving averages | +3.50 | +3.00 ± 0.11 | 3 | held |",
             "| ResNet101 at (64,8): BKN is better than BN | +7.81 |  |  | not tested: GPU time",
             "| cifar100 | 128, 2 | BN | 15 | +3.00 ± 0.11, a gain | 60 | +3.00 ± 0.11, a gain |",
-            "gains after few epochs, 0 are smaller at full length and 0 within chance there.",
-            "it is smaller still at 0 of",
+            "gains after few epochs, 0 are smaller at full length and 0 are within chance.",
+            "it is even smaller at 0 of",
             "| the link between layers, with two | +2.00 ± 0.11 | 3 | a gain |",
             # Twice as much as in the record's modes.
-            "statistics taken anew by the averaged weights: BKN is better than BN | +0.90 | +6.00 ± 0.16 | 3 | held |",
+            "statistics recomputed for the averaged weights: BKN is better than BN | +0.90 | +6.00 ± 0.16 | 3 | held |",
             "- EvalNorm: nowhere.", "61.25", "0.600 ± 0.000",
             "statistics are as good as those of the batch (here: as `expected`): +0.00 in the paper, -2.00",
-        ], ["what steadies it", "ot run yet", "- CIFAR-100, two images a group"]),
+        ], ["So the gap shrinks", "ot run yet", "- CIFAR-100, two images per group"]),
         (learned_nothing, [
             "| BKN with one, against BN with one, likewise |  |  | BN, lr = 0.025 did not learn |",
             "BKN is better than BN | +2.11 |  |  | not tested: BN did not learn |",
@@ -266,7 +266,7 @@ def test_the_arm_counts_that_was_best_on_validation(records: Records) -> None:
     found = difference(claim, records)
     assert found is not None
     assert found.value == pytest.approx(63.1 - 55.0)
-    end = "so that a larger one may be better still: BN, lr = 0.8 (128, 2)."
+    end = "so a larger one may be better: BN, lr = 0.8 (128, 2)."
     assert end not in said(records)
     records[keys[2]]["validation"]["expected"]["top1"] = 80.0
     assert end in said(records)
@@ -280,18 +280,18 @@ def test_gains_that_are_smaller_at_full_length_are_counted(records: Records) -> 
     ends(records, "cifar100_full.bkn.128-2", 61.1)
     ends(records, "tiny_full.bkn.256-4", 60.1)
     leads = leads_by_length(PLANNED, records)
-    few = f"Of {len(leads)} gains after few epochs, 6 are smaller at full length and 4 within chance there.\n"
+    few = f"Of {len(leads)} gains after few epochs, 6 are smaller at full length and 4 are within chance.\n"
     assert few in said(records)
     more = [lead.arm.name for _, lead in leads if lead.arm.setting == "cifar10_full"]
     for arm in more:
         ends(records, arm, 61.6)
-    smaller = f"{6 + len(more)} are smaller at full length and 4 within chance there: a short training"
+    smaller = f"{6 + len(more)} are smaller at full length and 4 are within chance. A short training"
     assert smaller in said(records)
 
 
 def test_that_no_steps_are_saved_is_the_schedules_doing(records: Records) -> None:
     (claim,) = (claim for claim in PLANNED.claims if claim.get("steps"))
-    for top1, saved, held in ((90.0, 80.0, "held"), (10.0, 0.0, "cannot be told by this schedule")):
+    for top1, saved, held in ((90.0, 80.0, "held"), (10.0, 0.0, "undecided with this schedule")):
         for run in PLANNED.arms[claim["this"]].runs:
             records[run.key]["curve"] = [{"step": 10 * k, "top1": {"expected": top1}} for k in range(1, 6)]
         found = difference(claim, records)
@@ -301,7 +301,7 @@ def test_that_no_steps_are_saved_is_the_schedules_doing(records: Records) -> Non
 
 def test_first_table_has_both_lengths(records: Records) -> None:
     text = headline_table(PLANNED, records)
-    assert text.startswith("| CIFAR-100, top-1 (%) | epochs | 128 images a group | 8 | 2 | 1 |\n")
+    assert text.startswith("| CIFAR-100, top-1 (%) | epochs | 128 images per group | 8 | 2 | 1 |\n")
     assert "| BKN, A held at zero | 60 |  |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in text
     assert "| BKN, A held at zero | 15 |  | 61.10 ± 0.10 | 61.10 ± 0.10 | 61.10 ± 0.09 |" in text
 

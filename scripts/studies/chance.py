@@ -88,7 +88,7 @@ class Difference:
     def verdict(self, same: bool = False) -> str:
         """Whether a claim held that it is positive or, if `same`, that there is none."""
         if same:
-            far = "did not hold" if abs(self.value) > self.margin else "cannot be told"
+            far = "did not hold" if abs(self.value) > self.margin else "undecided"
             said = "held" if abs(self.value) + self.margin <= SAME else far
         else:
             within = abs(self.value) <= self.margin
