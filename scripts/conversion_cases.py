@@ -36,7 +36,7 @@ DETECTORS = (
     "fasterrcnn_resnet50_fpn_v2", "fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn_v2",
     "maskrcnn_resnet50_fpn_v2", "ssdlite320_mobilenet_v3_large",
 )  # fmt: skip
-VIDEO = {"r3d_18": 32, "mc3_18": 32, "r2plus1d_18": 32, "s3d": 64}
+VIDEO = {"r3d_18": 32, "mc3_18": 32, "r2plus1d_18": 32, "s3d": 224}
 SMP = ("Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "PSPNet", "Linknet", "MAnet", "PAN", "UPerNet")
 
 

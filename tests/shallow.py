@@ -4,11 +4,10 @@ from torch import nn
 
 from bkn_zoo.models.inception import Inception, MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
-from bkn_zoo.models.network import Branch, Network
-from bkn_zoo.models.registry import NormFactory
+from bkn_zoo.models.network import Branch
 
 
-def shallow(make_norm: NormFactory, num_classes: int) -> Network:
+def shallow(make_norm, num_classes):
     """The small network with two branches of its first block, one of them with a pooling, and poolings for the others.
 
     What is left has the names that it has there, and all that the rest has.

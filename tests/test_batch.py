@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ IMAGES = 30
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     """A folder outside of the repository: a checkpoint, many images, some of odd names, and one that is broken."""
     work = tmp_path_factory.mktemp("work")
     save_small_checkpoint(work / "mine", label_names=["a, b", 'c "d"', "e\nf", *"ghijklm"], size=16)
@@ -45,16 +43,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def there(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def there(work, monkeypatch):
     monkeypatch.chdir(work)
 
 
-def arguments(output: str, *more: str, format: str = "csv") -> list[str]:
+def arguments(output, *more, format="csv"):
     options = ["--model", "./mine", "--engine", "torch", "--top-k", "2", "--format", format, "--output", output]
     return ["classify", "photos", *options, *more]
 
 
-def files_in(path: Path) -> list[str]:
+def files_in(path):
     """The images that a file has rows of, in its order."""
     if path.suffix == ".json":
         return [row["file"] for row in json.loads(path.read_text())]
@@ -63,7 +61,7 @@ def files_in(path: Path) -> list[str]:
     return [row[0] for row in rows[::2]]
 
 
-def same(found: bytes, wanted: bytes) -> bool:
+def same(found, wanted):
     """To the last byte, but for the last digits of scores, which the number of threads may change."""
     scores = re.compile(rb"\d\.\d+(?:e-\d+)?")
     if scores.sub(b"", found) != scores.sub(b"", wanted):
@@ -72,7 +70,7 @@ def same(found: bytes, wanted: bytes) -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(work, tmp_path_factory):
     """What runs that nobody disturbs leave, by their format."""
     made, before = {}, Path.cwd()
     os.chdir(work)
@@ -87,7 +85,7 @@ def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return made
 
 
-def start(*command: str) -> subprocess.Popen[str]:
+def start(*command):
     kept = {k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("BKN_", "TRITON_"))}
     return subprocess.Popen(
         [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())", *command],
@@ -96,9 +94,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(
-    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(whole, tmp_path, capsys):
     output = tmp_path / "out.csv"
     command = arguments(str(output))
     killed = start(*command)
@@ -127,7 +123,7 @@ def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("format", ["csv", "json"])
-def test_a_file_that_was_cut_anywhere_is_completed(whole: dict[str, bytes], tmp_path: Path, format: str) -> None:
+def test_a_file_that_was_cut_anywhere_is_completed(whole, tmp_path, format):
     """In the first bytes, and at many places of the last rows, which have the odd names."""
     data, path = whole[format], tmp_path / f"out.{format}"
     for size in (0, 5, len(data) // 2, *range(len(data) - 700, len(data), 61), len(data) - 1):
@@ -136,14 +132,12 @@ def test_a_file_that_was_cut_anywhere_is_completed(whole: dict[str, bytes], tmp_
         assert same(path.read_bytes(), data), size
 
 
-def test_what_is_printed_is_what_a_file_would_hold(whole: dict[str, bytes], capsysbinary: Any) -> None:
+def test_what_is_printed_is_what_a_file_would_hold(whole, capsysbinary):
     assert cli.main(arguments("")[:-2]) == 0
     assert same(capsysbinary.readouterr().out, whole["csv"])
 
 
-def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
-    whole: dict[str, bytes], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(whole, work, tmp_path, capsys):
     for format in ("csv", "json"):
         output = tmp_path / f"out.{format}"
         output.write_bytes(whole[format])
@@ -176,9 +170,9 @@ def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(
     ],
 )
 def test_a_file_of_another_command_is_refused_and_left_as_it_is(
-    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    format: str, options: list[str], complaint: str,
-) -> None:  # fmt: skip
+    whole, tmp_path, capsys,
+    format, options, complaint,
+):  # fmt: skip
     output = tmp_path / "out"
     output.write_bytes(whole[format])
     assert cli.main([*arguments(str(output), format=format), *options]) == 2
@@ -190,9 +184,9 @@ def test_a_file_of_another_command_is_refused_and_left_as_it_is(
 
 @pytest.mark.parametrize("format", ["csv", "json"])
 def test_a_file_of_other_weights_in_the_same_folder_is_refused(
-    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    format: str,
-) -> None:  # fmt: skip
+    whole, tmp_path, capsys, monkeypatch,
+    format,
+):  # fmt: skip
     save_small_checkpoint(tmp_path / "mine", seed=1)
     (tmp_path / "photos").symlink_to(Path("photos").absolute())
     monkeypatch.chdir(tmp_path)
@@ -204,7 +198,7 @@ def test_a_file_of_other_weights_in_the_same_folder_is_refused(
 
 
 @pytest.mark.parametrize("format", ["csv", "json"])
-def test_a_file_without_a_good_image_can_be_gone_on_with(tmp_path: Path, format: str) -> None:
+def test_a_file_without_a_good_image_can_be_gone_on_with(tmp_path, format):
     output = tmp_path / f"out.{format}"
     command = arguments(str(output), format=format)
     for _ in range(2):
@@ -214,9 +208,7 @@ def test_a_file_without_a_good_image_can_be_gone_on_with(tmp_path: Path, format:
     assert files_in(output) == ["photos/0000.png"]
 
 
-def test_what_is_no_output_of_this_command_is_never_cut(
-    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_output_of_this_command_is_never_cut(whole, tmp_path, capsys):
     output = tmp_path / "out"
     header = whole["csv"].partition(b"\n")[0] + b"\n"
     endless = header + b'"' + bytes(200_000)
@@ -230,9 +222,7 @@ def test_what_is_no_output_of_this_command_is_never_cut(
     assert all(line.startswith("bkn-zoo: ") for line in capsys.readouterr().err.splitlines())
 
 
-def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(
-    whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(whole, tmp_path, capsys):
     """As a limit on the size of files has it; /dev/full would do the same, but cannot be gone on with."""
     import resource
 
@@ -253,9 +243,7 @@ def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(
     assert same(output.read_bytes(), whole["csv"])
 
 
-def test_bad_files_of_a_folder_decide_the_exit_code_only_on_request_and_named_ones_always(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files_of_a_folder_decide_the_exit_code_only_on_request_and_named_ones_always(tmp_path, capsys):
     for number, (more, code) in enumerate([([], 0), (["--strict"], 1), ([f"photos/{BAD}"], 1)]):
         command = arguments(str(tmp_path / f"{number}.csv"))
         assert cli.main([*command[:2], *more, *command[2:]]) == code
@@ -266,9 +254,7 @@ def test_bad_files_of_a_folder_decide_the_exit_code_only_on_request_and_named_on
     assert cli.main(["classify", str(folder), "--model", "./mine", "--engine", "torch"]) == 1
 
 
-def test_where_no_terminal_is_a_line_now_and_then_says_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_terminal_is_a_line_now_and_then_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(classify, "EVERY", 0.02)
     assert cli.main(arguments(str(tmp_path / "out.csv"))) == 0
     *lines, _, _ = capsys.readouterr().err.splitlines()
@@ -279,10 +265,10 @@ def test_where_no_terminal_is_a_line_now_and_then_says_how_far_it_is(
         assert 0 < int(count) <= IMAGES + 2
 
 
-def test_images_are_decoded_while_others_run_and_never_many_before_their_turn() -> None:
+def test_images_are_decoded_while_others_run_and_never_many_before_their_turn():
     classifier, taken = Classifier.from_pretrained("./mine", engine="torch"), 0
 
-    def images() -> Iterator[str]:
+    def images():
         nonlocal taken
         for _ in range(100):
             taken += 1

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ FACTS = {"command": "bkn-zoo train recipes/x.toml", "hardware": "NVIDIA H200", "
 Card = Callable[..., str]
 
 
-def accuracy(population: float, sample: float, expected: float) -> dict[str, dict[str, float]]:
+def accuracy(population, sample, expected):
     modes = {"population": population, "sample": sample, "expected": expected}
     return {mode: {"top1": top1, "top5": 99.1, "ece": 2.5} for mode, top1 in modes.items()}
 
@@ -43,7 +42,7 @@ def accuracy(population: float, sample: float, expected: float) -> dict[str, dic
 ACCURACY = accuracy(80.125, 85.5, 86.75)
 
 
-def record(name: str, norm: str, top1: float, **changes: Any) -> dict[str, Any]:
+def record(name, norm, top1, **changes):
     about = {"model": f"inception_cifar_{norm}", "norm": norm, "dataset": "cifar10", "epochs": 20, "seconds": 7200.0}
     batches = {"gradient_batch": 128, "statistics_batch": 2, "chosen_statistics": "expected"}
     run = {"name": name, **about, **batches, "test": accuracy(top1, top1, top1), **FACTS, **changes}
@@ -62,7 +61,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original") / NAME
     model = bkn_zoo.create_model("inception_cifar_bkn", 10)
     model.statistics_batch_size = 2
@@ -78,17 +77,17 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
+def folder(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "checkpoints" / NAME))
 
 
-def write(path: Path, content: Any) -> None:
+def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path):
     results = tmp_path / "results"
     for run in RUNS:
         write(results / "runs" / f"{run['name']}.json", run)
@@ -104,10 +103,10 @@ def results(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def card(folder: Path, results: Path) -> Card:
+def card(folder, results):
     """The zoo's card, after further runs of the replication."""
 
-    def after(*runs: dict[str, Any]) -> str:
+    def after(*runs):
         for run in runs:
             write(results / "reproduce" / f"{run['name']}.json", {"width": 1.0, "every": 1} | run)
         return zoo_checkpoint_card(Config.read(folder / "config.json"), NAME, results)
@@ -118,7 +117,7 @@ def card(folder: Path, results: Path) -> Card:
 # What every card has.
 
 
-def test_metadata_is_what_the_hub_reads(card: Card) -> None:
+def test_metadata_is_what_the_hub_reads(card):
     data = yaml.safe_load(card().split("---\n")[1])
     (index,) = data.pop("model-index")
     (result,) = index["results"]
@@ -136,7 +135,7 @@ def test_metadata_is_what_the_hub_reads(card: Card) -> None:
     }  # fmt: skip
 
 
-def test_card_shows_all_sections(card: Card) -> None:
+def test_card_shows_all_sections(card):
     text = card()
     for line in (
         "| expected (default) | 86.75 | 99.1 | 2.5 |",
@@ -161,7 +160,7 @@ def test_card_shows_all_sections(card: Card) -> None:
         assert absent not in text
 
 
-def test_card_of_a_user_has_no_study_sections(folder: Path, results: Path) -> None:
+def test_card_of_a_user_has_no_study_sections(folder, results):
     text = card_of(Config.read(folder / "config.json"), NAME, results)
     assert re.findall("^##+ (.*)", text, re.M) == [
         "Load it", "Call it over HTTP", "Accuracy", "Training", "What it is for, and what not",
@@ -169,11 +168,11 @@ def test_card_of_a_user_has_no_study_sections(folder: Path, results: Path) -> No
     assert "in at most 2.0 h" in text
 
 
-def test_card_examples_run_and_agree(folder: Path, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 50), "red").save("photo.jpg")
-    namespace: dict[str, Any] = {}
+    namespace = {}
     for code in re.findall(r"```python\n(.*?)```", card(), re.DOTALL):
         exec(code, namespace)
     best = namespace["classify"]("photo.jpg").predictions[0]
@@ -194,25 +193,25 @@ def test_card_examples_run_and_agree(folder: Path, card: Card, tmp_path: Path, m
         ({}, [], ["running averages were taken anew"]),
     ],
 )
-def test_card_follows_the_config(folder: Path, training: Any, said: list[str], unsaid: list[str]) -> None:
+def test_card_follows_the_config(folder, training, said, unsaid):
     config = Config.read(folder / "config.json")
     text = checkpoint_card(replace(config, training=config.training | training), "x")
     assert [words for words in said if words not in text] + [words for words in unsaid if words in text] == []
 
 
-def test_card_of_an_untrained_network_claims_nothing(tmp_path: Path) -> None:
+def test_card_of_an_untrained_network_claims_nothing(tmp_path):
     bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_gn", 3), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     assert not re.search("## (Accuracy|Speed|Training)|model-index|datasets", text)
     assert 'from_pretrained("mine")' in text
 
 
-def but(**changes: Any) -> Callable[[str], str]:
+def but(**changes):
     """A JSON file with other fields."""
     return lambda text: json.dumps(json.loads(text) | changes)
 
 
-def training_after(text: str) -> Callable[[str], str]:
+def training_after(text):
     return lambda card: card.replace("## Training", f"{text}\n\n## Training")
 
 
@@ -233,12 +232,10 @@ def training_after(text: str) -> Callable[[str], str]:
         ("run", None, "or there is none"),
     ],
 )
-def test_publish_refuses_what_disagrees(
-    folder: Path, results: Path, file: str, change: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_refuses_what_disagrees(folder, results, file, change, words, monkeypatch):
     for name in ("push_to_hub", "changes", "check_reachable"):
         monkeypatch.setattr(f"bkn_zoo.publishing.publish.{name}", lambda *_, name=name, **__: sent.append(name) or [])
-    sent: list[str] = []
+    sent = []
     (folder / "README.md").write_text(card_of(Config.read(folder / "config.json"), NAME, results))
     path = results / "runs" / f"{NAME}.json" if file == "run" else folder / file
     path.write_text(change(path.read_text())) if change else path.unlink()
@@ -250,20 +247,20 @@ def test_publish_refuses_what_disagrees(
 # What the zoo's own cards add.
 
 
-def test_zoo_card_lists_checkpoints_and_costs(folder: Path) -> None:
+def test_zoo_card_lists_checkpoints_and_costs(folder):
     regions = zoo_card({NAME: Config.read(folder / "config.json")}, RUNS)
     row = f"| [{NAME}](checkpoints/{NAME}/README.md) | CIFAR-10 | 10 | 2 | 80.12 | 85.50 | **86.75** |"
     assert row in regions["checkpoints"]
     assert "| NVIDIA H200 | 6 | 12.0 h | 8.4 kWh |" in regions["training"]
 
 
-def test_checkpoints_of_this_tree_can_be_published() -> None:
+def test_checkpoints_of_this_tree_can_be_published():
     for name in bkn_zoo.list_checkpoints():
         if (ROOT / "checkpoints" / name).exists():
             validate(ROOT / "checkpoints" / name, name, ROOT / "results")
 
 
-def arms(plain: float, **changes: Any) -> list[dict[str, Any]]:
+def arms(plain, **changes):
     """BKN, BKN with A held at zero, and BN."""
     cases = [("bkn", {}, 65.0), ("bkn", {"link": False}, 64.5), ("bn", {}, plain)]
     recipe = {key: changes.pop(key) for key in ("size",) if key in changes}
@@ -274,7 +271,7 @@ def arms(plain: float, **changes: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_twins_section_splits_the_gain_into_parts(card: Card) -> None:
+def test_twins_section_splits_the_gain_into_parts(card):
     assert "was not measured for this network and these batches." in card()
     runs = [run for seed in (0, 1) for run in arms(53.0, epochs=15, seed=seed)]
     shorter = arms(53.0, epochs=14)
@@ -293,7 +290,7 @@ def test_twins_section_splits_the_gain_into_parts(card: Card) -> None:
     assert re.search(rf"{rules}; by EvalNorm's rule, \+0\.00 ± [\d.]+ \(within chance\) for the link\. ±", text)
 
 
-def test_twins_section_takes_the_longest_runs_that_compare(card: Card) -> None:
+def test_twins_section_takes_the_longest_runs_that_compare(card):
     assert "\nIn runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN" in card(
         *arms(53.0, epochs=15, size=24)
     )
@@ -303,7 +300,7 @@ def test_twins_section_takes_the_longest_runs_that_compare(card: Card) -> None:
     ) in card(*arms(53.0, epochs=16)[:2])
 
 
-def test_twins_section_gives_no_gain_over_chance_level(card: Card) -> None:
+def test_twins_section_gives_no_gain_over_chance_level(card):
     text = card(*arms(19.9, epochs=15))
     assert "In runs of 15 epochs (1 seed) BN" in text
     assert "does not learn: it ends at 19.90 %, and chance is 10 %." in text
@@ -312,7 +309,7 @@ def test_twins_section_gives_no_gain_over_chance_level(card: Card) -> None:
     assert "the whole gain over BN with as many images per group is +45.00 points" in card(*arms(20.0, epochs=15))
 
 
-def test_twins_are_of_both_folders_and_one_recipe(card: Card, results: Path) -> None:
+def test_twins_are_of_both_folders_and_one_recipe(card, results):
     assert card() == card(
         record("ablation", "bkn", 1.0, seed=1, recipe={"norm_options": {"initial_gain": 0.3}}),
         record("wide", "bn", 2.0, seed=2, width=1.5),
@@ -330,7 +327,7 @@ def test_twins_are_of_both_folders_and_one_recipe(card: Card, results: Path) -> 
     assert line in full_length_table([row])
 
 
-def test_diverged_runs_are_counted_only(card: Card, results: Path) -> None:
+def test_diverged_runs_are_counted_only(card, results):
     assert "BKN with groups of 2 ends 5.75 points above BN with groups of 2" in card()
     shown = full_lengths(read_twins(results))
     lost = {"failed": "the loss was not finite at step 7", "test": {}, "validation": {}}
@@ -341,7 +338,7 @@ def test_diverged_runs_are_counted_only(card: Card, results: Path) -> None:
     assert full_lengths(read_twins(results)) == shown
 
 
-def test_twins_mode_is_the_best_on_mean_validation(card: Card) -> None:
+def test_twins_mode_is_the_best_on_mean_validation(card):
     """Not that of most runs, nor of those that agree."""
     validation = {"population": {"top1": 50.0}, "sample": {"top1": 93.0}, "expected": {"top1": 90.0}}
     text = card(record("bkn_1", "bkn", 84.5, seed=1, chosen_statistics="sample", validation=validation))
@@ -352,11 +349,11 @@ def test_twins_mode_is_the_best_on_mean_validation(card: Card) -> None:
 # torch.hub.
 
 
-def hub_load(name: str, **options: Any) -> Any:
+def hub_load(name, **options):
     return torch.hub.load(str(ROOT), name, source="local", **options)
 
 
-def test_torch_hub_lists_and_makes_every_model() -> None:
+def test_torch_hub_lists_and_makes_every_model():
     module = runpy.run_path(str(ROOT / "hubconf.py"))
     listed = {name for name, value in module.items() if callable(value) and not name.startswith("_")}  # as torch.hub
     assert listed == set(bkn_zoo.list_models())
@@ -364,7 +361,7 @@ def test_torch_hub_lists_and_makes_every_model() -> None:
     assert hub_load("inception_cifar_gn", num_classes=3).num_classes == 3
 
 
-def test_torch_hub_example_of_the_docs_runs() -> None:
+def test_torch_hub_example_of_the_docs_runs():
     code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
     assert code is not None
     model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
@@ -372,7 +369,7 @@ def test_torch_hub_example_of_the_docs_runs() -> None:
     assert model.config.accuracy["expected"]["top1"] > 60
 
 
-def test_torch_hub_finds_the_checkpoint_of_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_hub_finds_the_checkpoint_of_a_network(folder, monkeypatch):
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     model = hub_load("inception_cifar_bkn", pretrained=True)
     assert model.config.accuracy == ACCURACY

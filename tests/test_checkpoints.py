@@ -7,18 +7,17 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 import bkn_zoo
-from bkn_zoo import BknZooError, CheckpointError, InputError, Network, UnknownNameError
+from bkn_zoo import BknZooError, CheckpointError, InputError, UnknownNameError
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
@@ -41,13 +40,13 @@ pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_golden_inputs() -> Iterator[None]:
+def small_golden_inputs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "GOLDEN_SIZE", 32)
         yield
 
 
-def randomize(module: nn.Module) -> None:
+def randomize(module):
     """Give every norm statistics and parameters that differ from their starting values."""
     generator = torch.Generator().manual_seed(1)
     for name, tensor in module.state_dict().items():
@@ -59,35 +58,35 @@ def randomize(module: nn.Module) -> None:
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
 
 
-def make(name: str = SMALL, **options: Any) -> Network:
+def make(name=SMALL, **options):
     torch.manual_seed(0)
     model = bkn_zoo.create_model(name, **options)
     randomize(model)
     return model
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
+def state(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def rounded(model: Network) -> dict[str, Tensor]:
+def rounded(model):
     return {name: x.half().float() if x.ndim >= 2 else x for name, x in model.state_dict().items()}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def stored(folder):
     files = folder.glob("model*.safetensors")
     return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
 
 
-def kalman(model: nn.Module) -> list[BatchKalmanNorm]:
+def kalman(model):
     return [m for m in model.modules() if isinstance(m, BatchKalmanNorm) and m.prior_features is not None]
 
 
-def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_tensors(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
@@ -95,7 +94,7 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def saved(tmp_path_factory):
     """The files of one good checkpoint."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_pretrained(make(), folder, preprocessing=CIFAR, label_names=[f"class {i}" for i in range(10)])
@@ -103,7 +102,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folder(saved: dict[str, bytes], tmp_path: Path) -> Path:
+def folder(saved, tmp_path):
     """A good checkpoint that a test may damage."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -112,20 +111,20 @@ def folder(saved: dict[str, bytes], tmp_path: Path) -> Path:
     return folder
 
 
-def config(*missing: str, **changes: object) -> Damage:
+def config(*missing, **changes):
     """Edit config.json."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         data = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({name: data[name] for name in data if name not in missing}))
 
     return edit
 
 
-def weights(**changes: Tensor | None) -> Damage:
+def weights(**changes):
     """Replace, add or (None) remove tensors."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         path = folder / "model.safetensors"
         given = {name.replace("__", "."): x for name, x in changes.items()}
         tensors = safetensors.torch.load(path.read_bytes()) | given
@@ -135,17 +134,17 @@ def weights(**changes: Tensor | None) -> Damage:
     return edit
 
 
-def file(name: str, change: bytes | Callable[[bytes], bytes]) -> Damage:
+def file(name, change):
     """Write a file, or change its bytes."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         path = folder / name
         path.write_bytes(change if isinstance(change, bytes) else change(path.read_bytes()))
 
     return edit
 
 
-def assert_refused(folder: Path, *words: str) -> None:
+def assert_refused(folder, *words):
     """One sentence that holds the words."""
     with pytest.raises(CheckpointError) as caught:
         from_pretrained(folder)
@@ -159,7 +158,7 @@ def assert_refused(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*bkn_zoo.list_models("*_bkn"), *bkn_zoo.list_models("inception_cifar_*")}))
-def test_what_is_saved_comes_back_in_stored_precision(name: str, tmp_path: Path) -> None:
+def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
     before, random = state(model), torch.get_rng_state()
@@ -182,14 +181,14 @@ def test_what_is_saved_comes_back_in_stored_precision(name: str, tmp_path: Path)
     assert verify_golden(folder).keys() == set(MODES)
 
 
-def test_a_loaded_model_keeps_labels_and_preprocessing(folder: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_keeps_labels_and_preprocessing(folder, tmp_path):
     save_pretrained(from_pretrained(folder), tmp_path / "again" / folder.name)
     before, after = contents(folder), contents(tmp_path / "again" / folder.name)
     for name in ("config.json", "model.safetensors", "README.md"):
         assert after[name] == before[name]
 
 
-def test_accuracy_and_training_are_not_taken_over(tmp_path: Path) -> None:
+def test_accuracy_and_training_are_not_taken_over(tmp_path):
     about = {"accuracy": {"sample": {"top1": 71.25, "top5": 90}}, "training": {"epochs": 3, "data": ["CIFAR-10"]}}
     save_pretrained(make(), tmp_path / "a", **about, default_statistics="sample")
     loaded = from_pretrained(tmp_path / "a")
@@ -199,15 +198,15 @@ def test_accuracy_and_training_are_not_taken_over(tmp_path: Path) -> None:
     assert again.accuracy == again.training == {}
 
 
-def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path: Path) -> None:
+def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path):
     model, folder = make(), tmp_path / "checkpoint"
 
-    def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
+    def measure(stored):
         assert not folder.exists()
         assert_same_tensors(stored.state_dict(), rounded(model))
         return {"sample": {"top1": 50.5}}, "# Measured\n"
 
-    def fail(stored: Network) -> Any:
+    def fail(stored):
         raise InputError("there are no images.")
 
     save_pretrained(model, folder, measure=measure)
@@ -221,7 +220,7 @@ def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_weights_as_stored_run_as_those_in_float32(folder: Path, name: str) -> None:
+def test_weights_as_stored_run_as_those_in_float32(folder, name):
     """In the service: half the memory, and the same answers, whatever becomes of the file."""
     if name == "openvino":
         pytest.importorskip("openvino")
@@ -237,14 +236,14 @@ def test_weights_as_stored_run_as_those_in_float32(folder: Path, name: str) -> N
         assert torch.equal(create_engine(stored, name)(images, mode), create_engine(usual, name)(images, mode)), mode
 
 
-def test_precision_and_layout_of_a_model_do_not_matter(tmp_path: Path) -> None:
+def test_precision_and_layout_of_a_model_do_not_matter(tmp_path):
     save_pretrained(make().double().to(memory_format=torch.channels_last), tmp_path / "double")
     save_pretrained(make(), tmp_path / "float")
     assert contents(tmp_path / "double")["model.safetensors"] == contents(tmp_path / "float")["model.safetensors"]
     assert all(x.dtype != torch.float64 for x in from_pretrained(tmp_path / "double").state_dict().values())
 
 
-def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder: Path, tmp_path: Path) -> None:
+def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder, tmp_path):
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", torch.bfloat16):
@@ -256,7 +255,7 @@ def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder: Path,
     assert max(verify_golden(tmp_path / "again").values()) < 1e-5
 
 
-def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path: Path) -> None:
+def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path):
     model = make()
     model.get_submodule(NORM).set_gain(1)
     save_pretrained(model, tmp_path / "new")
@@ -267,7 +266,7 @@ def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path: Path) -> Non
     assert loaded.get_submodule(NORM).gain == 1
 
 
-def test_norm_options_are_stored(tmp_path: Path) -> None:
+def test_norm_options_are_stored(tmp_path):
     save_pretrained(make("inception_cifar_brn", warmup=12), tmp_path / "brn")
     loaded = from_pretrained(tmp_path / "brn")
     assert loaded.norm_options == {"warmup": 12, "r_steps": 40_000, "d_steps": 25_000}  # defaults may change one day
@@ -275,7 +274,7 @@ def test_norm_options_are_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_network")
-def test_weights_beyond_the_limit_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_the_limit_are_sharded(tmp_path, monkeypatch):
     limit, folder = 1_200_000, tmp_path / "sharded"
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
     model = make(shared_process_noise=False)
@@ -292,7 +291,7 @@ def test_weights_beyond_the_limit_are_sharded(tmp_path: Path, monkeypatch: pytes
     assert_same_tensors(from_pretrained(folder).state_dict(), rounded(model))
 
 
-def test_the_golden_file_holds_an_input_and_its_outputs(folder: Path) -> None:
+def test_the_golden_file_holds_an_input_and_its_outputs(folder):
     golden = safetensors.torch.load_file(folder / "golden.safetensors")
     assert golden["input"].shape == (1, 3, 32, 32)  # the preprocessing's
     model = from_pretrained(folder)
@@ -313,7 +312,7 @@ def test_the_golden_file_holds_an_input_and_its_outputs(folder: Path) -> None:
             verify_golden(folder)
 
 
-def test_the_card_has_metadata_for_the_hub_and_can_be_given(tmp_path: Path, folder: Path) -> None:
+def test_the_card_has_metadata_for_the_hub_and_can_be_given(tmp_path, folder):
     from huggingface_hub import ModelCard
 
     card = ModelCard.load(folder / "README.md")
@@ -324,7 +323,7 @@ def test_the_card_has_metadata_for_the_hub_and_can_be_given(tmp_path: Path, fold
 
 
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
-def test_what_is_said_of_a_training_is_free(folder: Path, training: dict[str, Any]) -> None:
+def test_what_is_said_of_a_training_is_free(folder, training):
     save_pretrained(make(), folder, training=training, card="# mine\n")
     model = bkn_zoo.from_pretrained(folder)
     assert model.config.recipe == {}
@@ -334,7 +333,7 @@ def test_what_is_said_of_a_training_is_free(folder: Path, training: dict[str, An
 # Complete or absent.
 
 
-def test_a_checkpoint_replaces_an_older_one_entirely(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_replaces_an_older_one_entirely(folder, monkeypatch):
     model = make("inception_cifar_gn", num_classes=3)
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", 10**6)
     save_pretrained(model, folder)
@@ -391,7 +390,7 @@ KILLED = """
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+def killed(tmp_path_factory):
     """Per situation, the folders that a process was writing when it was killed at one step after another."""
     root = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root)]
@@ -403,9 +402,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 
 @pytest.mark.parametrize("situation", ["fresh", "replace"])
-def test_a_killed_process_leaves_a_folder_complete_or_absent(
-    situation: str, killed: dict[str, list[Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_a_folder_complete_or_absent(situation, killed, monkeypatch):
     outcomes = []
     for folder in killed[situation]:
         if folder.exists():
@@ -424,12 +421,10 @@ def test_a_killed_process_leaves_a_folder_complete_or_absent(
 @pytest.mark.parametrize(
     ("function", "error"), [("fsync", OSError(28, "No space left")), ("rename", OSError(39, "Directory not empty"))]
 )
-def test_a_failing_save_leaves_the_old_checkpoint_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: OSError
-) -> None:
+def test_a_failing_save_leaves_the_old_checkpoint_and_nothing_else(folder, monkeypatch, function, error):
     before, real = contents(folder), getattr(os, function)
 
-    def refuse(source: Path | int, *rest: Path) -> None:
+    def refuse(source, *rest):
         if isinstance(source, int) or source.suffix == ".tmp":
             raise error
         real(source, *rest)
@@ -442,12 +437,10 @@ def test_a_failing_save_leaves_the_old_checkpoint_and_nothing_else(
 
 
 @pytest.mark.parametrize("renamed", [0, 1, 2])
-def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
-) -> None:
+def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(folder, monkeypatch, renamed):
     rename, count = os.rename, 0
 
-    def interrupt(source: Path, target: Path) -> None:
+    def interrupt(source, target):
         nonlocal count
         if count != renamed:
             rename(source, target)
@@ -473,7 +466,7 @@ def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(
         (lambda folder: (folder.rename(f"{folder}.old"), folder.write_text("mine")), "is a file"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_not_replaced(folder: Path, prepare: Damage, words: str) -> None:
+def test_what_is_not_a_checkpoint_is_not_replaced(folder, prepare, words):
     prepare(folder)
     before = sorted(folder.iterdir()) if folder.is_dir() else folder.read_text()
     with pytest.raises(CheckpointError, match=words):
@@ -481,7 +474,7 @@ def test_what_is_not_a_checkpoint_is_not_replaced(folder: Path, prepare: Damage,
     assert before == (sorted(folder.iterdir()) if folder.is_dir() else folder.read_text())
 
 
-def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder: Path, tmp_path: Path) -> None:
+def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder, tmp_path):
     assert f"`{SMALL}` with 10 classes" in (folder / "README.md").read_text()
     renamed = folder.rename(tmp_path / "renamed")
     save_pretrained(make(), renamed)  # over the short card of another name, which says nothing more than the new one
@@ -490,7 +483,7 @@ def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder: Path, tmp
     assert (renamed / "README.md").read_text() == "# What I found out since\n"
 
 
-def filled(name: str, value: float) -> Callable[[Network], object]:
+def filled(name, value):
     return lambda model: model.state_dict()[name].fill_(value)
 
 
@@ -515,7 +508,7 @@ def filled(name: str, value: float) -> Callable[[Network], object]:
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(change: Any, options: dict, words: str, tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_is_not_saved(change, options, words, tmp_path):
     model = make()
     change(model)
     with pytest.raises(InputError if options else CheckpointError, match=words):
@@ -523,7 +516,7 @@ def test_what_could_not_be_loaded_is_not_saved(change: Any, options: dict, words
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrapped_network_is_not_saved(tmp_path: Path) -> None:
+def test_a_wrapped_network_is_not_saved(tmp_path):
     with pytest.raises(InputError, match="a Sequential cannot be saved"):
         save_pretrained(nn.Sequential(make()), tmp_path / "checkpoint")  # type: ignore[arg-type]
 
@@ -541,7 +534,7 @@ def test_a_wrapped_network_is_not_saved(tmp_path: Path) -> None:
         ({"interpolation": "sinc"}, "preprocessing.interpolation is 'sinc'"),
     ],
 )
-def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
+def test_impossible_preprocessing_is_refused(changes, words):
     with pytest.raises(InputError, match=words):
         Preprocessing(**({"size": 32, "mean": (0, 0, 0), "std": (1, 1, 1)} | changes))
 
@@ -553,7 +546,7 @@ WEIGHTS = "model.safetensors"
 FIELDS = ("format_version", "architecture", "norm", "norm_options", "num_classes", "statistics_batch_size")
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
-DAMAGES: list[tuple[Damage, list[str]]] = [
+DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
     (config(num_classes=11), ["config.json", "label_names holds 10 names, but num_classes is 11"]),
     (config(num_classes="10"), ["config.json", "num_classes is '10'"]),
@@ -608,12 +601,12 @@ DAMAGES: list[tuple[Damage, list[str]]] = [
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value[-1] if isinstance(value, list) else "")
-def test_a_damaged_checkpoint_is_refused(folder: Path, damage: Damage, words: list[str]) -> None:
+def test_a_damaged_checkpoint_is_refused(folder, damage, words):
     damage(folder)
     assert_refused(folder, *words)
 
 
-def test_fields_that_a_newer_version_wrote_are_warned_of(folder: Path) -> None:
+def test_fields_that_a_newer_version_wrote_are_warned_of(folder):
     config(colour="red", preprocessing=PIXELS | {"shape": "round"})(folder)
     with pytest.warns(UserWarning) as caught:  # noqa: PT030, more than one
         assert from_pretrained(folder).config.preprocessing.size == 32
@@ -622,7 +615,7 @@ def test_fields_that_a_newer_version_wrote_are_warned_of(folder: Path) -> None:
     assert any(text.startswith(f"{folder}/config.json: the field colour is ignored") for text in told)
 
 
-def test_weights_of_another_checkpoint_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_checkpoint_are_refused(folder, tmp_path):
     save_pretrained(bkn_zoo.create_model(SMALL), tmp_path / "other", preprocessing=CIFAR)
     file(WEIGHTS, (tmp_path / "other" / WEIGHTS).read_bytes())(folder)
     assert_refused(folder, str(folder / WEIGHTS), "SHA-256", "config.json")
@@ -630,8 +623,8 @@ def test_weights_of_another_checkpoint_are_refused(folder: Path, tmp_path: Path)
     assert from_pretrained(folder).config.sha256 == {}
 
 
-def test_a_network_that_memory_does_not_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(*_: object, **__: object) -> None:
+def test_a_network_that_memory_does_not_hold_is_refused(folder, monkeypatch):
+    def allocate(*_, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. Error code 12 (Cannot allocate memory)")
 
     monkeypatch.setattr(checkpoints, "build", allocate)
@@ -639,7 +632,7 @@ def test_a_network_that_memory_does_not_hold_is_refused(folder: Path, monkeypatc
 
 
 @pytest.fixture
-def closed(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def closed(request, folder, monkeypatch):
     """A file of the checkpoint, or all of it, that may not be read, by its relative path: pytest's own are closed, too.
 
     Root, as which tests may run, may read everything, and is somebody else meanwhile.
@@ -659,23 +652,23 @@ def closed(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("closed", ["", "config.json", WEIGHTS], indirect=True)
-def test_what_may_not_be_read_is_refused(closed: Path) -> None:
+def test_what_may_not_be_read_is_refused(closed):
     assert_refused(Path("checkpoint"), str(closed), "cannot be read (Permission denied): check its permissions")
 
 
 class Exploit:
     """Unpickled, it leaves a file behind."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth", WEIGHTS])
 @pytest.mark.parametrize("writer", ["torch", "torch_legacy", "pickle"])
-def test_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_a_pickle_is_refused_and_not_run(folder, tmp_path, name, writer):
     (folder / WEIGHTS).unlink()
     exploit = {"fc.weight": Exploit(tmp_path / "ran")}
     if writer == "pickle":
@@ -687,7 +680,7 @@ def test_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str
 
 
 @pytest.fixture
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     """The checkpoint with its weights in two files, one of which is outside and in a folder within as well."""
     tensors = stored(folder)
     (folder / WEIGHTS).unlink()
@@ -702,8 +695,8 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
-def index(**files: str) -> Damage:
-    def edit(data: bytes) -> bytes:
+def index(**files):
+    def edit(data):
         whole = json.loads(data)
         whole["weight_map"] |= {f"fc.{name}": file for name, file in files.items()}
         return json.dumps(whole).encode()
@@ -732,7 +725,7 @@ OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/
         (file(WEIGHTS, b""), ["holds both model.safetensors and model.safetensors.index.json"]),
     ],
 )
-def test_damaged_shards_and_indices_are_refused(sharded: Path, damage: Damage, words: list[str]) -> None:
+def test_damaged_shards_and_indices_are_refused(sharded, damage, words):
     assert from_pretrained(sharded).name == SMALL
     damage(sharded)
     assert_refused(sharded, *words)
@@ -742,7 +735,7 @@ def test_damaged_shards_and_indices_are_refused(sharded: Path, damage: Damage, w
 
 
 @pytest.fixture
-def places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def places(folder, tmp_path, monkeypatch):
     """A source tree's checkpoints and a folder in the environment variable, with one checkpoint each."""
     source, named = tmp_path / "source", tmp_path / "named"
     for place, name in ((source, "a.tree"), (named, "b.named")):
@@ -753,9 +746,7 @@ def places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     return source, named
 
 
-def test_names_are_found_in_the_source_tree_and_in_the_named_folders(
-    places: tuple[Path, Path], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_found_in_the_source_tree_and_in_the_named_folders(places, tmp_path, folder, monkeypatch):
     (places[0] / ".a.tree.0123.tmp").symlink_to(folder)
     (places[0] / "empty").mkdir()
     assert list_checkpoints() == ["a.tree", "b.named"]
@@ -772,8 +763,8 @@ def test_names_are_found_in_the_source_tree_and_in_the_named_folders(
 
 
 @pytest.mark.usefixtures("places")
-def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(path: Path | str) -> None:
+def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch):
+    def forbid(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", forbid)  # root, as which tests may run, may read everything
@@ -781,7 +772,7 @@ def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch: pytest
         list_checkpoints()
 
 
-def test_a_name_that_exists_twice_is_refused(places: tuple[Path, Path], folder: Path) -> None:
+def test_a_name_that_exists_twice_is_refused(places, folder):
     (places[1] / "a.tree").symlink_to(folder)
     with pytest.raises(CheckpointError, match=f"{places[1] / 'a.tree'} and {places[0] / 'a.tree'}"):
         from_pretrained("a.tree")
@@ -791,7 +782,7 @@ def test_a_name_that_exists_twice_is_refused(places: tuple[Path, Path], folder: 
 
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("name", ["c.unknown", "", "owner_repo", "./nowhere", "owner/re/po", ".nowhere", "/nowhere"])
-def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
+def test_a_name_or_path_that_does_not_exist_lists_what_does(name):
     with pytest.raises(BknZooError, match=r"choose from a\.tree, b\.named") as caught:
         find(name)
     is_path = "/" in name or name.startswith(".")
@@ -800,7 +791,7 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
 
 
 @pytest.mark.usefixtures("places")
-def test_create_model_loads_checkpoints_by_their_names() -> None:
+def test_create_model_loads_checkpoints_by_their_names():
     images = torch.randn(1, 3, 32, 32)
     with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
         bkn_zoo.create_model(f"{SMALL}.tree")
@@ -820,14 +811,12 @@ def test_create_model_loads_checkpoints_by_their_names() -> None:
         bkn_zoo.create_model("inception_cifar_gn", pretrained=True)
 
 
-def test_create_model_finds_the_one_checkpoint_of_a_network(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_create_model_finds_the_one_checkpoint_of_a_network(places, monkeypatch):
     monkeypatch.delenv("BKN_ZOO_CHECKPOINTS")
     assert bkn_zoo.create_model(SMALL, pretrained=True).config.preprocessing == CIFAR
 
 
-def test_a_folder_is_taken_by_relative_path_string_or_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_taken_by_relative_path_string_or_path(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     for path in (folder.name, f"./{folder.name}", str(folder), folder, Path(folder.name)):
         assert isinstance(from_pretrained(path).config, Config)
@@ -835,7 +824,7 @@ def test_a_folder_is_taken_by_relative_path_string_or_path(folder: Path, monkeyp
     assert verify_golden("relative/new")
 
 
-def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(make(), "runs/mine/mine")
     for path in ("runs/mine", "runs/mine/", Path("runs/mine"), "runs/mine/mine"):
@@ -853,12 +842,12 @@ def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path: Path, monkeypatch
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
 
 
-def assert_same_outputs(actual: Tensor, expected: Tensor) -> None:
+def assert_same_outputs(actual, expected):
     assert expected.std() > 0.01
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_resnet101_takes_torchvision_s_weights_and_trains_on() -> None:
+def test_resnet101_takes_torchvision_s_weights_and_trains_on():
     torch.manual_seed(0)
     theirs = torchvision.models.resnet101(weights=None).eval()
     randomize(theirs)
@@ -879,7 +868,7 @@ def test_resnet101_takes_torchvision_s_weights_and_trains_on() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
+def test_a_bkn_network_starts_from_its_bn_twin(shared):
     twin, model = make("inception_cifar_bn").eval(), make(shared_process_noise=shared).eval()
     twin.conv.norm.running_var[0] = twin.get_submodule(NORM).running_var[0] = 0  # dead channels
     before = model.get_submodule(NORM).process_noise.detach().clone()
@@ -900,7 +889,7 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])
-def test_image_statistics_that_bn_never_kept_are_derived(named: bool) -> None:
+def test_image_statistics_that_bn_never_kept_are_derived(named):
     plain = {name: x for name, x in make("inception_cifar_bn").state_dict().items() if ".image_" not in name}
     fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
     model = make()
@@ -924,7 +913,7 @@ def test_image_statistics_that_bn_never_kept_are_derived(named: bool) -> None:
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
 )
-def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change: Callable[[dict], object], words: str) -> None:
+def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     given, model = make("inception_cifar_bn").state_dict(), make()
     given["hidden.bias"] = torch.ones(1000)  # what must not arrive
     before = state(model)
@@ -935,6 +924,6 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change: Callable[[
 
 
 @pytest.mark.parametrize("norm", ["brn", "gn"])
-def test_bn_weights_do_not_go_into_other_norms(norm: str) -> None:
+def test_bn_weights_do_not_go_into_other_norms(norm):
     with pytest.raises(InputError, match="take its _bkn twin"):
         load_batchnorm_weights(make(f"inception_cifar_{norm}"), make("inception_cifar_bn").state_dict())

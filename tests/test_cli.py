@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """A folder with two checkpoints, of which `small` is the better default."""
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("checkpoints")
-    about: Any = {
+    about = {
         "preprocessing": Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
         "label_names": LABELS,
         "training": {"recipe": {"dataset": "cifar10"}},
@@ -47,13 +47,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def only_these_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def only_these_checkpoints(root, monkeypatch):
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", root / "none")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(root))
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """Three images, one of them deeper, and files that a walk passes by."""
     folder = tmp_path_factory.mktemp("photos")
     (folder / "deep" / "er").mkdir(parents=True)
@@ -74,15 +74,15 @@ class Output(NamedTuple):
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: object) -> Output:
+def call(capsys):
+    def run(*arguments):
         torch_too = ["--engine", "torch"] if arguments[0] in ("classify", "compare") else []
         return Output(cli.main([*map(str, arguments), *torch_too]), *capsys.readouterr())
 
     return run
 
 
-def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path, root: Path) -> None:
+def test_a_file_is_classified_by_the_default_checkpoint(call, photos, root):
     found = call("classify", photos / "b.PNG")
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
@@ -91,7 +91,7 @@ def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path,
     assert lines[1:] == [f"  {p.score:.4f}  {p.label}" for p in expected]
 
 
-def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
+def test_folders_are_walked_in_order(call, photos):
     found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
     rows = list(csv.reader(io.StringIO(found.out)))
     assert rows[0] == ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
@@ -104,7 +104,7 @@ def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
     assert (found.code, found.err) == (0, f"bkn-zoo: not taken for images in {photos}, by their names: 1 .txt\n")
 
 
-def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
+def test_json_says_what_was_used(call, photos, root):
     found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
     first, second = json.loads(found.out)
     assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
@@ -118,7 +118,7 @@ def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path, tmp_path: Path, format: str) -> None:
+def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path, format):
     broken, empty = tmp_path / "broken.png", tmp_path / "empty"
     broken.write_bytes((photos / "b.PNG").read_bytes()[:100])
     empty.mkdir()
@@ -134,7 +134,7 @@ def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path
         assert str(name) in complaint
 
 
-def test_when_no_file_is_good_the_output_is_still_well_formed(call: Any, photos: Path, tmp_path: Path) -> None:
+def test_when_no_file_is_good_the_output_is_still_well_formed(call, photos, tmp_path):
     found = call("classify", photos / "notes.txt", "--format", "json")
     assert (found.code, json.loads(found.out)) == (1, [])
     found = call("classify", tmp_path)
@@ -143,13 +143,11 @@ def test_when_no_file_is_good_the_output_is_still_well_formed(call: Any, photos:
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_a_progress_bar_shows_for_several_files_on_a_terminal(
-    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_shows_for_several_files_on_a_terminal(call, photos, monkeypatch):
     for sources, shown in (([photos], True), ([photos / "b.PNG"], False)):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -157,7 +155,7 @@ def test_a_progress_bar_shows_for_several_files_on_a_terminal(
         assert ("3/3" in terminal.getvalue()) is shown
 
 
-def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, root: Path) -> None:
+def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
     found = call("compare", photos / "b.PNG", "--top-k", 2)
     assert (found.code, found.err) == (0, "")
     title, modes, times, *rows = found.out.splitlines()
@@ -171,7 +169,7 @@ def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, roo
         assert f"{best.score:.4f}  {best.label}" in rows[0]
 
 
-def test_list_shows_what_is_here(call: Any) -> None:
+def test_list_shows_what_is_here(call):
     found = call("list")
     header, small, bare = found.out.splitlines()
     assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
@@ -180,9 +178,7 @@ def test_list_shows_what_is_here(call: Any) -> None:
     assert (found.code, found.err) == (0, "")
 
 
-def test_list_names_a_damaged_checkpoint_and_shows_the_others(
-    call: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_list_names_a_damaged_checkpoint_and_shows_the_others(call, root, tmp_path, monkeypatch):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", f"{root}{os.pathsep}{tmp_path}")
@@ -192,9 +188,7 @@ def test_list_names_a_damaged_checkpoint_and_shows_the_others(
     assert "damaged" in found.err
 
 
-def test_without_checkpoints_the_remedy_is_named(
-    call: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_the_remedy_is_named(call, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
     found = call("list")
     assert (found.code, found.out) == (0, "")
@@ -204,7 +198,7 @@ def test_without_checkpoints_the_remedy_is_named(
     assert "BKN_ZOO_CHECKPOINTS" in found.err
 
 
-def test_info_describes_a_checkpoint(call: Any, root: Path) -> None:
+def test_info_describes_a_checkpoint(call, root):
     found = call("info", "small", "--format", "json")
     facts = json.loads(found.out)
     model = bkn_zoo.from_pretrained(root / "small")
@@ -228,7 +222,7 @@ MISUSES = (
 
 
 @pytest.mark.parametrize("arguments", MISUSES)
-def test_misuse_exits_with_2_and_the_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_exits_with_2_and_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments.split())
     assert caught.value.code == 2
@@ -236,9 +230,7 @@ def test_misuse_exits_with_2_and_the_usage(arguments: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"], []])
-def test_log_level_shows_what_the_package_logs(
-    option: list[str], call: Any, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_level_shows_what_the_package_logs(option, call, root, caplog, monkeypatch):
     monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "warning")
     assert call("info", root / "small").code == 0
     assert caplog.text == ""
@@ -252,10 +244,10 @@ def test_log_level_shows_what_the_package_logs(
 
 
 @pytest.fixture
-def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_such_repository(monkeypatch):
     """The Hub's answer to whatever is not on this machine."""
 
-    def refuse(repository: str, *options: object) -> None:
+    def refuse(repository, *options):
         raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
 
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
@@ -272,9 +264,7 @@ def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         (["compare", "notes.txt"], 1, "notes.txt is in no known image format"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(
-    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
-) -> None:
+def test_what_cannot_be_used_is_told_in_one_line(call, photos, monkeypatch, arguments, code, words):
     monkeypatch.chdir(photos)
     found = call(*arguments)
     assert (found.code, found.out, found.err.count("\n")) == (code, "", 1)
@@ -286,7 +276,7 @@ OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "pu
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OWN)], ids=str)
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
     assert caught.value.code == 0
@@ -296,10 +286,10 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_hands_its_arguments_to_the_service(call, monkeypatch):
     service, way_in, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.__main__"), []
 
-    def main(arguments: list[str]) -> int:
+    def main(arguments):
         asked.append(arguments)
         return 3
 
@@ -310,7 +300,7 @@ def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest
     assert asked == [["--port", "1", "--help"]]
 
 
-def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
     for name in ("bkn_zoo_service.__main__", "service.__main__"):
         monkeypatch.setitem(sys.modules, name, None)
     found = call("serve")
@@ -319,8 +309,8 @@ def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch, twice: bool) -> None:
-    def interrupt() -> None:
+def test_an_interruption_is_silent(call, monkeypatch, twice):
+    def interrupt():
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bkn_zoo.cli.show.list_checkpoints", interrupt)
@@ -330,7 +320,7 @@ def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch, t
     assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
 
 
-def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Path, tmp_path: Path, root: Path) -> None:
+def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, root):
     """In a true process: more lines than the first reader of the pipe wants."""
     odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
     with open(odd, "wb") as file:
@@ -348,7 +338,7 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
-def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch):
     gone, pipe = os.pipe()
     os.close(gone)
     monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda _: types.SimpleNamespace(main=lambda _: 0))
@@ -357,8 +347,8 @@ def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch: p
         assert cli.main(["serve"]) == 0
 
 
-def test_a_broken_pipe_of_something_else_is_told() -> None:
-    def run() -> int:
+def test_a_broken_pipe_of_something_else_is_told():
+    def run():
         raise BrokenPipeError("of a worker")
 
     with pytest.raises(BrokenPipeError, match="of a worker"):
@@ -366,7 +356,7 @@ def test_a_broken_pipe_of_something_else_is_told() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/study.py", "replication", "--list"]])
-def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
+def test_a_reader_who_has_gone_is_no_error(arguments):
     """Whatever is printed at the end only, and by whatever of the commands and scripts."""
     gone, pipe = os.pipe()
     os.close(gone)

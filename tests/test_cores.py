@@ -1,16 +1,13 @@
 """How many cores a process may use, and who keeps to that: workers, decoders, PyTorch, OpenVINO."""
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from service_process import save_small_checkpoint
 
 import bkn_zoo
-from bkn_zoo import Network, cli
+from bkn_zoo import cli
 from bkn_zoo.cores import share_quota, usable_cores
 from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
@@ -24,14 +21,14 @@ LIMITS = {"INFERENCE_NUM_THREADS": 1, "ENABLE_CPU_PINNING": False}
 
 
 @pytest.fixture(autouse=True)
-def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def eight_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     yield
     share_quota(1)
 
 
 @pytest.fixture
-def quota_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def quota_of_three(monkeypatch):
     monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 3.0)
 
 
@@ -71,9 +68,7 @@ V1 = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
         pytest.param("no such format", {"cpu.max": "nor this"}, 8, id="nonsense"),
     ],
 )
-def test_cores_are_those_that_affinity_and_quota_leave(
-    tmp_path: Path, group: str | None, files: dict[str, str], cores: int
-) -> None:
+def test_cores_are_those_that_affinity_and_quota_leave(tmp_path, group, files, cores):
     written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in (written | ({} if group is None else {"proc/self/cgroup": group})).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,28 +77,28 @@ def test_cores_are_those_that_affinity_and_quota_leave(
 
 
 @pytest.mark.usefixtures("quota_of_three")
-def test_workers_and_decoders_share_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_decoders_share_a_quota(monkeypatch):
     monkeypatch.setattr("os.setpgid", lambda *_: None)
     monkeypatch.setattr("service.workers.set_up_logs", lambda: None)
     decoders = Decoders(Settings())
     assert decoders._small._threads._max_workers == 3
     decoders.stop()
-    found: list[int] = []
+    found = []
     for workers in (1, 2, 3, 8):
         with pytest.raises(SystemExit):
             _work(Settings(workers=workers), lambda _: found.append(usable_cores()) or 0)
     assert found == [3, 2, 1, 1]
 
 
-def serve(folder: Path) -> None:
+def serve(folder):
     save_small_checkpoint(folder)
     Loaded("it", bkn_zoo.from_pretrained(folder), Settings(engine="torch", device="cpu"), Metrics())
 
 
-def command(*words: str) -> Callable[[Path], None]:
+def command(*words):
     """One that fails after it has set the number of threads: there is neither data nor a checkpoint."""
 
-    def fail(folder: Path) -> None:
+    def fail(folder):
         (folder / "class").mkdir(parents=True, exist_ok=True)
         (folder / "class" / "photo.png").write_bytes(b"none")
         (folder / "config.json").write_text("{}")
@@ -123,7 +118,7 @@ def command(*words: str) -> Callable[[Path], None]:
     ],
     ids=["serve", "classify", "evaluate", "train"],
 )
-def test_programs_keep_pytorchs_threads_to_the_quota(program: Callable[[Path], None], tmp_path: Path) -> None:
+def test_programs_keep_pytorchs_threads_to_the_quota(program, tmp_path):
     before = torch.get_num_threads()
     try:
         for threads, kept in ((5, 3), (2, 2)):
@@ -136,14 +131,12 @@ def test_programs_keep_pytorchs_threads_to_the_quota(program: Callable[[Path], N
 
 @pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
 @pytest.mark.parametrize(("quota", "limits"), [(math.inf, {}), (8.0, {}), (1.0, LIMITS)])
-def test_openvino_keeps_to_a_quota_if_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, quota: float, limits: dict[str, Any]
-) -> None:
+def test_openvino_keeps_to_a_quota_if_there_is_one(monkeypatch, quota, limits):
     monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: quota)
     told = {}
     compile_graph = engines.compile_graph
 
-    def noted(network: Network, shape: Any, population: bool, options: dict[Any, Any]) -> Any:
+    def noted(network, shape, population, options):
         told.update(options)
         return compile_graph(network, shape, population, options)
 

@@ -211,7 +211,7 @@ def test_a_convolution_that_was_replaced_is_left():
 
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.GroupNorm(1, 5), nn.BatchNorm2d(5)])
-def test_a_layer_in_the_place_of_a_converted_norm_runs(other: nn.Module) -> None:
+def test_a_layer_in_the_place_of_a_converted_norm_runs(other):
     model, images = converted_network(), photographs(2, 8)
     model.set_submodule("4", other.eval())
     for mode in MODES:

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +42,19 @@ Result = dict[str, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
+def registered():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._networks, "shallow", shallow)
         yield
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("hub")
 
 
 @pytest.fixture(scope="module")
-def folder(root: Path) -> Path:
+def folder(root):
     """A bundled checkpoint of three shards, with its card; of few layers, since it is loaded very often."""
     torch.manual_seed(0)
     model = bkn_zoo.create_model("shallow_bkn", num_classes=10).train()
@@ -72,7 +71,7 @@ def folder(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[HubServer]:
+def server(root):
     (root / "server").mkdir()
     server = HubServer(root / "server", TOKEN)
     yield server
@@ -80,7 +79,7 @@ def server(root: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture(scope="module")
-def online(folder: Path, server: HubServer) -> Result:
+def online(folder, server):
     """What hub_cases.py found."""
     home = folder.parent.parent
     output = home / "found.json"
@@ -98,13 +97,13 @@ def online(folder: Path, server: HubServer) -> Result:
 
 
 @pytest.mark.parametrize("case", re.findall(r"^@(?:online|offline)\ndef (\w+)", CASES.read_text(), re.MULTILINE))
-def test_hub(online: Result, case: str) -> None:
+def test_hub(online, case):
     if "converted" in case:
         pytest.importorskip("timm")
     assert online[case] is None, online[case]
 
 
-def test_a_token_is_not_shown_and_does_not_leave_the_hub(online: Result, server: HubServer) -> None:
+def test_a_token_is_not_shown_and_does_not_leave_the_hub(online, server):
     """Though the client logs every request in full here (HF_DEBUG)."""
     assert any(request.endswith("+token") for request in server.log)
     assert "/resolve/" in online["printed"]
@@ -117,9 +116,9 @@ def test_a_token_is_not_shown_and_does_not_leave_the_hub(online: Result, server:
     assert not [request for request in storage if "+token" in request]
 
 
-def test_strangers_files_in_folders_are_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_files_in_folders_are_left_alone(folder, monkeypatch):
     class Api:
-        def list_repo_tree(self, repository: str, recursive: bool = False) -> list[RepoFile]:
+        def list_repo_tree(self, repository, recursive=False):
             names = ["model-old.safetensors", "notes.txt"] + ["model_fp16/weights.safetensors"] * recursive
             return [RepoFile(path=name, size=1, oid="0" * 40) for name in names]
 
@@ -132,7 +131,7 @@ def test_strangers_files_in_folders_are_left_alone(folder: Path, monkeypatch: py
     "name", ["a", "A_b.c-1", "_a", "net.photos-lr_0.02", "a" * 96, "a" * 97, "a=b", "a b", "\u00e9t\u00e9", "-a", "a-",
     "a.", "a--b", "a..b", "a.git", ""],
 )  # fmt: skip
-def test_a_repository_s_name_is_refused_where_the_client_would(name: str) -> None:
+def test_a_repository_s_name_is_refused_where_the_client_would(name):
     try:
         validate_repo_id(f"me/{name}")
     except HFValidationError:
@@ -145,8 +144,8 @@ def test_a_repository_s_name_is_refused_where_the_client_would(name: str) -> Non
 @pytest.mark.parametrize(
     ("number", "words"), [(errno.ENOSPC, "no room"), (errno.EDQUOT, "no room"), (errno.EACCES, "cannot be stored")]
 )
-def test_what_the_disk_refuses_names_the_disk(number: int, words: str) -> None:
-    def full() -> None:
+def test_what_the_disk_refuses_names_the_disk(number, words):
+    def full():
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(HubError, match=f"{words}.*HF_HOME"):
@@ -154,22 +153,20 @@ def test_what_the_disk_refuses_names_the_disk(number: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", "../a/b", "-a/b"])
-def test_what_looks_like_a_path_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_like_a_path_is_one(name, monkeypatch):
     monkeypatch.setattr(locate, "download", lambda *_: pytest.fail("asked the Hub"))
     with pytest.raises(bkn_zoo.CheckpointError, match="there is no folder"):
         bkn_zoo.from_pretrained(name)
 
 
-def test_an_existing_folder_goes_before_an_id_on_the_hub(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_folder_goes_before_an_id_on_the_hub(folder, tmp_path, monkeypatch):
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "repo").symlink_to(folder)
     monkeypatch.chdir(tmp_path)
     assert bkn_zoo.from_pretrained("owner/repo").revision is None
 
 
-def test_ids_are_split_at_the_first_at_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_split_at_the_first_at_sign(monkeypatch):
     monkeypatch.setenv("BKN_ZOO_NAMESPACE", "")
     monkeypatch.setattr(locate, "download", lambda *asked: asked[:2])
     assert locate.locate("owner/repo")[1:] == ("owner/repo", None)
@@ -187,7 +184,7 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch: pytest.MonkeyPatch) -> 
         hub.push_to_hub("folder", "no_owner")
 
 
-def test_the_service_answers_from_a_repository_and_then_offline(tmp_path: Path) -> None:
+def test_the_service_answers_from_a_repository_and_then_offline(tmp_path):
     """Bit for bit, of a trained checkpoint: scores travel as JSON, which keeps every digit of a float."""
     folder = Path(__file__).parent.parent / "checkpoints" / ZOO_NAME
     photo = io.BytesIO()

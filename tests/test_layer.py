@@ -3,13 +3,11 @@
 import copy
 import math
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import gradgradcheck
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.testing import assert_close
@@ -39,15 +37,15 @@ TWINS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 kinds = pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
 
 
-def some(*shape: int) -> Tensor:
+def some(*shape):
     return (1 + 2 * torch.randn(shape)).double()
 
 
-def memory(module: nn.Module) -> dict[str, Tensor]:
+def memory(module):
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def small(norm: Callable[..., nn.Module] = BatchKalmanNorm2d, group: int | None = 2) -> KalmanSequential:
+def small(norm=BatchKalmanNorm2d, group=2):
     """Two convolutions, a container in the container, and a linear layer; in float64."""
     block = KalmanSequential(nn.Conv2d(4, 6, 3, padding=1, bias=False), norm(6, 4), nn.ReLU())
     network = KalmanSequential(
@@ -61,7 +59,7 @@ def small(norm: Callable[..., nn.Module] = BatchKalmanNorm2d, group: int | None 
     return network
 
 
-def test_layers_share_a_base_and_differ_in_dims() -> None:
+def test_layers_share_a_base_and_differ_in_dims():
     """As PyTorch's own do: who asks for a layer of two dimensions is not given one of another."""
     for dims, kind in LAYERS.items():
         layer = kind(3)
@@ -78,7 +76,7 @@ def test_layers_share_a_base_and_differ_in_dims() -> None:
 
 
 SHAPES = {(8, 6): 1, (8, 6, 3): 1, (8, 6, 3, 4): 2, (4, 6, 2, 3, 4): 3}
-OPTIONS_OF_BN: list[dict[str, Any]] = [
+OPTIONS_OF_BN = [
     {}, {"eps": 1e-2}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False},
     {"momentum": None, "affine": False},
 ]  # fmt: skip
@@ -88,9 +86,7 @@ OPTIONS_OF_BN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("with_prior", [True, False])
 @pytest.mark.parametrize("options", OPTIONS_OF_BN, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_with_gain_one_the_layer_is_batch_norm(
-    make_belief, shape: tuple[int, ...], with_prior: bool, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_with_gain_one_the_layer_is_batch_norm(make_belief, shape, with_prior, options, dtype):
     dims = SHAPES[shape]
     layer = LAYERS[dims](6, 4 if with_prior else None, **options, dtype=dtype)
     twin = TWINS[dims](6, **{name: options[name] for name in options if name != "bias"}, dtype=dtype)
@@ -123,7 +119,7 @@ def test_with_gain_one_the_layer_is_batch_norm(
 
 
 @kinds
-def test_without_momentum_every_running_average_is_that_of_all_steps(make_norm, make_belief, kind: str) -> None:
+def test_without_momentum_every_running_average_is_that_of_all_steps(make_norm, make_belief, kind):
     layer = make_norm(kind, 3, 4)
     layer.reset_running_stats()
     layer.momentum = None
@@ -142,7 +138,7 @@ def test_without_momentum_every_running_average_is_that_of_all_steps(make_norm, 
     assert layer.num_batches_tracked == 5
 
 
-def test_a_step_that_is_not_finite_does_not_count_in_a_cumulative_average() -> None:
+def test_a_step_that_is_not_finite_does_not_count_in_a_cumulative_average():
     layer, x = BatchKalmanNorm2d(3, momentum=None).double(), some(4, 3, 5, 5)
     with pytest.warns(RuntimeWarning, match="not finite"):
         layer(x * math.nan)
@@ -150,14 +146,14 @@ def test_a_step_that_is_not_finite_does_not_count_in_a_cumulative_average() -> N
     assert_close(layer.running_mean, x.mean((0, 2, 3)))
 
 
-def test_the_device_is_checked_where_the_scale_is_no_parameter_of_the_layers_own_too() -> None:
+def test_the_device_is_checked_where_the_scale_is_no_parameter_of_the_layers_own_too():
     layer = BatchKalmanNorm2d(3, device="meta")
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     with pytest.raises(InputError, match="on cpu but the layer on meta"):
         layer(torch.randn(2, 3, 4, 4))
 
 
-def test_device_and_dtype_are_those_of_all_tensors_but_statistics_are_never_in_half_precision() -> None:
+def test_device_and_dtype_are_those_of_all_tensors_but_statistics_are_never_in_half_precision():
     layer = BatchKalmanNorm2d(3, 2, device="meta", dtype=torch.bfloat16)
     assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
@@ -168,7 +164,7 @@ def test_device_and_dtype_are_those_of_all_tensors_but_statistics_are_never_in_h
     }
 
 
-def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_belief) -> None:
+def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_belief):
     layer, x, prior = BatchKalmanNorm2d(3, 4, track_running_stats=False).double().eval(), some(4, 3, 5, 5), None
     prior = make_belief(4, 4)
     layer(x, prior, "sample")
@@ -183,7 +179,7 @@ def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_bel
 
 
 @kinds
-def test_statistics_can_be_named_and_the_group_be_the_layers_own(make_norm, make_belief, kind: str) -> None:
+def test_statistics_can_be_named_and_the_group_be_the_layers_own(make_norm, make_belief, kind):
     layer, x = make_norm(kind, 3, 4), some(4, 3, 5, 5)
     twin = copy.deepcopy(layer)
     layer.statistics_batch_size = 2
@@ -195,7 +191,7 @@ def test_statistics_can_be_named_and_the_group_be_the_layers_own(make_norm, make
     assert_close(memory(layer), memory(twin), rtol=0, atol=0)
 
 
-def test_statistics_that_cannot_be_named_are_refused() -> None:
+def test_statistics_that_cannot_be_named_are_refused():
     layer, x = BatchKalmanNorm2d(3, statistics_batch_size=0), torch.randn(2, 3, 4, 4)
     with pytest.raises(InputError, match="statistics_batch_size is 0"):
         layer(x)
@@ -210,7 +206,7 @@ def test_statistics_that_cannot_be_named_are_refused() -> None:
 
 
 @pytest.mark.parametrize("statistics", [None, *MODES])
-def test_the_container_hands_each_norm_the_belief_of_the_norm_below(statistics: str | None) -> None:
+def test_the_container_hands_each_norm_the_belief_of_the_norm_below(statistics):
     network = small()
     twin = copy.deepcopy(network)
     x = some(4, 3, 8, 8)
@@ -230,7 +226,7 @@ def test_the_container_hands_each_norm_the_belief_of_the_norm_below(statistics: 
     assert_close(memory(network), memory(twin), rtol=0, atol=0)
 
 
-def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms() -> None:
+def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms():
     network, x = small(group=None), some(4, 3, 8, 8)
     assert network(x)[1].mean.shape == (1, 6)
     for layer in network.modules():
@@ -239,7 +235,7 @@ def test_without_a_group_of_its_own_the_container_leaves_the_choice_to_the_norms
     assert network(x)[1].mean.shape == (2, 6)
 
 
-def test_parts_of_a_container_have_its_groups_and_its_mode() -> None:
+def test_parts_of_a_container_have_its_groups_and_its_mode():
     network, x = small(group=2), some(4, 3, 8, 8)
     y, belief = network[:4](x)
     assert belief.mean.shape == (2, 4)
@@ -249,11 +245,11 @@ def test_parts_of_a_container_have_its_groups_and_its_mode() -> None:
     assert_close(network[4:](y, belief, statistics="sample"), network(x[:3], statistics="sample"))
 
 
-def noises(model: nn.Module) -> set[nn.Parameter]:
+def noises(model):
     return {layer.raw_process_noise for layer in model.modules() if getattr(layer, "prior_features", None)}
 
 
-def test_layers_that_share_r_share_it_wherever_their_network_goes() -> None:
+def test_layers_that_share_r_share_it_wherever_their_network_goes():
     with torch.device("meta"):
         shared = new_process_noise(1)
         layers = [BatchKalmanNorm2d(3, 3, raw_process_noise=shared) for _ in range(2)]
@@ -267,7 +263,7 @@ def test_layers_that_share_r_share_it_wherever_their_network_goes() -> None:
 
 
 @pytest.mark.parametrize("names", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "first", "last"])
-def test_layers_that_share_r_share_it_when_a_state_is_assigned_to_their_container(names: slice) -> None:
+def test_layers_that_share_r_share_it_when_a_state_is_assigned_to_their_container(names):
     shared = new_process_noise(1)
     inner = KalmanSequential(*(BatchKalmanNorm2d(3, 3, raw_process_noise=shared) for _ in range(2)))
     network = KalmanSequential(inner, BatchKalmanNorm2d(3, 3, raw_process_noise=shared))
@@ -289,7 +285,7 @@ def test_layers_that_share_r_share_it_when_a_state_is_assigned_to_their_containe
     [lambda one, two: one + two, lambda one, two: (one + two) * 1, lambda one, two: nn.Sequential(*one) + two],
     ids=["+", "*", "to a plain one"],
 )
-def test_containers_that_are_joined_are_a_container(join: Callable[..., Any]) -> None:
+def test_containers_that_are_joined_are_a_container(join):
     network, x = small(group=2).eval(), some(4, 3, 8, 8)
     joined = join(network[:4], network[4:])
     assert_close(joined(x, statistics="sample"), network(x, statistics="sample"))
@@ -297,7 +293,7 @@ def test_containers_that_are_joined_are_a_container(join: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_norms_in_a_plain_container_within_one_for_beliefs_are_refused(depth: int) -> None:
+def test_norms_in_a_plain_container_within_one_for_beliefs_are_refused(depth):
     plain = nn.Sequential(BatchKalmanNorm2d(3), nn.ReLU())
     for _ in range(1, depth):
         plain = nn.Sequential(plain)
@@ -305,15 +301,15 @@ def test_norms_in_a_plain_container_within_one_for_beliefs_are_refused(depth: in
         KalmanSequential(nn.Sequential(nn.ReLU()), plain)(torch.randn(2, 3, 4, 4))
 
 
-def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief) -> None:
+def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(make_belief):
     class Residual(nn.Module):
         carries_belief = True
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.body = KalmanSequential(nn.Conv2d(4, 4, 3, padding=1), BatchKalmanNorm2d(4, 4))
 
-        def forward(self, x: Tensor, prior: Belief | None, statistics: Any) -> tuple[Tensor, Belief | None]:
+        def forward(self, x, prior, statistics):
             y, belief = self.body(x, prior, statistics)
             return x + y, belief
 
@@ -324,8 +320,8 @@ def test_a_block_of_ones_own_that_carries_beliefs_may_stand_in_the_container(mak
     assert_close((y, belief), (torch.relu(x + expected), believed))
 
 
-def test_a_container_of_layers_that_remember_nothing_takes_the_batch_at_inference_too() -> None:
-    def norm(channels: int, below: int | None = None) -> BatchKalmanNorm2d:
+def test_a_container_of_layers_that_remember_nothing_takes_the_batch_at_inference_too():
+    def norm(channels, below=None):
         return BatchKalmanNorm2d(channels, below, track_running_stats=False, statistics_batch_size=2)
 
     network, x = small(norm), some(4, 3, 8, 8)
@@ -335,7 +331,7 @@ def test_a_container_of_layers_that_remember_nothing_takes_the_batch_at_inferenc
 # The gain: its shape, and q = 1
 
 
-def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights() -> None:
+def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights():
     for dtype in (torch.float32, torch.float64):
         layer = BatchKalmanNorm2d(3, 2, dtype=dtype)
         layer.set_gain(1.0)
@@ -352,7 +348,7 @@ def test_a_gain_of_one_is_finite_and_stays_so_in_an_average_of_weights() -> None
 
 
 @pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
-def test_reset_parameters_puts_everything_where_it_starts(make_norm, kind: str) -> None:
+def test_reset_parameters_puts_everything_where_it_starts(make_norm, kind):
     layer = make_norm(kind, 8, 4, torch.float32)
     if kind != "gn":
         layer.skipped_steps.fill_(3)
@@ -363,7 +359,7 @@ def test_reset_parameters_puts_everything_where_it_starts(make_norm, kind: str) 
 
 
 @pytest.mark.parametrize("name", list_models("inception_cifar_*"))
-def test_from_the_meta_device_a_network_starts_as_any_other(name: str) -> None:
+def test_from_the_meta_device_a_network_starts_as_any_other(name):
     with torch.device("meta"):
         model = create_model(name)
     model.to_empty(device="cpu")
@@ -382,7 +378,7 @@ def test_from_the_meta_device_a_network_starts_as_any_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*list_models("inception_cifar_*"), *list_models("*_bkn")[1:]])
-def test_a_network_in_half_precision_runs_on_the_meta_device(name: str) -> None:
+def test_a_network_in_half_precision_runs_on_the_meta_device(name):
     with torch.device("meta"):
         model = create_model(name, 5)
         images = torch.empty(4, 3, 64, 64)
@@ -397,7 +393,7 @@ def test_a_network_in_half_precision_runs_on_the_meta_device(name: str) -> None:
         assert (logits.shape, logits.dtype, logits.device.type) == ((4, 5), torch.bfloat16, "meta")
 
 
-def test_the_layer_runs_on_the_meta_device_in_every_mode() -> None:
+def test_the_layer_runs_on_the_meta_device_in_every_mode():
     network = small().to("meta")
     for training, mode in [(True, None), *((False, mode) for mode in MODES)]:
         logits, _ = network.train(training)(torch.empty(4, 3, 8, 8, dtype=torch.float64, device="meta"), None, mode)
@@ -410,9 +406,7 @@ def test_the_layer_runs_on_the_meta_device_in_every_mode() -> None:
 @pytest.mark.parametrize("norm", [BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, GroupNorm2d])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [None, 2])
-def test_a_network_cast_to_half_precision_works_in_every_mode(
-    norm: type[nn.Module], dtype: torch.dtype, group: int | None
-) -> None:
+def test_a_network_cast_to_half_precision_works_in_every_mode(norm, dtype, group):
     exact, images = small(norm, group).float(), torch.randn(4, 3, 8, 8)
     model = copy.deepcopy(exact).to(dtype)
     for training, mode in [(True, None), *((False, mode) for mode in MODES)]:
@@ -428,7 +422,7 @@ def test_a_network_cast_to_half_precision_works_in_every_mode(
 
 
 @kinds
-def test_running_averages_of_a_layer_in_half_precision_come_as_far_as_in_full(make_norm, make_belief, kind) -> None:
+def test_running_averages_of_a_layer_in_half_precision_come_as_far_as_in_full(make_norm, make_belief, kind):
     """In bfloat16 they would stand still within 4 % of where they go, and the mean of many steps much earlier."""
     exact = make_norm(kind, 3, 4, torch.float32)
     layer, x, prior = copy.deepcopy(exact).bfloat16(), 40 + torch.randn(4, 3, 5, 5), make_belief(2, 4, torch.float32)
@@ -445,9 +439,7 @@ def test_running_averages_of_a_layer_in_half_precision_come_as_far_as_in_full(ma
 
 @kinds
 @pytest.mark.parametrize("group", [None, 2])
-def test_a_norm_in_evaluation_mode_is_frozen_whatever_its_caller_passes(
-    make_norm, kind: str, group: int | None
-) -> None:
+def test_a_norm_in_evaluation_mode_is_frozen_whatever_its_caller_passes(make_norm, kind, group):
     layer, x = make_norm(kind, 3, 4).eval(), some(4, 3, 5, 5).requires_grad_()
     before = memory(layer)
     y, belief = layer(x, None, Statistics("batch", group))
@@ -459,7 +451,7 @@ def test_a_norm_in_evaluation_mode_is_frozen_whatever_its_caller_passes(
 
 @pytest.mark.parametrize("name", list_models("inception_cifar_*"))
 @pytest.mark.parametrize("which", ["all", "the first half"])
-def test_a_network_trains_above_and_around_frozen_norms(name: str, which: str) -> None:
+def test_a_network_trains_above_and_around_frozen_norms(name, which):
     model = create_model(name, 5)
     model.statistics_batch_size = 2
     norms = [m for m in model.modules() if isinstance(m, BatchKalmanNorm2d | BatchNorm2d | BatchRenorm2d | GroupNorm2d)]
@@ -480,7 +472,7 @@ def test_a_network_trains_above_and_around_frozen_norms(name: str, which: str) -
 
 
 @pytest.mark.parametrize("frozen", ["norm", "container"])
-def test_norms_above_a_frozen_one_train_in_their_own_groups(frozen: str) -> None:
+def test_norms_above_a_frozen_one_train_in_their_own_groups(frozen):
     below = KalmanSequential(nn.Conv2d(3, 4, 3), BatchKalmanNorm2d(4))
     above = BatchKalmanNorm2d(4, 4)
     network = KalmanSequential(below, above).double()
@@ -504,7 +496,7 @@ def test_norms_above_a_frozen_one_train_in_their_own_groups(frozen: str) -> None
 # Weight decay
 
 
-def test_transition_noise_and_gain_are_named_for_optimizers_that_ask() -> None:
+def test_transition_noise_and_gain_are_named_for_optimizers_that_ask():
     assert BatchKalmanNorm2d(3).no_weight_decay() == set()
     assert BatchKalmanNorm2d(3, 2).no_weight_decay() == {"transition", "raw_process_noise", "raw_gain"}
     assert small().no_weight_decay() == {f"4.1.{name}" for name in KALMAN}
@@ -523,9 +515,7 @@ def test_transition_noise_and_gain_are_named_for_optimizers_that_ask() -> None:
 @kinds
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("group", [None, 2])
-def test_with_activation_checkpointing_running_averages_move_once(
-    kind: str, reentrant: bool, group: int | None
-) -> None:
+def test_with_activation_checkpointing_running_averages_move_once(kind, reentrant, group):
     norm = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d}[kind]
     plain = small(norm, group)
     saving = copy.deepcopy(plain)
@@ -547,7 +537,7 @@ def test_with_activation_checkpointing_running_averages_move_once(
 
 
 @pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "torch"])
-def test_recalibrate_takes_the_averages_that_update_bn_would(norm: str) -> None:
+def test_recalibrate_takes_the_averages_that_update_bn_would(norm):
     """First norms of all kinds are batch normalization in training; `update_bn` knows PyTorch's own alone."""
     make = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "torch": nn.BatchNorm2d}[norm]
     network = KalmanSequential(nn.Conv2d(3, 4, 3), make(4)).double()
@@ -571,7 +561,7 @@ def test_recalibrate_takes_the_averages_that_update_bn_would(norm: str) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights() -> None:
+def test_recalibrating_a_network_forgets_the_statistics_of_its_earlier_weights():
     model, images = create_model("inception_cifar_bkn", 5), [torch.randn(4, 3, 16, 16) for _ in range(3)]
     model.statistics_batch_size = 2
     fresh = copy.deepcopy(model)
@@ -598,7 +588,7 @@ BATCH = torch.randn(8, 3, 6, 6)
         ([BATCH * math.nan], "no batch that was finite"),
     ],
 )
-def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[Any], says: str) -> None:
+def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches, says):
     network = KalmanSequential(BatchKalmanNorm2d(3), statistics_batch_size=2)
     network(BATCH)
     before = memory(network.eval())
@@ -609,14 +599,14 @@ def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches: list[An
     assert network[0].momentum == 0.1
 
 
-def test_recalibration_leaves_out_batches_that_are_not_finite() -> None:
+def test_recalibration_leaves_out_batches_that_are_not_finite():
     network = KalmanSequential(BatchKalmanNorm2d(3))
     with pytest.warns(RuntimeWarning, match="not finite"):
         recalibrate(network, [BATCH * math.nan, BATCH + 1])
     assert_close(network[0].running_mean, (BATCH + 1).mean((0, 2, 3)))
 
 
-def test_a_network_without_running_averages_cannot_be_recalibrated() -> None:
+def test_a_network_without_running_averages_cannot_be_recalibrated():
     with pytest.raises(InputError, match="no running averages"):
         recalibrate(create_model("inception_cifar_gn"), [torch.randn(2, 3, 16, 16)])
 
@@ -624,11 +614,11 @@ def test_a_network_without_running_averages_cannot_be_recalibrated() -> None:
 # Second derivatives
 
 
-def test_second_derivatives_through_two_chained_layers_are_right(make_norm) -> None:
+def test_second_derivatives_through_two_chained_layers_are_right(make_norm):
     first, second = make_norm("bkn", 2), make_norm("bkn", 2, 2)
     parameters = dict(second.named_parameters())
 
-    def chain(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    def chain(x, *values):
         y, belief = first(x, None, Statistics("batch", 2))
         own = dict(zip(parameters, values, strict=True))
         y, belief = torch.func.functional_call(second, own, (torch.tanh(y), belief, Statistics("batch", 2)))
@@ -641,7 +631,7 @@ def test_second_derivatives_through_two_chained_layers_are_right(make_norm) -> N
 # Kernels
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "a cumulative average": {"momentum": None},
     "no scale and shift": {"affine": False},
     "no memory": {"track_running_stats": False},
@@ -653,7 +643,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(kernels.fused_norm is None, reason="Triton is not installed on this platform")
 @pytest.mark.parametrize("option", OPTIONS)
-def test_where_kernels_run_every_option_does_what_it_does_in_pytorch(option: str) -> None:
+def test_where_kernels_run_every_option_does_what_it_does_in_pytorch(option):
     """Of volumes, which nothing else shows them; the layer below has nothing below, or is frozen."""
     kind = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.float32} | OPTIONS[option]
     layer, conv = BatchKalmanNorm3d(4, 3, **kind), nn.Conv3d(3, 4, 1, device=kind["device"], dtype=kind["dtype"])

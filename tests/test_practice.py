@@ -10,14 +10,11 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from forked_commands import ROOT, Answer, Commands
+from forked_commands import ROOT, Commands
 from image_trees import write_noise
 from shallow import shallow
 
@@ -29,7 +26,7 @@ from service.settings import read_settings
 TINY = ("--model", "shallow_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
 
 
-def changed_files() -> str | None:
+def changed_files():
     """Of the source tree; None where it is no checkout."""
     if not (ROOT / ".git").exists():
         return None
@@ -37,7 +34,7 @@ def changed_files() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory):
     """An empty folder, but for photographs; what users do leaves nothing in the source tree."""
     before = changed_files()
     folder = tmp_path_factory.mktemp("practice")
@@ -47,24 +44,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def commands(place: Path) -> Iterator[Commands]:
+def commands(place):
     running = Commands(place)
     yield running
     running.close()
 
 
-def state(folder: Path) -> dict[str, Any]:
+def state(folder):
     return torch.load(folder / "state.pt", weights_only=True)
 
 
-def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def flat(tree, prefix=""):
+    found = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
 
 
-def assert_same_training(*folders: Path) -> None:
+def assert_same_training(*folders):
     """Bit for bit: the weights, their average, the optimizer's memory, what the log says, and the checkpoint."""
     first, second = map(state, folders)
     histories = [json.loads(found["history"]) for found in (first, second)]
@@ -84,7 +81,7 @@ def assert_same_training(*folders: Path) -> None:
 # Signals
 
 
-def test_training_stopped_at_random_ends_with_identical_weights(commands: Commands, place: Path) -> None:
+def test_training_stopped_at_random_ends_with_identical_weights(commands, place):
     """By Ctrl-C, once and twice, then by a signal that nothing can be done about; what goes on is stopped again."""
     network = ("--model", "inception_cifar_bkn", *TINY[2:])  # of which the steps are most of a run
     train = ("train", "--data", "photos", *network, "--epochs", "3", "--ema", "0.9", "--augmentation.mixup", "0.2")
@@ -92,11 +89,11 @@ def test_training_stopped_at_random_ends_with_identical_weights(commands: Comman
     assert whole.code == 0, whole.output
     moments, number, stops = random.Random(0), 0, []
 
-    def between() -> int:
+    def between():
         """How often it was stopped amid its steps."""
         return len([step for step in stops if 0 < step < 9])
 
-    def go_on(*signals: tuple[int, float | str]) -> Answer:
+    def go_on(*signals):
         nonlocal number
         folder = place / "runs" / f"run{number}"
         command = [*train, "--name", folder.name, *(["--resume"] if (folder / "state.pt").exists() else [])]
@@ -127,11 +124,11 @@ def test_training_stopped_at_random_ends_with_identical_weights(commands: Comman
     assert between() >= 2, stops
 
 
-def test_second_ctrl_c_leaves_out_no_word(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def stopped(*_: object) -> None:
+def test_second_ctrl_c_leaves_out_no_word(monkeypatch, capsys):
+    def stopped(*_):
         raise KeyboardInterrupt
 
-    def told(*_: object) -> str:
+    def told(*_):
         signal.raise_signal(signal.SIGINT)
         return "how to go on"
 
@@ -144,7 +141,7 @@ def test_second_ctrl_c_leaves_out_no_word(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_all_processes_saves_the_state(commands: Commands, place: Path, number: signal.Signals) -> None:
+def test_signal_to_all_processes_saves_the_state(commands, place, number):
     """With a process that decodes images, which the signal reaches, too."""
     name = f"signal{number.value}"
     train = ("train", "--data", "photos", *TINY, "--epochs", "10000", "--workers", "1", "--name", name)
@@ -160,7 +157,7 @@ def test_signal_to_all_processes_saves_the_state(commands: Commands, place: Path
 # Names and publication
 
 
-def test_run_carries_its_name_everywhere(commands: Commands, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
     """Into folder, config, card, record, evaluation, service and publication."""
     for name in ("first", "second"):
         done = commands("train", "--data", "photos", *TINY, "--epochs", "1", "--name", name)
@@ -200,7 +197,7 @@ def test_run_carries_its_name_everywhere(commands: Commands, place: Path, monkey
     assert "repeats its outputs" in together.output
 
 
-def test_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, place: Path) -> None:
+def test_folder_of_images_is_all_that_fine_tuning_needs(commands, place):
     done = commands("train", "--data", "photos", "--size", "32", "--epochs", "1", "--device", "cpu")
     assert done.code == 0, done.output
     assert "starting from efficientnet_lite0_bkn.imagenet" in done.output
@@ -210,7 +207,7 @@ def test_folder_of_images_is_all_that_fine_tuning_needs(commands: Commands, plac
     assert config["label_names"] == ["dark", "light"]
 
 
-def test_unanswered_publication_ends_within_seconds(place: Path) -> None:
+def test_unanswered_publication_ends_within_seconds(place):
     """The Hub takes the connection, and is silent; what needs no Hub is checked before."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "HF_HUB_OFFLINE")}
@@ -228,7 +225,7 @@ def test_unanswered_publication_ends_within_seconds(place: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_every_extra_that_users_need_is_in_all() -> None:
+def test_every_extra_that_users_need_is_in_all():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (everything,) = extras.pop("all")
     named = set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(","))

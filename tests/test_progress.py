@@ -9,12 +9,8 @@ import termios
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hub_server import HubServer
 from image_trees import write_image, write_tree
 from PIL import Image
@@ -27,16 +23,16 @@ from bkn_zoo.training.datasets import load_data
 
 
 class Screen(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
     @property
-    def left(self) -> str:
+    def left(self):
         """What stands on the last line in the end."""
         return self.getvalue().rpartition("\r")[2]
 
 
-def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
+def look(monkeypatch, patience):
     """A terminal; called by the tests themselves, since pytest puts its own in place after fixtures have run."""
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -44,7 +40,7 @@ def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
     return screen
 
 
-def work(seconds: float) -> None:
+def work(seconds):
     with progress.bar(4, "counting", "image") as done:
         for _ in range(4):
             time.sleep(seconds)
@@ -53,7 +49,7 @@ def work(seconds: float) -> None:
         time.sleep(4 * seconds)
 
 
-def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch):
     screen = look(monkeypatch, 0.5)
     work(0.0)
     assert screen.getvalue() == ""
@@ -62,7 +58,7 @@ def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch: pytest.Mo
     assert screen.left.strip() == ""
 
 
-def test_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_ends_what_is_shown(monkeypatch):
     screen = look(monkeypatch, 0.0)
     for shown in (progress.waiting("thinking"), progress.bar(4, "counting", "B")):
         with pytest.raises(KeyError), shown:
@@ -71,13 +67,13 @@ def test_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen.left.strip() == ""
 
 
-def test_nothing_is_shown_without_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     work(0.1)
     assert capsys.readouterr().err == ""
 
 
-def test_weights_engines_and_data_sets_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_engines_and_data_sets_show_progress(tmp_path, monkeypatch):
     screen = look(monkeypatch, 0.0)
     monkeypatch.chdir(tmp_path)
     save_small_checkpoint(tmp_path / "mine")
@@ -97,12 +93,12 @@ def test_weights_engines_and_data_sets_show_progress(tmp_path: Path, monkeypatch
 class Terminal:
     """A pseudo-terminal in place of standard error, of a user with hardly any patience."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shown = ""
         self._more = threading.Condition()
 
     @contextlib.contextmanager
-    def watched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def watched(self, monkeypatch):
         ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (24, 100))
         reader = threading.Thread(target=self._read, args=(ours,))
@@ -115,21 +111,21 @@ class Terminal:
         reader.join()
         os.close(ours)
 
-    def _read(self, ours: int) -> None:
+    def _read(self, ours):
         with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
             while part := os.read(ours, 65_536):
                 with self._more:
                     self.shown += part.decode(errors="replace")
                     self._more.notify_all()
 
-    def shows(self, what: str) -> bool:
+    def shows(self, what):
         """Whether it does so from now on, within a time that is long enough for any machine."""
         with self._more:
             before = len(self.shown)
             return self._more.wait_for(lambda: what in self.shown[before:], 20)
 
 
-def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_of_an_evaluation_is_silent(tmp_path, monkeypatch):
     """Each goes on only when it sees itself on the terminal; broken images are told in plain lines."""
     monkeypatch.chdir(tmp_path)
     for split in ("train", "val"):
@@ -142,7 +138,7 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.
     expected = [what for passes, what in parts for _ in range(passes)]
     plain, terminal = Network.forward, Terminal()
 
-    def forward(self: Network, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+    def forward(self, images, statistics=None):
         if not self.training:
             what = expected.pop(0)
             assert terminal.shows(what), what
@@ -167,7 +163,7 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.
     assert "Warning" not in terminal.shown
 
 
-def on_a_terminal(command: list[str], **options: Any) -> tuple[int, str, str]:
+def on_a_terminal(command, **options):
     """Exit code, standard output and what a command shows on a terminal, which is its standard error alone."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -202,7 +198,7 @@ TWICE = """
 """
 
 
-def test_download_is_shown_on_a_terminal_and_nowhere_else(tmp_path: Path) -> None:
+def test_download_is_shown_on_a_terminal_and_nowhere_else(tmp_path):
     """And the check of its weights, and its engine."""
     save_small_checkpoint(tmp_path / "mine")
     (tmp_path / "server").mkdir()

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,20 +27,20 @@ RUNS = PLANNED.runs()
 Records = dict[str, Any]
 
 
-def difference(claim: Any, records: Records) -> Difference | None:
+def difference(claim, records):
     return replication_cells.difference(claim, PLANNED, records)
 
 
-def deviation(setting: str, records: Records) -> Deviation | None:
+def deviation(setting, records):
     return replication_cells.deviation(setting, PLANNED, records)
 
 
-def said(records: Records) -> str:
+def said(records):
     """All that the regions of the page would hold."""
     return "\n".join(contents(PLANNED, records).values())
 
 
-def ends(records: Records, arm: str, *top1: float) -> None:
+def ends(records, arm, *top1):
     """Give the seeds of an arm another accuracy, on all images and in all modes; one for all, or one for each."""
     runs = PLANNED.arms[arm].runs
     for run, each in zip(runs, top1 if len(top1) > 1 else top1 * len(runs), strict=True):
@@ -49,13 +48,13 @@ def ends(records: Records, arm: str, *top1: float) -> None:
         records[run.key] = {**records[run.key], "test": metrics, "validation": metrics}
 
 
-def diverges(records: Records, *runs: Any) -> None:
+def diverges(records, *runs):
     for run in runs:
         records[run.key] = {**records[run.key], "failed": "the loss was not finite at step 7"}
 
 
 @pytest.fixture
-def records() -> Records:
+def records():
     """Of every run of the plan; BKN is three points better than the others, and its link two."""
     records = {}
     for run in RUNS:
@@ -81,7 +80,7 @@ def records() -> Records:
 # The plan.
 
 
-def test_each_run_is_planned_once_row_by_row() -> None:
+def test_each_run_is_planned_once_row_by_row():
     assert len({run.key for run in RUNS}) == len({run.name for run in RUNS}) == len(RUNS) > 100
     names = [*(f"cifar100.bkn.128-1.seed={seed}" for seed in range(6)), "cifar100.bkn.128-2.seed=0"]
     assert [run.name for run in RUNS[:7]] == names
@@ -90,21 +89,21 @@ def test_each_run_is_planned_once_row_by_row() -> None:
     assert {"controls", "link", "gain"} <= set(RUNS[0].groups)
 
 
-def test_claims_and_differences_are_about_arms_that_are_run() -> None:
+def test_claims_and_differences_are_about_arms_that_are_run():
     about = [*PLANNED.claims, *(claim for experiment in PLANNED.experiments for claim in experiment.differences)]
     assert all("untested" in claim for claim in PLANNED.claims if "this" not in claim)
     named = [name for claim in about if "this" in claim for side in ("this", "that") for name in listed(claim[side])]
     assert set(named) <= set(PLANNED.arms)
 
 
-def test_a_plan_says_what_a_row_does_not_take(tmp_path: Path) -> None:
+def test_a_plan_says_what_a_row_does_not_take(tmp_path):
     text = PLAN.read_text().replace('norm = "gn", groups', 'norm = "gn", colour = 1, groups', 1)
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(InputError, match="controls: a row does not take 'colour'"):
         read_plan(tmp_path / "plan.toml")
 
 
-def test_published_runs_count_for_the_plan() -> None:
+def test_published_runs_count_for_the_plan():
     found = read_records(RESULTS / "runs")
     done = {run.name for run in RUNS if run.key in found}
     assert "tiny_full.bkn.256-4.seed=0" in done
@@ -120,9 +119,7 @@ def test_published_runs_count_for_the_plan() -> None:
         ("bn.128-128", {"processes": 1}, True), ("bn.128-128", {"processes": 2}, False),
     ],
 )  # fmt: skip
-def test_averages_taken_anew_or_smaller_groups_do_not_count(
-    tmp_path: Path, arm: str, more: dict[str, Any], counts: bool
-) -> None:
+def test_averages_taken_anew_or_smaller_groups_do_not_count(tmp_path, arm, more, counts):
     run = PLANNED.arms[f"cifar100.{arm}"].runs[0]
     record = {"name": "published", "recipe": dataclasses.asdict(run.recipe), "width": run.width, "every": run.every}
     (tmp_path / "published.json").write_text(json.dumps(record | more))
@@ -139,9 +136,7 @@ def test_averages_taken_anew_or_smaller_groups_do_not_count(
         (0.5, None, 1, True, "undecided (one seed)"),
     ],
 )  # fmt: skip
-def test_a_claim_holds_where_its_interval_does(
-    value: float, error: float | None, freedom: int, same: bool, verdict: str
-) -> None:
+def test_a_claim_holds_where_its_interval_does(value, error, freedom, same, verdict):
     assert Difference(value, error, (3, 3), freedom).verdict(same) == verdict
 
 
@@ -160,22 +155,20 @@ NEAR, WIDE, USUAL = [50.0, 50.01, 50.02], [40.0, 45.0, 50.0], Deviation(0.3, 20)
         ([50.0, 50.0], [50.0, 50.0], None, 0.0, 2),
     ],
 )
-def test_an_arm_scatters_as_its_settings_arms_do_or_more(
-    these: list[float], those: list[float], usual: Deviation | None, error: float | None, freedom: float
-) -> None:
+def test_an_arm_scatters_as_its_settings_arms_do_or_more(these, those, usual, error, freedom):
     found = between(these, those, usual)
     assert found.value == pytest.approx(sum(these) / len(these) - sum(those) / len(those))
     assert (found.error, found.freedom) == (error and pytest.approx(error), pytest.approx(freedom, rel=0.01))
 
 
-def test_an_interval_is_students() -> None:
+def test_an_interval_is_students():
     assert Difference(4.0, 2.0, (2, 3), 4).margin == 2 * 2.78
     exact = {0.5: 12.71, 1.06: 11.13, 1.18: 8.93, 1.35: 7.05, 1.75: 4.95, 1.9: 4.53, 2.25: 3.88, 2.59: 3.49}
     for freedom, quantile in {**exact, 5: 2.57, 8: 2.31, 30: 2.04, 1e6: 1.96}.items():
         assert quantile - 0.01 <= student(freedom) <= 1.02 * quantile
 
 
-def test_few_wild_arms_do_not_make_a_settings_deviation(records: Records) -> None:
+def test_few_wild_arms_do_not_make_a_settings_deviation(records):
     torch.manual_seed(0)
     values = torch.randn(4000, 3, dtype=torch.float64) * 0.3
     arms = values.tolist()
@@ -197,7 +190,7 @@ def test_few_wild_arms_do_not_make_a_settings_deviation(records: Records) -> Non
     assert deviation("tiny_resnet", records) is None
 
 
-def test_the_mode_is_chosen_once_for_all_seeds(records: Records) -> None:
+def test_the_mode_is_chosen_once_for_all_seeds(records):
     arm = PLANNED.arms["cifar100.bkn.128-8"]
     for run, (population, expected) in zip(arm.runs, ((70.0, 60.0), (61.0, 62.0), (62.0, 63.0)), strict=True):
         validation = {"population": {"top1": population}, "sample": {"top1": 1.0}, "expected": {"top1": expected}}
@@ -210,7 +203,7 @@ def test_the_mode_is_chosen_once_for_all_seeds(records: Records) -> None:
 # The page.
 
 
-def learned_nothing(records: Records) -> None:
+def learned_nothing(records):
     for name in (name for name in PLANNED.arms if name.startswith(("cifar100.bn.128-1", "tiny.bn.256-1"))):
         ends(records, name, 0.9)
 
@@ -242,21 +235,21 @@ def learned_nothing(records: Records) -> None:
         ], []),
     ],
 )  # fmt: skip
-def test_the_page_holds_what_the_records_say(records: Records, change: Any, there: list[str], gone: list[str]) -> None:
+def test_the_page_holds_what_the_records_say(records, change, there, gone):
     change(records)
     text = said(records)
     assert [line for line in there if line not in text] == []
     assert [line for line in gone if line in text] == []
 
 
-def test_a_plots_title_says_who_did_not_learn(records: Records) -> None:
+def test_a_plots_title_says_who_did_not_learn(records):
     pytest.importorskip("matplotlib")
     learned_nothing(records)
     title = figures(PLANNED, records)["controls"].get_suptitle()
     assert "Groups of 1: BKN is 2.0 points above A held at zero; BN did not learn" in title
 
 
-def test_the_arm_counts_that_was_best_on_validation(records: Records) -> None:
+def test_the_arm_counts_that_was_best_on_validation(records):
     rates = [f"cifar100.bn.128-2.lr={rate}" for rate in (0.1, 0.2, 0.8)]
     claim = {"says": "BKN is better", "this": "cifar100.bkn.128-2", "that": rates}
     keys = [PLANNED.arms[name].runs[0].key for name in rates]
@@ -276,7 +269,7 @@ def test_the_arm_counts_that_was_best_on_validation(records: Records) -> None:
     assert difference(claim, records) is None  # it might be the best
 
 
-def test_gains_that_are_smaller_at_full_length_are_counted(records: Records) -> None:
+def test_gains_that_are_smaller_at_full_length_are_counted(records):
     ends(records, "cifar100_full.bkn.128-2", 61.1)
     ends(records, "tiny_full.bkn.256-4", 60.1)
     leads = leads_by_length(PLANNED, records)
@@ -289,7 +282,7 @@ def test_gains_that_are_smaller_at_full_length_are_counted(records: Records) -> 
     assert smaller in said(records)
 
 
-def test_that_no_steps_are_saved_is_the_schedules_doing(records: Records) -> None:
+def test_that_no_steps_are_saved_is_the_schedules_doing(records):
     (claim,) = (claim for claim in PLANNED.claims if claim.get("steps"))
     for top1, saved, held in ((90.0, 80.0, "held"), (10.0, 0.0, "undecided with this schedule")):
         for run in PLANNED.arms[claim["this"]].runs:
@@ -299,14 +292,14 @@ def test_that_no_steps_are_saved_is_the_schedules_doing(records: Records) -> Non
         assert (found.value, verdict(claim, found)) == (pytest.approx(saved), held)
 
 
-def test_first_table_has_both_lengths(records: Records) -> None:
+def test_first_table_has_both_lengths(records):
     text = headline_table(PLANNED, records)
     assert text.startswith("| CIFAR-100, top-1 (%) | epochs | 128 images per group | 8 | 2 | 1 |\n")
     assert "| BKN, A held at zero | 60 |  |  | 61.10 ± 0.10 | 61.10 ± 0.10 |" in text
     assert "| BKN, A held at zero | 15 |  | 61.10 ± 0.10 | 61.10 ± 0.10 | 61.10 ± 0.09 |" in text
 
 
-def test_an_arm_with_a_seed_that_did_not_learn_is_no_rival(records: Records) -> None:
+def test_an_arm_with_a_seed_that_did_not_learn_is_no_rival(records):
     """And does not say how far others scatter."""
     name = "cifar100.brn.128-2"
     runs = PLANNED.arms[name].runs
@@ -325,14 +318,14 @@ def test_an_arm_with_a_seed_that_did_not_learn_is_no_rival(records: Records) -> 
     assert no_rival in text
 
 
-def test_the_page_names_what_a_late_rule_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_names_what_a_late_rule_decided(monkeypatch):
     """One that was made with results in view."""
     text = " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
     assert "leads there over BN with two images by EvalNorm's rule, and with two over BN with whole batches" in text
     found = read_records(RESULTS / "reproduce", RESULTS / "runs")
     setting = next(each for each in PLANNED.experiments if each.name == "cifar10_full")
 
-    def gains() -> set[str]:
+    def gains():
         points = {claim["says"]: difference(claim, found) for claim in setting.differences}
         return {says for says, each in points.items() if each and each.verdict() == "held"}
 
@@ -343,11 +336,11 @@ def test_the_page_names_what_a_late_rule_decided(monkeypatch: pytest.MonkeyPatch
     }  # fmt: skip
 
 
-def test_plots_need_records() -> None:
+def test_plots_need_records():
     assert set(figures(PLANNED, {}).values()) == {None}
 
 
-def shown(records: Records) -> dict[str, str]:
+def shown(records):
     """The words of each plot, and the values of its first line."""
     words = {}
     for name, figure in figures(PLANNED, records).items():
@@ -357,7 +350,7 @@ def shown(records: Records) -> dict[str, str]:
     return words
 
 
-def test_what_a_plot_says_follows_from_what_it_shows(records: Records) -> None:
+def test_what_a_plot_says_follows_from_what_it_shows(records):
     pytest.importorskip("matplotlib")
     leads = len(leads_by_length(PLANNED, records))
     before = shown(records)
@@ -398,7 +391,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(records: Records) -> None:
         assert (then in before[name], now in after[name], now in before[name]) == (True, True, False), name
 
 
-def test_courses_say_how_many_seeds_they_have_and_diverged(records: Records) -> None:
+def test_courses_say_how_many_seeds_they_have_and_diverged(records):
     pytest.importorskip("matplotlib")
     diverges(records, *PLANNED.arms["tiny.brn.256-4"].runs)
     del records[PLANNED.arms["tiny.bkn.256-4"].runs[1].key]
@@ -410,7 +403,7 @@ def test_courses_say_how_many_seeds_they_have_and_diverged(records: Records) -> 
     assert len({axes.get_ylim() for title, axes in panels.items() if "fifth" not in title}) == 1
 
 
-def test_every_record_is_of_a_run_of_the_plan() -> None:
+def test_every_record_is_of_a_run_of_the_plan():
     """Otherwise a changed setting would leave records that nothing shows."""
     planned = {run.key for run in RUNS}
     assert [each["name"] for key, each in read_records(RESULTS / "reproduce").items() if key not in planned] == []
@@ -419,7 +412,7 @@ def test_every_record_is_of_a_run_of_the_plan() -> None:
 # A run.
 
 
-def some_data(name: str, size: int, classes: int = 100) -> datasets.Data:
+def some_data(name, size, classes=100):
     """16 images to train on, 4 for validation and 4 to test."""
     images = torch.randint(0, 256, (16, 3, size, size), dtype=torch.uint8)
     found = datasets.ArrayImages(images, torch.randint(0, classes, (16,)))
@@ -428,7 +421,7 @@ def some_data(name: str, size: int, classes: int = 100) -> datasets.Data:
 
 
 @pytest.mark.usefixtures("shallow_network")
-def test_a_run_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(replication, "load", lambda *_: some_data("cifar100", 32))
     (tmp_path / "data" / "cifar-100-python").mkdir(parents=True)
     name, changes = "cifar100.bkn.128-2.seed=0", ["--set", "epochs=1", "gradient_batch=8", "precision=float32"]
@@ -449,10 +442,10 @@ def test_a_run_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "0 runs to train" in capsys.readouterr().out
 
 
-def test_images_in_files_are_decoded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[Path] = []
+def test_images_in_files_are_decoded_once_for_all_runs(tmp_path, monkeypatch):
+    decoded = []
 
-    def load_data(name: str, root: Path, size: int, validation: float) -> datasets.Data:
+    def load_data(name, root, size, validation):
         decoded.append(root)
         return some_data(name, 4)
 

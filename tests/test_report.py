@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import modes_figure
 import pytest
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = performance.read_benchmarks(ROOT / "results")
 
 
-def test_pages_are_what_the_records_say() -> None:
+def test_pages_are_what_the_records_say():
     """`python scripts/report.py` writes them again."""
     pages = report.pages()
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
@@ -27,7 +26,7 @@ def test_pages_are_what_the_records_say() -> None:
     }
 
 
-def test_pictures_show_the_records() -> None:
+def test_pictures_show_the_records():
     assert drawn(report.PICTURE) == [dataclasses.asdict(row) for row in report.shown()]
     assert len(report.shown()) >= 4
     inside = json.loads(Image.open(report.DOCS / "performance.png").info["Description"])
@@ -40,11 +39,11 @@ def test_pictures_show_the_records() -> None:
     ("value", "shown"),
     [(0.0, "0"), (2.5649e-05, "2.56e-05"), (0.95, "0.950"), (99.94, "99.9"), (99.96, "100"), (1954.7, "1955"), (7, 7)],
 )
-def test_rounding_keeps_three_digits_or_whole_numbers(value: float, shown: str) -> None:
+def test_rounding_keeps_three_digits_or_whole_numbers(value, shown):
     assert performance.rounded(value) == shown
 
 
-def test_headlines_name_exactly_one_row_of_a_record() -> None:
+def test_headlines_name_exactly_one_row_of_a_record():
     captured = performance.TRAINING[0]
     assert performance.ratio(captured, RECORDS) < 1
     for row in ({"norm": "bkn"}, captured.row | {"norm": "none"}):
@@ -52,8 +51,8 @@ def test_headlines_name_exactly_one_row_of_a_record() -> None:
             performance.ratio(captured._replace(row=row), RECORDS)
 
 
-def test_service_overhead_follows_from_the_times_of_the_cores() -> None:
-    def rows(model: str, engine: float, service: float, busy: float) -> list[dict[str, Any]]:
+def test_service_overhead_follows_from_the_times_of_the_cores():
+    def rows(model, engine, service, busy):
         of = {"model": model, "input": 64, "clients": 4}
         served = {"images_per_s": service, "fraction_of_engine": service / engine, "cpu_ms_per_image": busy}
         return [of | {"server": "engine", "images_per_s": engine}, of | {"server": "service"} | served]
@@ -70,7 +69,7 @@ def test_service_overhead_follows_from_the_times_of_the_cores() -> None:
     ]
 
 
-def test_recalibration_shows_the_best_mode_and_the_largest_gain() -> None:
+def test_recalibration_shows_the_best_mode_and_the_largest_gain():
     rows = {
         "one": [("population", 60.0, 75.2), ("sample", 75.0, 75.0)],
         "two": [("expected", 60.0, 60.4)],
@@ -88,7 +87,7 @@ def test_recalibration_shows_the_best_mode_and_the_largest_gain() -> None:
     assert regions["most"] == "0.40"
 
 
-def test_conclusions_of_the_page_of_runs_hold() -> None:
+def test_conclusions_of_the_page_of_runs_hold():
     """It says that no recalibration gains 0.5 points, and that the aim on Tiny ImageNet was missed."""
     regions = report.runs_page(report.RESULTS, report.CHECKPOINTS, report.RECIPES)
     assert float(regions["most"]) < 0.5
@@ -97,7 +96,7 @@ def test_conclusions_of_the_page_of_runs_hold() -> None:
     assert not any(float(bn) >= 66.5 and float(difference) >= -0.5 for _, bn, _, difference, _ in lines)
 
 
-def test_imagenet_cost_follows_from_the_measured_speeds() -> None:
+def test_imagenet_cost_follows_from_the_measured_speeds():
     """90 epochs of 99 % of the training images, at 1,000 images per second by Python and 2,000 as a graph."""
     row = {"norm": "bkn", "mode": "eager", "gradient_batch": 256}
     rows = [

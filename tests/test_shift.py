@@ -12,8 +12,9 @@ import torch
 from studies import shift, shift_evaluate, shift_unlabelled
 from studies.figures import plotted
 from studies.full_length import drawn
-from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt, plasma
+from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt
 from studies.shift_evaluate import packed, roc_area, unpacked
+from studies.shift_filters import plasma, replaced
 from studies.shift_rules import (
     Adaptive,
     Watch,
@@ -56,8 +57,10 @@ def trained(norm: str = "bn", group: int | None = None) -> Network:
 @pytest.mark.parametrize("side", CONSTANTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_corruption_grows_with_severity(name: str, side: int) -> None:
-    images = photographs(16 if side == 32 else 4, side)
+    images = photographs({32: 16, 64: 4, 224: 1}[side], side)
     assert corrupt(images, name, 0) is images
+    if side == 224 and name in ("defocus_blur", "elastic_transform"):
+        return  # for which kernels are so large here that a test takes seconds
     results = [corrupt(images, name, severity, seed=3) for severity in SEVERITIES]
     assert all(result.dtype == torch.uint8 and result.shape == images.shape for result in results)
     assert torch.equal(results[1], corrupt(images, name, 2, seed=3))
@@ -75,6 +78,18 @@ def test_corruption_refuses_unknown_names() -> None:
 def test_corruptions_are_those_of_the_benchmark() -> None:
     assert len(MAIN) == 15
     assert {len(levels) for of_side in CONSTANTS.values() for levels in of_side.values()} == {5}
+
+
+def test_glass_blur_replaces_one_pixel_after_another() -> None:
+    side, delta, count = 12, 2, 3
+    line = torch.arange(side - delta, delta, -1)
+    here = (line[:, None] * side + line).flatten()
+    moves = torch.randint(-delta, delta, (2, len(here), count), generator=torch.Generator().manual_seed(0))
+    there = here[:, None] + moves[0] * side + moves[1]
+    pixels = torch.arange(side * side)[:, None].repeat(1, count)
+    for row, at in zip(there, here, strict=True):
+        pixels[at] = pixels.gather(0, row[None])[0]
+    assert torch.equal(replaced(here, there, side * side), pixels)
 
 
 def test_plasma_covers_zero_to_one() -> None:
@@ -272,7 +287,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
     assert len(unpacked(population["shifted_hits"])) == 40
     assert population["shifted"] == pytest.approx(100 * unpacked(population["shifted_hits"]).mean() / 10, abs=1e-3)
     assert set(population["by_corruption"]) == set(corruptions)
-    assert set(record["roc_areas"]["unknown classes"]) == {"drift", "confidence", "energy"}
+    assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
     assert other["recipe"]["statistics_batch"] == 2

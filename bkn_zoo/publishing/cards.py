@@ -61,6 +61,10 @@ default was chosen on, so that they flatter it a little; `ece` is the expected c
 
 INTERVAL = "From `top1_low` to `top1_high` is the 95 % interval of `top1` (Wilson), for the number of images only."
 
+UNCERTAIN = """\
+Answers with a probability below {threshold:.2f} are marked as uncertain ({mode} statistics): of the right answers on
+held-out images, 95 % are above it."""
+
 
 def read_record(results: Path, name: str) -> Run:
     """What the training or the import of a checkpoint left in the folder of results; empty if it left nothing."""
@@ -233,7 +237,9 @@ def _accuracy(config: Config) -> str:
     if "measured_on" in config.training:  # imported weights, which no recipe of ours trained
         about = [f"In percent, on {config.training['measured_on']}, with the weights as they are stored."]
     about += [INTERVAL] if "top1_low" in metrics else []
-    return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
+    mode = config.default_statistics
+    doubt = [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if config.uncertain_below else []
+    return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics]), *doubt])
 
 
 def _on_validation(config: Config) -> bool:

@@ -21,7 +21,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import batch_size, evaluate
+from bkn_zoo.training.evaluation import batch_size, evaluate, predict, uncertain_below
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import Plan
 from bkn_zoo.training.recipes import Recipe
@@ -92,9 +92,10 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
         result.append(stored)
         return accuracy, plan.card(stored.config, plan.name, plan.results.parent)
 
+    thresholds = _thresholds(model, data, plan)
     save_pretrained(
         model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing,
-        default_statistics=best, measure=measure,
+        default_statistics=best, uncertain_below=thresholds, measure=measure,
         training=facts | {"init": plan.source and plan.source.name, "validation_split": _validation_split(data)},
     )  # fmt: skip
     with waiting("drawing curves.png"):
@@ -127,6 +128,14 @@ def _best_statistics(
         batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
         anew = evaluate(copied, batches, what=None if plan.quiet else "validation", total=len(data.validation))
     return (copied, anew, anew) if top1(anew) > top1(validation) else (model, validation, anew)
+
+
+def _thresholds(model: Network, data: Data, plan: Plan) -> dict[str, float]:
+    """For each statistics mode, the probability below which an answer is uncertain, by the validation images."""
+    device = torch.device(plan.device)
+    batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
+    logits, labels = predict(model.to(device), batches)
+    return {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
 
 
 def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:

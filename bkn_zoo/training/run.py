@@ -36,7 +36,7 @@ from bkn_zoo.training.tree import keep_apart
 
 
 def train(
-    recipe: str | os.PathLike[str] | Recipe,
+    recipe: str | os.PathLike[str] | Recipe | None,
     data: str | os.PathLike[str],
     *,
     init: str | os.PathLike[str] | None = None,
@@ -57,7 +57,7 @@ def train(
     all but the first is empty. Errors name options as `bkn-zoo train` does: `--name` is `name` here.
 
     Args:
-        recipe: a TOML file, the name of one in recipes/ of a checkout, or a `Recipe`.
+        recipe: a TOML file, the name of one in recipes/ of a checkout, or a `Recipe`; None is `fine_tune`.
         data: the folder that holds the data set.
         init: a checkpoint to start from (a name, a folder or "owner/repo"), "torchvision:NAME" or "timm:NAME"; its
             classifier is kept for the same classes. By default new weights.
@@ -85,44 +85,17 @@ def train(
     return carry_out(plan)
 
 
-def fine_tune(
-    data: str | os.PathLike[str],
-    *,
-    init: str | os.PathLike[str] | None = None,
-    name: str | None = None,
-    output: str | os.PathLike[str] | None = None,
-    results: str | os.PathLike[str] | None = None,
-    device: str | torch.device | None = None,
-    resume: bool = False,
-    workers: int = 0,
-    save_minutes: float = 5.0,
-    quiet: bool = False,
-    **overrides: Any,
-) -> TrainingResult:
-    """Train a pretrained network on one's own images, without a recipe; all else is as in `train`.
+def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
+    """Train a pretrained network on one's own images, without a recipe.
 
     Batches, groups and the number of epochs follow from the checkpoint and the number of images.
 
     Args:
         data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
-        init: what to start from, as in `train`; by default the checkpoint that `bkn-zoo classify` uses.
-        name: of the run and its checkpoint; by default the network's and the data folder's, with what is overridden.
-        output: folder of the run, as in `train`.
-        results: folder of the record, as in `train`.
-        device: by default a GPU if there is one.
-        resume: continue the training in the output folder, with the same options.
-        workers: processes that decode image files.
-        save_minutes: between saved states.
-        quiet: print no lines and show no progress bar while it trains.
-        overrides: fields of the recipe, such as `epochs=5` or `freeze=True`; `model="resnet101_bkn"` without `init`
-            trains new weights.
+        options: those of `train`. Without `init` it starts from the checkpoint that `bkn-zoo classify` uses, or with
+            `model="resnet101_bkn"` from new weights.
     """
-    plan = make_plan(
-        None, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
-        workers=workers, save_minutes=save_minutes, quiet=quiet,
-    )  # fmt: skip
-    plan.say()
-    return carry_out(plan)
+    return train(None, data, **options)
 
 
 def carry_out(plan: Plan) -> TrainingResult:

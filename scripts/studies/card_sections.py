@@ -62,13 +62,13 @@ The transition A, the process noise R, the gain q and the centers of all norms w
 
 ```bash
 {command}
-```
+```"""
 
+UNCERTAIN = """\
 ### When it does not know
 
-Of the right answers on {held} held-out photographs, 95 % have at least a probability of {threshold:.2f}. Answers
-below it are marked as uncertain. Of {unknown} photographs that show none of the classes (giraffes and polyps), these
-shares pass a threshold that 95 % of the right answers pass, in percent: {passing}."""
+Of {unknown_images} images that show none of its classes ({unknown}), these shares pass a threshold that 95 % of the
+right answers on {images} held-out images pass, in percent: {passing}. The record is `results/uncertainty.json`."""
 
 
 def imported_section(config: Config, name: str, record: Record) -> str:
@@ -81,26 +81,32 @@ def imported_section(config: Config, name: str, record: Record) -> str:
         for row in record["rows"]
     ]
     weights, reported = config.training["weights"], record["reported_top1"]
-    unknown, held = record["unknown"], record["rows"][-1]["images"]
-    passing = ", ".join(f"{score} {share:g}" for score, share in unknown["passing"].items())
-    learned = LEARNED.format(
-        **{key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")},
-        held=held, threshold=record["uncertain_below"][config.default_statistics], unknown=unknown["images"],
-        passing=passing,
-    )  # fmt: skip
+    facts = {key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")}
     about = IMPORTED.format(weights=weights, reported=reported, name=name)
-    return "\n\n".join([about, table(rows, list(rows[0])), learned])
+    return "\n\n".join([about, table(rows, list(rows[0])), LEARNED.format(**facts)])
+
+
+def uncertain_section(name: str, results: Path) -> str:
+    """How often images of unknown classes pass, where it was measured."""
+    path = results / "uncertainty.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = next((row for row in rows if row["checkpoint"] == name), None)
+    if found is None:
+        return ""
+    passing = ", ".join(f"{score} {share:g}" for score, share in found["passing"].items())
+    return UNCERTAIN.format(**found | {"passing": passing})
 
 
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
+    uncertain = uncertain_section(name, results)
     if imported := imported_section(config, name, read_record(results, name)):
-        return checkpoint_card(config, name, read_record(results, name), [imported])
+        return checkpoint_card(config, name, read_record(results, name), list(filter(None, [imported, uncertain])))
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),
     )
-    sections += (shift_section(results / "shift", name), speed_section(config, read_speeds(results)))
+    sections += (shift_section(results / "shift", name), uncertain, speed_section(config, read_speeds(results)))
     return checkpoint_card(config, name, read_record(results, name), [each for each in sections if each])
 
 

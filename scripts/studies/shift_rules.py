@@ -201,10 +201,14 @@ class Watch:
             yield
 
     def score(self) -> Tensor:
-        """D of each image of the passes since `watching` began, or since the last call."""
-        score = torch.stack(self.sums).mean(0)
+        """D of each image of the pass since `watching` began, or since the last call."""
+        return self.by_norm().mean(0)
+
+    def by_norm(self) -> Tensor:
+        """As `score`, but for each norm: (norms, images)."""
+        by_norm = torch.stack(self.sums)
         self.sums = []
-        return score
+        return by_norm
 
     def _look(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         observed = observe(args[0])
