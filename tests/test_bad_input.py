@@ -118,16 +118,16 @@ def test_images_that_are_not_floating_point_are_refused(dtype):
 @pytest.mark.parametrize(
     ("layer", "arguments", "words"),
     [
-        (BatchKalmanNorm2d(3, 4), [X], "has a layer below: pass the belief"),
-        (BatchKalmanNorm2d(3, 4).eval(), [X, None, Statistics("sample")], "has a layer below: pass the belief"),
+        (BatchKalmanNorm2d(3, 4), [X], "needs the belief of the layer below"),
+        (BatchKalmanNorm2d(3, 4).eval(), [X, None, Statistics("sample")], "needs the belief of the layer below"),
         (
             BatchKalmanNorm2d(3, 4),
             [X, Belief(torch.zeros(1, 5), torch.ones(1, 5))],
             "is (1, 5), but this layer needs (1, 4)",
         ),
-        (BatchKalmanNorm2d(3), [X[:, :, 0, 0]], "an input of 2 dimensions"),
-        (BatchKalmanNorm1d(3), [X], "an input of 4 dimensions"),
-        *((kind(4), [X], "normalizes 4 channels, but its input is (2, 3, 4, 4)") for kind in NORMS),
+        (BatchKalmanNorm2d(3), [X[:, :, 0, 0]], "an input with 2 dimensions"),
+        (BatchKalmanNorm1d(3), [X], "an input with 4 dimensions"),
+        *((kind(4), [X], "normalizes 4 channels, but its input has the shape (2, 3, 4, 4)") for kind in NORMS),
     ],
 )
 def test_a_layer_checks_its_prior_and_its_input(layer, arguments, words):
@@ -138,6 +138,6 @@ def test_a_layer_checks_its_prior_and_its_input(layer, arguments, words):
 @pytest.mark.parametrize("gain", [-0.5, 1.5, float("nan")])
 def test_a_gain_outside_its_range_is_refused(gain):
     layer = BatchKalmanNorm2d(3, 4)
-    with refused(InputError, "the gain must lie in [0, 1]"):
+    with refused(InputError, "choose a number from 0 to 1"):
         layer.set_gain(gain)
     assert layer.gain.item() == pytest.approx(0.5)

@@ -165,7 +165,7 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> No
     start_near_population(converted)
     again = convert(FAMILIES["resnet"]()).eval()
     again.load_state_dict(converted.state_dict())
-    with pytest.raises(InputError, match="must lie in"):
+    with pytest.raises(InputError, match="choose a number from 0 to 1"):
         start_near_population(again, gain=-0.1)
     network = bkn_zoo.create_model("timm:test_resnet", num_classes=10).eval()
     network.load_state_dict(converted.state_dict())

@@ -67,7 +67,9 @@ def test_layers_share_a_base_and_differ_in_dims():
         assert isinstance(layer, BatchKalmanNorm)
         assert isinstance(pickle.loads(pickle.dumps(layer)), kind)
         for ndim in (2, 3, 4, 5):
-            refused = pytest.raises(InputError, match=f"{kind.__name__} cannot take an input of {ndim} dimensions")
+            refused = pytest.raises(
+                InputError, match=f"{kind.__name__} does not accept an input with {ndim} dimensions"
+            )
             with nullcontext() if ndim in {1: (2, 3), 2: (4,), 3: (5,)}[dims] else refused:
                 layer(torch.randn(2, *[3] * (ndim - 1)))
 
@@ -170,7 +172,7 @@ def test_a_layer_that_remembers_nothing_refuses_statistics_that_need_it(make_bel
     layer(x, prior, "sample")
     for statistics in ("population", "expected", Statistics("expected", 2)):
         with pytest.raises(
-            InputError, match="needs running averages, but this layer was made with track_running_stats"
+            InputError, match="needs running averages, but this layer was created with track_running_stats"
         ):
             layer(x, prior, statistics)
 
@@ -297,7 +299,7 @@ def test_norms_in_a_plain_container_within_one_for_beliefs_are_refused(depth):
     plain = nn.Sequential(BatchKalmanNorm2d(3), nn.ReLU())
     for _ in range(1, depth):
         plain = nn.Sequential(plain)
-    with pytest.raises(InputError, match="make it a KalmanSequential, too"):
+    with pytest.raises(InputError, match="use a KalmanSequential there, too"):
         KalmanSequential(nn.Sequential(nn.ReLU()), plain)(torch.randn(2, 3, 4, 4))
 
 
@@ -581,11 +583,11 @@ BATCH = torch.randn(8, 3, 6, 6)
 @pytest.mark.parametrize(
     ("batches", "says"),
     [
-        ([], "no batches"),
+        ([], "batches is empty"),
         ([BATCH, BATCH[:3]], "statistics groups"),
         ([BATCH, {"image": BATCH}], "a dict is not a batch of images: pass"),
         ([()], "a tuple is not a batch"),
-        ([BATCH * math.nan], "no batch that was finite"),
+        ([BATCH * math.nan], "no finite batch"),
     ],
 )
 def test_a_recalibration_that_fails_leaves_everything_as_it_was(batches, says):
