@@ -59,7 +59,7 @@ def test_a_wrong_number_of_classes_is_refused(classes):
     ("norm", "option"), [("bkn", "warmup"), ("bn", "shared_process_noise"), ("brn", "r_stepz"), ("gn", "groups")]
 )
 def test_options_that_the_norm_does_not_have_are_named(norm, option):
-    with refused(InputError, f"inception_cifar_{norm} does not take the options {option!r}"):
+    with refused(InputError, f"inception_cifar_{norm} does not have the options {option!r}"):
         create_model(f"inception_cifar_{norm}", **{option: 3})
 
 
@@ -90,7 +90,7 @@ def test_a_network_checks_its_statistics_and_the_size_of_images(name):
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("batch", "group"), [(2, 0), (2, -2), (0, None), (0, 2), (5, 2), (4, 3), (2, 4)])
 def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
-    words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "no values"
+    words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "the batch is empty"
     if group is not None and group < 1:
         words = f"statistics_batch_size is {group}"
     elif batch and name.endswith("_gn"):
@@ -105,13 +105,13 @@ def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
 
 @pytest.mark.parametrize("shape", [(2, 1, 16, 16), (2, 4, 16, 16), (3, 16, 16), (2, 16, 16, 3), (1, 2, 3, 16, 16)])
 def test_images_of_another_shape_are_refused(shape):
-    with refused(InputError, f"(images, 3, height, width), but these are {shape}"):
+    with refused(InputError, f"images have the shape {shape}: pass (images, 3, height, width)"):
         without_weights("inception_cifar_bkn").eval()(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
 def test_images_that_are_not_floating_point_are_refused(dtype):
-    with refused(InputError, f"floating point numbers, but these are {dtype}"):
+    with refused(InputError, f"images are {dtype}: preprocess them"):
         without_weights("inception_cifar_bkn").eval()(torch.zeros(1, 3, 16, 16, dtype=dtype))
 
 

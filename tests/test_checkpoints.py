@@ -503,8 +503,8 @@ def filled(name, value):
         (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
         (id, {"accuracy": {"top1": 71.0}}, "key of accuracy is 'top1'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
-        (id, {"training": {"loss": math.nan}}, "config.json cannot hold"),
-        (id, {"training": {"path": Path("x")}}, "config.json cannot hold"),
+        (id, {"training": {"loss": math.nan}}, "config.json cannot store"),
+        (id, {"training": {"path": Path("x")}}, "config.json cannot store"),
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
@@ -556,9 +556,12 @@ DAMAGES = [
     (config(label_names=[1] * 10), ["config.json", "label_names"]),
     (config(architecture="vgg_bkn"), ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
     (config(architecture=["resnet101_bkn"]), ["config.json", "architecture"]),
-    (config(architecture="inception_cifar_gn", norm="gn", norm_options={}), [WEIGHTS, "in excess"]),
+    (
+        config(architecture="inception_cifar_gn", norm="gn", norm_options={}),
+        [WEIGHTS, "which the network does not have"],
+    ),
     (config(norm="gn"), ["config.json", "norm is 'gn'", "'bkn'"]),
-    (config(norm_options={"shared": 1}), ["config.json", "does not take the options 'shared'"]),
+    (config(norm_options={"shared": 1}), ["config.json", "does not have the options 'shared'"]),
     (config(norm_options=None), ["config.json", "norm_options is None"]),
     (config(statistics_batch_size=0), ["config.json", "statistics_batch_size is 0"]),
     (config(default_statistics="batch"), ["config.json", "default_statistics is 'batch'", "expected"]),
@@ -717,7 +720,7 @@ OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/
         (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
         (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
         (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-        (index(bias=SHARDS[0]), [SHARDS[0], "does not hold the tensors"]),
+        (index(bias=SHARDS[0]), [SHARDS[0], "does not contain the tensors"]),
         *(
             (file(f"{WEIGHTS}.index.json", text), [f"{WEIGHTS}.index.json"])
             for text in (b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')

@@ -277,7 +277,7 @@ def root(tmp_path, monkeypatch):
 
 
 def test_the_default_is_bkn_then_the_most_classes_then_the_name(root):
-    with pytest.raises(CheckpointError, match="there is no checkpoint here that classifies images"):
+    with pytest.raises(CheckpointError, match="no checkpoint that classifies images was found"):
         default_checkpoint()
     for name, norm, classes, default in [
         ("many_bn", "bn", 30, "many_bn"), ("z", "bkn", 3, "z"), ("b", "bkn", 4, "b"), ("a", "bkn", 4, "a")
