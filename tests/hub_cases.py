@@ -398,7 +398,7 @@ def a_full_disk_is_named_and_leaves_nothing_broken():
         full = load("owner/large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(full, "HubError", "no room for owner/large", str(HOME), "HF_HOME")
+    assert_refused(full, "HubError", "no space for owner/large", str(HOME), "HF_HOME")
     assert full.waits == []
     assert_loaded(load("owner/large"))
 

@@ -68,7 +68,7 @@ def test_a_name_that_is_registered_twice_is_an_error():
 
     def resnet101(make_norm, num_classes): ...
 
-    with refused(InputError, "'resnet101' is registered already"):
+    with refused(InputError, "'resnet101' is already registered"):
         register(num_classes=3)(resnet101)
     assert list_models() == before
     assert without_weights("resnet101_bn").num_classes == 1000

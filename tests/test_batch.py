@@ -106,7 +106,7 @@ def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(whole
     killed.send_signal(signal.SIGSTOP)
     assert cli.main(command) == 2, "one that still writes is left alone"
     assert capsys.readouterr().err == (
-        f"bkn-zoo: another process writes {output}: wait for its end, or name another file.\n"
+        f"bkn-zoo: another process is writing {output}: wait until it ends, or choose another file.\n"
     )
     killed.kill()
     killed.communicate()
@@ -117,7 +117,7 @@ def test_a_command_that_was_killed_goes_on_and_ends_as_if_nothing_had_been(whole
     first, last, bad = said.splitlines()
     assert out == ""
     assert first.startswith("bkn-zoo: ")
-    assert first.endswith(f" images are in {output} already")
+    assert first.endswith(f" images are already in {output}")
     assert last == f"bkn-zoo: {IMAGES + 1} images are in {output}; 1 could not be used"
     assert bad.startswith(f"bkn-zoo: photos/{BAD} ")
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_complete_stays_as_it_is_and_new_images_are_added(whole, 
         ("csv", ["--top-k", "1"], "was made with --top-k 2, not 1"),
         ("csv", ["--format", "json"], "was not made with --format json"),
         ("json", ["--format", "csv"], "was not made with --format csv"),
-        ("csv", ["--format", "table"], "--output takes --format csv or json"),
+        ("csv", ["--format", "table"], "--output needs --format csv or --format json"),
     ],
 )
 def test_a_file_of_another_command_is_refused_and_left_as_it_is(
@@ -237,7 +237,7 @@ def test_a_full_disk_says_so_and_what_was_written_is_gone_on_with(whole, tmp_pat
         signal.signal(signal.SIGXFSZ, ignored)
     said = capsys.readouterr().err
     assert (code, said.count("\n")) == (2, 1)
-    assert "cannot be written (File too large): make room there" in said
+    assert "cannot be written (File too large): free space there" in said
     assert output.stat().st_size == 1500
     assert cli.main(arguments(str(output))) == 0
     assert same(output.read_bytes(), whole["csv"])

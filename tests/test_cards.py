@@ -220,10 +220,10 @@ def training_after(text):
     [
         ("README.md", str, None),
         ("README.md", training_after("## Mine\n\nMy section."), None),
-        ("README.md", training_after("Best of all."), "README.md is not what config.json"),
-        ("README.md", lambda text: "# Better\n", "README.md is not what config.json"),
-        ("README.md", lambda text: text.replace("86.75", "96.75"), "README.md is not what config.json"),
-        ("README.md", lambda text: text + "More.\n", "README.md is not what config.json"),
+        ("README.md", training_after("Best of all."), "README.md does not agree with config.json"),
+        ("README.md", lambda text: "# Better\n", "README.md does not agree with config.json"),
+        ("README.md", lambda text: text.replace("86.75", "96.75"), "README.md does not agree with config.json"),
+        ("README.md", lambda text: text + "More.\n", "README.md does not agree with config.json"),
         ("config.json", but(num_classes=11), "fc.weight"),
         ("golden.safetensors", None, "golden.safetensors does not exist"),
         ("run", but(test=RUNS[1]["test"]), "the same run"),
@@ -376,7 +376,7 @@ def test_torch_hub_finds_the_checkpoint_of_a_network(folder, monkeypatch):
     assert not model.training
     with pytest.raises(bkn_zoo.UnknownNameError, match=rf"no checkpoint of inception_v2_bkn .*{NAME}"):
         hub_load("inception_v2_bkn", pretrained=True)
-    with pytest.raises(bkn_zoo.InputError, match="is a inception_cifar_bkn: load it by that name"):
+    with pytest.raises(bkn_zoo.InputError, match="is a checkpoint of inception_cifar_bkn: load it under that name"):
         hub_load("inception_cifar_bn", pretrained=NAME)
     with pytest.raises(bkn_zoo.InputError, match="leave out initial_gain"):
         hub_load("inception_cifar_bkn", pretrained=True, initial_gain=0.1)

@@ -796,7 +796,7 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name):
 @pytest.mark.usefixtures("places")
 def test_create_model_loads_checkpoints_by_their_names():
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
+    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"):
         bkn_zoo.create_model(f"{SMALL}.tree")
     wanted = from_pretrained("a.tree")
     loaded = bkn_zoo.create_model("a.tree", pretrained=True)

@@ -297,12 +297,12 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
     assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
-    said = f"not taken for images in {photos}, by their names: 1 without a suffix, 2 .heic\n"
+    said = f"files in {photos} that are not images, by their names: 1 without a suffix, 2 .heic\n"
     assert capsys.readouterr().err == said
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean holds no images \(not taken .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean holds no images \(files in .* 2 \.heic\): add some"):
         load_data("folder", photos)
 
 

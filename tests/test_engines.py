@@ -693,10 +693,7 @@ REFUSED = [
     ({"engine": "torch", "streams": 2}, "streams are OpenVINO's: choose engine='openvino' and device='cpu'"),
     ({"engine": "onnx"}, "unknown engine 'onnx': choose one of auto, torch, openvino"),
     ({"precision": "int8"}, "unknown precision 'int8': choose one of auto, f32, f16, bf16"),
-    *(
-        ({"device": device}, f"device '{device}' is nothing that PyTorch finds here: choose from cpu")
-        for device in NOWHERE
-    ),
+    *(({"device": device}, f"device '{device}' is not available: choose cpu") for device in NOWHERE),
 ]
 
 

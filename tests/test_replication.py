@@ -305,7 +305,7 @@ def test_an_arm_with_a_seed_that_did_not_learn_is_no_rival(records):
     runs = PLANNED.arms[name].runs
     without = {key: record for key, record in records.items() if key not in {run.key for run in runs}}
     usual = deviation("cifar100", without)
-    no_rival = "| BKN with two, against BRN |  |  | BRN did not learn, or broke down, with some seeds |"
+    no_rival = "| BKN with two, against BRN |  |  | BRN did not learn, or failed, with some seeds |"
     ends(records, name, 1.1, 40.0, 50.0)
     assert deviation("cifar100", records) == usual
     assert no_rival in said(records)
@@ -378,7 +378,7 @@ def test_what_a_plot_says_follows_from_what_it_shows(records):
         ),
         ("link", "Learning A: a gain with groups of 1, 2, 4, 8 and 32 CIFAR-100", f"Learning A: {some}"),
         ("link", "63.1 63.1 63.1 63.1 63.1", "63.1 61.1 63.1 59.1 63.1"),
-        ("gain", "Of 15 starts of the gain q other than 0.5, none is beyond chance", few),
+        ("gain", "Of 15 initial gains other than 0.5, none is beyond chance", few),
         ("curves", three, "BKN (128,2) is 1.0 points above BN (128,128)"),
         ("micro_batches", f"{pairs} 6 of 6 pairs", f"{pairs} 5 of 6 pairs"),
         ("lengths", f"Of {leads} {gained}, 0 are smaller", f"Of {fewer} {gained}, 5 are smaller"),

@@ -75,7 +75,7 @@ def test_all_of_a_variant_learns_and_no_engine_takes_it(option):
     engine = create_engine(model.eval(), "torch", "cpu")
     with pytest.raises(InputError, match="no engine knows BatchKalmanVariant2d but with statistics='population'"):
         engine(torch.randn(1, 3, 4, 4), statistics="sample")
-    with pytest.raises(InputError, match=f"does not take the options '{option}'"):
+    with pytest.raises(InputError, match=f"does not have the options '{option}'"):
         bkn_zoo.create_model("inception_cifar_bkn", **{option: True})
     bkn_zoo.create_model("inception_cifar_bkn", **{option: False})  # as a checkpoint's config has it
 

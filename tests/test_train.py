@@ -615,7 +615,7 @@ OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0
         (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (["--device", "cuda:99"], "device 'cuda:99' is nothing that PyTorch finds here"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not available"),
     ],
 )
 def test_bad_options_are_refused_before_data_are_read(options: list[str], says: str, refused: Refused) -> None:
@@ -661,7 +661,7 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
         (["--gradient_batch", "64"], "do not fill a batch of 64"),
         (["--resume"], "there is no training to resume"),
         (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
-        (["--norm_options.warmup", "1"], "does not take the options 'warmup'"),
+        (["--norm_options.warmup", "1"], "does not have the options 'warmup'"),
         (["--model", "inception_cifar_bn"], "do not fit inception_cifar_bn"),
         (["--norm_options.shared_process_noise", "false"], "do not fit inception_cifar_bkn"),
     ],
@@ -690,10 +690,10 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
     assert "has 'f' for 'e' of" in refused(*start, tree)
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
-    assert "device 'cuda:99' is nothing that PyTorch finds here" in refused(*start, tree, "--device", "cuda:99")
+    assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")
     Path("file").touch()
     for options in (("--report", "file"), ("--output", "file/out.json")):
-        assert "file cannot be made for the results" in refused(*start, tree, *options)
+        assert "file cannot be created for the results" in refused(*start, tree, *options)
 
 
 def test_nothing_is_written_among_the_classes(
@@ -739,13 +739,13 @@ def test_unusable_places_are_refused_before_data_are_read(
 ) -> None:
     (tmp_path / "file").touch()
     start = ("train", "--data", tmp_path, "--dataset", "cifar10", *NEW, "--name", "mine")
-    assert "file cannot be made for the results (File exists)" in refused(*start, "--output", "file")
-    assert "file/runs cannot be made for the results" in refused(*start, "--results", "file/runs")
+    assert "file cannot be created for the results (File exists)" in refused(*start, "--output", "file")
+    assert "file/runs cannot be created for the results" in refused(*start, "--results", "file/runs")
     (tmp_path / "taken" / "log.jsonl").mkdir(parents=True)
     assert "taken/log.jsonl cannot be written (Is a directory)" in refused(*start, "--output", "taken")
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda place, mode: Path(place).name != "runs")
-        assert "results/runs may not be written to: name another place" in refused(*start)
+        assert "results/runs is not writable: choose another folder" in refused(*start)
     with alone(Path("runs/mine")):
         told = "another training uses runs/mine: wait for its end, or choose another --name or --output."
         assert told in refused(*start)
@@ -761,7 +761,7 @@ def test_evaluate_preprocesses_and_measures_as_asked(
     odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 2).eval(), tmp_path / "odd", preprocessing=odd)
     start = ("evaluate", "./odd", "--data", tree, "--device", "cpu")
-    assert "does not say which images its training held out" in refused(*start)
+    assert "does not record which images its training held out" in refused(*start)
     seen = []
     plain = bkn_zoo.Network.forward
 
@@ -798,9 +798,9 @@ def test_measured_accuracy_is_shown_though_not_written(mine: Path, capsys: pytes
     start = ("evaluate", str(mine), "--data", "photos", "--device", "cpu", "--split", "all", "--output")
     assert cli.main([*start, "photos"]) == 2
     said = capsys.readouterr()
-    assert "--output photos is a folder: name a file in it." in said.err
+    assert "--output photos is a folder: choose a file in it." in said.err
     assert said.out == ""  # it was not measured first
     assert cli.main([*start, "x" * 300]) == 2
     said = capsys.readouterr()
-    assert "cannot be written (File name too long): name another file." in said.err
+    assert "cannot be written (File name too long): choose another file." in said.err
     assert "| population | 24 |" in said.out

@@ -144,8 +144,8 @@ def test_train_says_which_source_is_missing(words, told, capsys):
 
 
 def test_evaluate_accepts_a_folder_as_argument(capsys):
-    assert "photos has 2 classes, but better 3" in said(capsys, "evaluate", "better", "photos", "--split", "all")
-    assert "name the folder of the data set" in said(capsys, "evaluate", "better")
+    assert "photos has 2 classes, but better has 3" in said(capsys, "evaluate", "better", "photos", "--split", "all")
+    assert "the folder of the data set is missing" in said(capsys, "evaluate", "better")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_info_lists_the_classes(capsys):
 
 def test_info_without_names_of_classes_says_so(root, capsys):
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "bare")
-    assert "./bare has 4 classes, but no names for them" in said(capsys, "info", "./bare", "--classes")
+    assert "./bare has 4 classes without names" in said(capsys, "info", "./bare", "--classes")
 
 
 def test_list_and_the_default_agree_on_the_best(capsys):
@@ -293,7 +293,7 @@ def test_networks_that_need_no_pytorch_are_registered():
 def test_dry_run_of_publish_works_offline(root, capsys):
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "mine")
     text = said(capsys, "publish", "./mine", "--namespace", "me", "--dry-run")
-    assert "me/mine: the Hub was not asked what it has already" in text
+    assert "me/mine: the Hub could not be asked for its files" in text
     sizes = {path.name: path.stat().st_size for path in Path("mine").iterdir()}
     for name, size in sizes.items():
         assert f"me/mine: to send {name} ({size:,} bytes)" in text
