@@ -153,7 +153,7 @@ def test_card_shows_all_sections(card):
         f"bkn-zoo serve --models {NAME}",
         "NVIDIA H200 in at most 2.0 h",
         "the central square, resized to 16 px, then to 32 px (bilinear)",
-        "## What it is for, and what not",
+        "## Intended use and limits",
     ):
         assert str(line) in text
     for absent in ("11.00", "12.00", "\n\n\n"):  # of other epochs, of other data
@@ -163,7 +163,7 @@ def test_card_shows_all_sections(card):
 def test_card_of_a_user_has_no_study_sections(folder, results):
     text = card_of(Config.read(folder / "config.json"), NAME, results)
     assert re.findall("^##+ (.*)", text, re.M) == [
-        "Load it", "Call it over HTTP", "Accuracy", "Training", "What it is for, and what not",
+        "Load it", "Call it over HTTP", "Accuracy", "Training", "Intended use and limits",
     ]  # fmt: skip
     assert "in at most 2.0 h" in text
 
@@ -185,12 +185,12 @@ def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
         ({"recipe": {"dataset": "tiny_imagenet"}}, ["split: valid\n", "official validation\nimages"], []),
         (
             {"recipe": {"dataset": "tiny_imagenet"}, "test_images": "validation"},
-            ["since there were no others"],
+            ["because there were no test images"],
             ["split:", "official validation"],
         ),
-        ({"statistics_anew": True}, ["running averages were taken anew"], []),
-        ({"statistics_anew": False}, [], ["running averages were taken anew"]),
-        ({}, [], ["running averages were taken anew"]),
+        ({"statistics_anew": True}, ["running averages were recomputed"], []),
+        ({"statistics_anew": False}, [], ["running averages were recomputed"]),
+        ({}, [], ["running averages were recomputed"]),
     ],
 )
 def test_card_follows_the_config(folder, training, said, unsaid):
@@ -280,14 +280,14 @@ def test_twins_section_splits_the_gain_into_parts(card):
         record("other", "bn", 30.0, epochs=15, recipe={"lr": 0.3}),
     ]
     text = card(*runs, *shorter, *others)
-    assert "In runs of 15 epochs (2 seeds) the whole gain over BN with as many images per group is +12.00" in text
+    assert "In runs of 15 epochs (2 seeds) the whole gain over BN with the same group size is +12.00" in text
     assert re.search(r"the link between layers is worth \+0.50 ± \d.\d\d of them \(within chance\) and", text)
-    assert re.search(r"a layer observes \+11.50 ± \d.\d\d. With .* ± is the standard error of a difference", text)
+    assert re.search(r"the observation \+11.50 ± \d.\d\d. With .* ± is the standard error of a difference", text)
     three = r"\+12\.00 ± [\d.]+, \+0\.50 ± [\d.]+ \(within chance\) and \+11\.50 ± [\d.]+"
-    rules = f"by moving averages, {three}; by an image's own statistics, {three}"
-    assert re.search(rf"for all three networks these are, {rules}\. ±", text)
+    rules = f"with moving averages, {three}; with an image's own statistics, {three}"
+    assert re.search(rf"for all three networks, these numbers are: {rules}\. ±", text)
     text = card(*({**run, "rules": {"EvalNorm": {"top1": 70.0}}} for run in runs if run["norm"] == "bkn"))
-    assert re.search(rf"{rules}; by EvalNorm's rule, \+0\.00 ± [\d.]+ \(within chance\) for the link\. ±", text)
+    assert re.search(rf"{rules}; with EvalNorm's rule, \+0\.00 ± [\d.]+ \(within chance\) for the link\. ±", text)
 
 
 def test_twins_section_takes_the_longest_runs_that_compare(card):
@@ -295,8 +295,8 @@ def test_twins_section_takes_the_longest_runs_that_compare(card):
         *arms(53.0, epochs=15, size=24)
     )
     assert (
-        "In runs of 16 epochs (1 seed) the link between layers is worth +0.50 points (within chance), against A held "
-        "at zero. In runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN"
+        "In runs of 16 epochs (1 seed) the link between layers is worth +0.50 points (within chance), compared with "
+        "A held at zero. In runs of 15 epochs with images of 24 px (1 seed) the whole gain over BN"
     ) in card(*arms(53.0, epochs=16)[:2])
 
 
@@ -306,7 +306,7 @@ def test_twins_section_gives_no_gain_over_chance_level(card):
     assert "does not learn: it ends at 19.90 %, and chance is 10 %." in text
     assert "is worth +0.50 points (within chance).\n" in text
     assert "whole gain" not in text
-    assert "the whole gain over BN with as many images per group is +45.00 points" in card(*arms(20.0, epochs=15))
+    assert "the whole gain over BN with the same group size is +45.00 points" in card(*arms(20.0, epochs=15))
 
 
 def test_twins_are_of_both_folders_and_one_recipe(card, results):

@@ -193,7 +193,7 @@ def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
         assert f"me/{name}: to send model.safetensors" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")
     apart = commands("publish", "./renamed", "--name", "first", *publish)
-    assert "name the folder of its results by --results" in apart.output
+    assert "pass the folder of its results with --results" in apart.output
     together = commands("publish", "./renamed", "--name", "first", *publish, "--results", "runs/first/results")
     assert "reproduces its outputs" in together.output
 

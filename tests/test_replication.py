@@ -99,7 +99,7 @@ def test_claims_and_differences_are_about_arms_that_are_run():
 def test_a_plan_says_what_a_row_does_not_take(tmp_path):
     text = PLAN.read_text().replace('norm = "gn", groups', 'norm = "gn", colour = 1, groups', 1)
     (tmp_path / "plan.toml").write_text(text)
-    with pytest.raises(InputError, match="controls: a row does not take 'colour'"):
+    with pytest.raises(InputError, match="controls: a row has the unknown field 'colour'"):
         read_plan(tmp_path / "plan.toml")
 
 
@@ -321,7 +321,7 @@ def test_an_arm_with_a_seed_that_did_not_learn_is_no_rival(records):
 def test_the_page_names_what_a_late_rule_decided(monkeypatch):
     """One that was made with results in view."""
     text = " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
-    assert "leads there over BN with two images by EvalNorm's rule, and with two over BN with whole batches" in text
+    assert "the one over BN with two images with EvalNorm's rule, and the one over BN with whole batches" in text
     found = read_records(RESULTS / "reproduce", RESULTS / "runs")
     setting = next(each for each in PLANNED.experiments if each.name == "cifar10_full")
 
@@ -332,7 +332,7 @@ def test_the_page_names_what_a_late_rule_decided(monkeypatch):
     with_it = gains()
     monkeypatch.setattr(Cell, "learned", lambda *_: True)
     assert with_it - gains() == {
-        "BKN against BN with two, by EvalNorm's rule for both", "BKN with two, against BN with whole batches",
+        "BKN against BN with two, with EvalNorm's rule for both", "BKN with two, against BN with whole batches",
     }  # fmt: skip
 
 

@@ -333,9 +333,9 @@ def test_patience_is_told_in_record_config_and_card() -> None:
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2
-    assert "It ended after 2 of 9 epochs, the last 1 no better." in Path("runs/mine/mine/README.md").read_text()
+    assert "It stopped after 2 of 9 epochs: the last 1 were not better." in Path("runs/mine/mine/README.md").read_text()
     command(*start, "--name", "whole", "--epochs", "1")
-    assert "It ended after" not in Path("runs/whole/whole/README.md").read_text()
+    assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
 
 def test_options_of_brn_reach_its_layers() -> None:

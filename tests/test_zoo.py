@@ -83,7 +83,7 @@ def test_checkpoint_follows_from_recipe_and_record(folder):
 @each_trained
 def test_card_shows_all_that_was_measured(folder):
     card = (folder / "README.md").read_text()
-    assert all(f"## {title}" in card for title in ("Accuracy", "Against its twins", "Speed", "Training"))
+    assert all(f"## {title}" in card for title in ("Accuracy", "Compared with other norms", "Speed", "Training"))
 
 
 @each_trained
@@ -131,4 +131,4 @@ def test_imported_checkpoint_agrees_with_its_record(folder):
 def test_imported_checkpoint_keeps_its_licence(folder):
     assert "Apache License" in (folder / "LICENSE").read_text()
     card = (folder / "README.md").read_text()
-    assert all(f"### {title}" in card for title in ("Whose weights these are", "When it does not know"))
+    assert all(f"### {title}" in card for title in ("Origin of the weights", "Images of unknown classes"))
