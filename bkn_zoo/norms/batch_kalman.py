@@ -262,19 +262,28 @@ def check_gain(gain: float) -> None:
 
 
 class BatchKalmanNorm1d(BatchKalmanNorm):
-    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length)."""
+    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (2, 3)
 
 
 class BatchKalmanNorm2d(BatchKalmanNorm):
-    """BKN for feature maps of images, (images, channels, height, width)."""
+    """BKN for feature maps of images, (images, channels, height, width).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (4,)
 
 
 class BatchKalmanNorm3d(BatchKalmanNorm):
-    """BKN for volumes and video, (images, channels, depth, height, width)."""
+    """BKN for volumes and video, (images, channels, depth, height, width).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (5,)
 
