@@ -225,7 +225,7 @@ def learned_nothing(records):
             "statistics are as good as those of the batch (here: as `expected`): +0.00 in the paper, -2.00",
         ], ["So the gap shrinks", "ot run yet", "- CIFAR-100, two images per group"]),
         (learned_nothing, [
-            "| BKN with one, against BN with one, likewise |  |  | BN, lr = 0.025 did not learn |",
+            "| BKN with one, against BN with one, each at its best rate |  |  | BN, lr = 0.025 did not learn |",
             "BKN is better than BN | +2.11 |  |  | not tested: BN did not learn |",
             "| cifar100 | 128, 1 | GroupNorm | 15 |",
         ], ["| cifar100 | 128, 1 | BN | 15 |"]),  # a lead over it would say nothing
