@@ -160,7 +160,7 @@ def test_tiny_imagenet_in_grey_and_with_a_shared_name(tiny):
 @pytest.mark.parametrize("line", ["val_0.JPEG\tn99\t0\t0\t9\t9", "nonsense", ""])
 def test_tiny_imagenet_annotation_of_unknown_class_is_refused(tiny, line):
     (tiny / "val" / "val_annotations.txt").write_text(f"val_1.JPEG\tn01\t0\t0\t9\t9\n{line}\n")
-    with pytest.raises(InputError, match=rf"val_annotations.txt has '{line[:4]}.*of no class in wnids.txt"):
+    with pytest.raises(InputError, match=rf"val_annotations.txt has '{line[:4]}.*a class that wnids.txt lacks"):
         load_data("tiny_imagenet", tiny)
 
 
@@ -223,7 +223,7 @@ def test_tree_without_splits_has_no_test_images(tmp_path):
     data = load_data("folder", tmp_path, validation=0.25)
     assert (data.label_names, data.preprocessing.size) == (["apple", "bean"], 224)
     assert (len(data.train), len(data.validation), data.test, len(data.split("all"))) == (8, 4, None, 12)
-    with pytest.raises(InputError, match="no test images of their own"):
+    with pytest.raises(InputError, match="has no test images"):
         data.split("test")
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
@@ -267,7 +267,7 @@ def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
     (tmp_path / split / "notes").mkdir()
     load_data("folder", tmp_path)
     write_tree(tmp_path / split, classes=("corn", "date"))
-    with pytest.raises(InputError, match=rf"{split} holds classes that .*train lacks \(corn, date\): add them there"):
+    with pytest.raises(InputError, match=rf"{split} has classes that .*train lacks \(corn, date\): add them there"):
         load_data("folder", tmp_path)
 
 
@@ -302,7 +302,7 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean holds no images \(files in .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean contains no images \(files in .* 2 \.heic\): add some"):
         load_data("folder", photos)
 
 
@@ -641,14 +641,14 @@ def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
 
     refused(write_tree(tmp_path / "one", per_class=1), "too few images")
     write_tree(tmp_path / "above" / "photos")
-    refused(tmp_path / "above", "one class only, 'photos': name the folder that has one for each class")
+    refused(tmp_path / "above", "only one class, 'photos': pass the folder that has one subfolder per class")
     (write_tree(tmp_path / "empty") / "cherry").mkdir()
-    refused(tmp_path / "empty", "cherry holds no images")
+    refused(tmp_path / "empty", "cherry contains no images")
     write_tree(tmp_path / "both" / "train")
     write_tree(tmp_path / "both" / "val", classes=("apple",))
-    refused(tmp_path / "both", r"val/bean holds no images")
+    refused(tmp_path / "both", r"val/bean contains no images")
     shutil.copytree(tmp_path / "both" / "train", tmp_path / "both" / "valid")
-    refused(tmp_path / "both", "holds val and valid: leave one of them")
+    refused(tmp_path / "both", "contains val and valid: keep only one of them")
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_signal_to_all_processes_saves_the_state(commands, place, number):
     assert stopped.code == 128 + number, stopped.output
     assert ("stopping after this step" in stopped.output) == (number == signal.SIGINT)
     *_, said, how = stopped.output.splitlines()
-    assert said == f"stopped at step {state(place / 'runs' / name)['step']} of 30000; go on with:"
+    assert said == f"stopped at step {state(place / 'runs' / name)['step']} of 30000; continue with:"
     assert how == shlex.join(["bkn-zoo", *train, "--resume"])
     assert "Traceback" not in stopped.output
 

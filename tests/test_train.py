@@ -355,7 +355,7 @@ def test_unwritable_results_and_signals_lose_no_training(
     in_the_way = tmp_path / "out" / "curves.png"
     in_the_way.mkdir(parents=True)
     start = ("train", "--data", "photos", *NEW, "--output", "out", "--name", "mine")
-    assert "make room, and repeat the command with --resume" in refused(*start)
+    assert "free disk space, and repeat the command with --resume" in refused(*start)
     in_the_way.rmdir()
     (tmp_path / "out" / "mine" / "notes.txt").touch()
     told = refused(*start, "--resume")
@@ -373,7 +373,7 @@ def test_unwritable_results_and_signals_lose_no_training(
         with pytest.raises(SystemExit) as end:
             command(*start, "--resume")
     assert end.value.code == 128 + signal.SIGTERM
-    assert "stopped before all results were written; go on with:\n" in capsys.readouterr().err
+    assert "stopped before all results were written; continue with:\n" in capsys.readouterr().err
     assert sorted((tmp_path / "out").iterdir()) == before
     command(*start, "--resume")
     assert in_the_way.is_file()
@@ -417,7 +417,7 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: py
         record = read("out.json")
         assert (record["split"], record["rows"][0]["images"]) == (measured, count)
         assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
-    assert "20 images of 2 classes, 6 more to choose by and 10 to test by" in said
+    assert "20 images of 2 classes, 6 more for validation and 10 for testing" in said
     for data, split, count in (("photos", "all", 24), ("split", "validation", 6)):
         command("evaluate", "runs/split", "--data", data, "--split", split, "--output", "out.json")
         assert read("out.json")["rows"][0]["images"] == count
@@ -534,15 +534,15 @@ def test_older_state_is_not_said_to_be_resumable(tmp_path: Path) -> None:
     assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
     (tmp_path / "new").write_bytes(b"its own")
     (tmp_path / "new").replace(tmp_path / "state.pt")
-    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("go on with:\ntrain --resume")
+    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("continue with:\ntrain --resume")
 
 
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
-        (1, "go on with:\nbkn-zoo train {options} --resume\n"),
-        (2, "go on with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
-        (4, "go on with the same torchrun command and --resume, on each machine\n"),
+        (1, "continue with:\nbkn-zoo train {options} --resume\n"),
+        (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
+        (4, "continue with the same torchrun command and --resume, on each machine\n"),
     ],
 )
 def test_stopped_training_says_how_to_resume(
@@ -550,7 +550,7 @@ def test_stopped_training_says_how_to_resume(
 ) -> None:
     def stopped(plan: Any) -> None:
         (tmp_path / "state.pt").touch()
-        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; go on with --resume")
+        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; continue with --resume")
 
     monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
@@ -626,7 +626,7 @@ def test_bad_options_are_refused_before_data_are_read(options: list[str], says: 
 
 def test_frozen_norms_need_no_groups_that_divide_batches(refused: Refused) -> None:
     Path("empty").mkdir()
-    assert "empty holds no folders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
+    assert "empty has no subfolders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
 
 
 def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
@@ -653,7 +653,7 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
     ("options", "says"),
     [
         (["--data", "nowhere"], "there is no folder"),
-        (["--name", "../up"], "a run cannot be called '../up'"),
+        (["--name", "../up"], "'../up' is not a valid name of a run"),
         (["nowhere.toml"], "nowhere.toml cannot be read"),
         (["--init", "no_such_thing"], "unknown checkpoint"),
         (["--model", "alexnet"], "unknown model 'alexnet'"),
@@ -710,8 +710,8 @@ def test_nothing_is_written_among_the_classes(
         ((*evaluate, "--output", "results/a.json"), "results", "--output"),
     ):
         said = refused(*words)
-        assert f"{place} is among the classes of ., and would be taken for one" in said
-        assert said.endswith(f"name a place outside of it with {option}.")
+        assert f"{place} is inside . and would become a class" in said
+        assert said.endswith(f"choose a folder outside with {option}.")
     assert {path.name for path in tree.iterdir()} == {"dark", "light"}
     assert not (tmp_path / "out").exists()
     for name in ("train", "val"):  # beside which nothing is taken for a class
@@ -729,9 +729,9 @@ def test_other_images_neither_resume_nor_replace_a_run(
     command(*start, ".", "--resume")  # the same, from elsewhere
     for one, other in (("dark", "light"), ("light", "dark")):
         (tree / one / "00.png").rename(tree / other / "moved.png")
-    told = "is of a training on other images, or on some of them in other classes"
+    told = "belongs to a training on other images, or with some images in other classes"
     assert told in refused(*start, ".", "--resume")
-    assert "holds another finished training (data differs)" in refused(*start, ".")
+    assert "contains another finished training (data differs)" in refused(*start, ".")
 
 
 def test_unusable_places_are_refused_before_data_are_read(
@@ -747,7 +747,7 @@ def test_unusable_places_are_refused_before_data_are_read(
         patch.setattr("os.access", lambda place, mode: Path(place).name != "runs")
         assert "results/runs is not writable: choose another folder" in refused(*start)
     with alone(Path("runs/mine")):
-        told = "another training uses runs/mine: wait for its end, or choose another --name or --output."
+        told = "another training is using runs/mine: wait until it ends, or choose another --name or --output."
         assert told in refused(*start)
     assert "put the official files of cifar10" in refused(*start)  # it is free again, and the data are read
 
@@ -791,7 +791,7 @@ def test_all_images_may_be_one_of_each_class(
     start = ("evaluate", mine, "--data", tree, "--device", "cpu")
     command(*start, "--split", "all")
     assert "| population | 2 |" in capsys.readouterr().out
-    assert "too few images to set any apart" in refused(*start)
+    assert "too few images to hold out any" in refused(*start)
 
 
 def test_measured_accuracy_is_shown_though_not_written(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,5 +137,7 @@ def how_to_go_on(error: BaseException, command: str, plan: Plan | None, found: S
     stopped = "stopped at once, and the last saved state stays"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped
     if machines() > 1:  # whose torchrun was also told how they meet
-        return f"{what}; go on with the same torchrun command{'' if plan.resume else ' and --resume'}, on each machine"
-    return f"{what}; go on with:\n{command}{'' if plan.resume else ' --resume'}"
+        return (
+            f"{what}; continue with the same torchrun command{'' if plan.resume else ' and --resume'}, on each machine"
+        )
+    return f"{what}; continue with:\n{command}{'' if plan.resume else ' --resume'}"
