@@ -928,5 +928,5 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
 
 @pytest.mark.parametrize("norm", ["brn", "gn"])
 def test_bn_weights_do_not_go_into_other_norms(norm):
-    with pytest.raises(InputError, match="take its _bkn twin"):
+    with pytest.raises(InputError, match="use the _bkn network"):
         load_batchnorm_weights(make(f"inception_cifar_{norm}"), make("inception_cifar_bn").state_dict())
