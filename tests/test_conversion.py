@@ -1106,7 +1106,7 @@ def test_an_image_s_statistics_before_training_are_warned_of() -> None:
         convert(small(), default_statistics="expected", statistics_batch_size=2)
         link(convert(small())).eval()(images, statistics="sample")
         convert(nn.Sequential(conv(3, 4), norm(4))).eval()(images, statistics="sample")
-    words = [str(w.message) for w in said if "only converted" in str(w.message)]
+    words = [str(w.message) for w in said if "converted but not trained" in str(w.message)]
     assert [text.split(" ")[0] for text in words] == ["statistics='sample'", "statistics='expected'"]
     assert all("start_near_population" in text for text in words)
 
