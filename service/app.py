@@ -108,7 +108,7 @@ class Service:
             model: where the path names it.
         """
         async with self._until(self._deadline()):
-            image, options = await read_upload(request, field, self.decoders.work)
+            image, options = await read_upload(request, field, self.decoders.parse)
             loaded = await self.pool.get(options.model if model is None else model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
             return await _unless_gone(request, self._run(loaded, image, options))
@@ -117,7 +117,7 @@ class Service:
         """The same for several images: of each, in their order, the answer or the error."""
         deadline = self._deadline()
         async with self._until(deadline):
-            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.work)
+            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse)
             loaded = await self.pool.get(options.model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
@@ -191,6 +191,7 @@ class Service:
                 "statistics": statistics,
                 "engine": classifier.engine_name,
                 "uncertain": classifier.uncertain(best, statistics),
+                "drift": answer.drift,
                 "timing_ms": timing,
             }
         )

@@ -26,11 +26,12 @@ FAILED = "the image could not be classified: try again, and if that fails too, t
 
 
 class Answer(NamedTuple):
-    """One image's scores, and how long it waited and ran."""
+    """One image's scores, how long it waited and ran, and how unusual it is, if that is watched for."""
 
     scores: Tensor
     queue_seconds: float
     inference_seconds: float
+    drift: float | None = None
 
 
 @dataclass(eq=False)
@@ -61,13 +62,15 @@ class Line:
         length: most requests that wait; those that are running come on top.
         max_batch, max_wait: most images of a batch, and the seconds that the first of them waits for others.
         threads: batches that run at once.
+        drift: from images to how unusual each is.
     """
 
     def __init__(
         self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
         length: int, max_batch: int = 1, max_wait: float = 0.0, threads: int = 1,
+        drift: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.run, self.metrics = name, run, metrics
+        self.name, self.run, self.metrics, self.drift = name, run, metrics, drift
         self.length, self.max_batch, self.max_wait, self.threads = length, max_batch, max_wait, threads
         self._length = metrics.queue_length.labels(name)
         self.admitted = 0
@@ -185,6 +188,7 @@ class Line:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
+            drifts = [None] * len(batch) if self.drift is None else self.drift(images).tolist()
         except BknZooError as error:  # the engine refuses the mode, which they have in common
             for call in batch:
                 call.future.set_exception(of_the_image(error))
@@ -201,10 +205,12 @@ class Line:
         self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
-        for call, row in zip(batch, scores, strict=True):
+        for call, row, drift in zip(batch, scores, drifts, strict=True):
+            if drift is not None:
+                self.metrics.drift.labels(self.name).observe(drift)
             self.metrics.confidence.labels(self.name, statistics).observe(row.max().item())
             self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
-            call.future.set_result(Answer(row, begun - call.entered, seconds))
+            call.future.set_result(Answer(row, begun - call.entered, seconds, drift))
 
     def _withdraw(self, call: Call) -> None:
         with self._change:

@@ -37,9 +37,11 @@ def _open_standard_streams() -> None:
 
 def serve(settings: Settings) -> int:
     """The same in this process alone."""
-    gc.disable()  # nearly all that is imported stays: to look through it again and again takes half a second
+    gc.disable()  # nearly all that is imported stays: to look through it takes half a second, each time
     try:
         from . import server
+
+        gc.freeze()
     finally:
         gc.enable()
     return server.serve(settings)

@@ -100,6 +100,11 @@ class Settings(BaseSettings):
         ge=1,
         description="most bytes of bodies in memory at once, of all requests; half of them for unfinished ones",
     )
+    usual_images: str = Field(
+        "",
+        description="folder of images as they should be, 20 or more: if set, answers say how unusual an image is "
+        "beside them (drift), at the cost of another pass, in PyTorch",
+    )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
         [],
         description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_ZOO_API_KEYS",

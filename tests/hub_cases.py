@@ -15,7 +15,6 @@ import pickle
 import re
 import resource
 import shlex
-import signal
 import sys
 import time
 import traceback
@@ -230,17 +229,6 @@ def a_checkpoint_loads_by_id_tag_commit_and_short_name():
 
 
 @online
-def a_trained_checkpoint_answers_from_the_hub_as_from_the_tree():
-    published = command("publish", ZOO_NAME, "--namespace", "zoo")
-    assert "verified by downloading it" in published.value
-    photo = Image.radial_gradient("L").convert("RGB")
-    names = (ZOO_NAME, f"zoo/{ZOO_NAME}")
-    ours, theirs = (bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo, top_k=10) for name in names)
-    assert ours.predictions == theirs.predictions
-    assert (ours.revision, len(theirs.revision or "")) == (None, 40)
-
-
-@online
 def a_converted_network_goes_to_the_hub_and_back():
     model = bkn_zoo.create_model("timm:test_resnet", 4)
     model.statistics_batch_size = 2
@@ -404,44 +392,6 @@ def a_full_disk_is_named_and_leaves_nothing_broken():
 
 
 @online
-def two_processes_can_download_at_once():
-    copy("shared")
-    children = []
-    for _ in range(2):
-        child = os.fork()
-        if child == 0:
-            time.sleep = REAL_SLEEP
-            with contextlib.suppress(BaseException):
-                assert_loaded(Outcome(from_pretrained("owner/shared")))
-                os._exit(0)
-            os._exit(1)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-
-
-@online
-def a_killed_upload_is_invisible_and_can_be_repeated():
-    # The files of all these repositories are in the server's storage already, unless their content is new.
-    tell("forget", [sha256(path) for name, path in FILES.items() if name.endswith(".safetensors")])
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reader, 1)
-        attempt(hub.push_to_hub, FOLDER, "owner/killed")
-        os._exit(0)
-    order(pattern="POST /owner/killed.git/info/lfs/verify", kill=child)  # when one file at least has arrived
-    os.write(writer, b"x")
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    order()
-    assert_refused(load("owner/killed"), "CheckpointError", "holds no config.json")
-    repeated = push("killed")
-    assert len(repeated.value.changes) == len(FILES)
-    sent = {request.split("/")[2].split()[0] for request in repeated.asked("PUT")}
-    assert len(sent) < sum(name.endswith(".safetensors") for name in FILES)  # the rest only
-    assert_loaded(load("owner/killed"))
-
-
-@online
 def an_upload_that_fails_or_is_cut_off_can_be_repeated():
     order(pattern="POST /api/models/owner/failing/commit", times=99, status=500)
     assert_refused(push("failing"), "HubUnavailableError", "500", "owner/failing", "try again")
@@ -515,11 +465,6 @@ def training_ends_on_the_hub_if_asked():
     assert f"owner/photos: main is {repository['branches']['main']}, verified" in remedy.value
     assert (len(repository["commits"]), repository["tags"]) == (3, {})  # the Hub's own first one, and two of ours
     assert repository["branches"]["main"] != first
-
-    command("publish", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
-    pictures = tell("repositories/owner/pictures")
-    named = pictures["commits"][pictures["branches"]["main"]]
-    assert named["README.md"] == repository["commits"][first]["README.md"]  # its own card
 
 
 @online

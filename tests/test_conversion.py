@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from gpu import capture, gpu_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -882,6 +883,34 @@ def test_replicas_in_threads_give_what_the_network_gives() -> None:
     for thread in threads:
         thread.join()
     torch.testing.assert_close([found[0], found[1]], wanted)
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_distributed_step_is_the_plain_one(reentrant: bool | None) -> None:
+    plain, inner = staged(), staged(reentrant)
+    wanted = gradients(plain, plain)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        found = gradients(inner, nn.parallel.DistributedDataParallel(inner))
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(dict(inner.named_buffers()), dict(plain.named_buffers()))
+
+
+@gpu_only
+def test_a_cuda_graph_of_a_converted_network_replays_it() -> None:
+    plain, captured, images = staged().cuda(), staged().cuda(), IMAGES.cuda()
+
+    def step() -> dict[str, Tensor]:
+        captured.zero_grad()
+        captured(images[0]).square().sum().backward()
+        return {name: p.grad for name, p in captured.named_parameters()}
+
+    graph, found = capture(step)
+    graph.replay()
+    plain(images[0]).square().sum().backward()
+    torch.testing.assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
 
 
 def test_other_entry_points_are_calls_of_their_own() -> None:

@@ -235,7 +235,9 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     config = model.config
     assert (model.name, model.num_classes, model.statistics_batch_size) == (NETWORK, 2, 2)  # groups as the checkpoint's
     assert (config.label_names, config.preprocessing.size) == (("dark", "light"), 8)
-    assert config.accuracy.keys() == MODES
+    assert config.accuracy.keys() == config.uncertain_below.keys() == MODES
+    card = (output / output.name / "README.md").read_text()
+    assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
     assert (config.training["init"], config.training["recipe"]["statistics_batch"]) == ("start", 2)
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight

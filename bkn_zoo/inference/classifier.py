@@ -19,6 +19,7 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
+from bkn_zoo.inference.drift import Drift
 from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.modes import choose_statistics
@@ -47,6 +48,7 @@ class Classification:
         engine: the engine that ran the network, "torch" or "openvino".
         uncertain: whether the highest probability is below the checkpoint's threshold, which 95 % of the correct
             answers on held-out images reach. The image may then show none of the classes. False without a threshold.
+        drift: how unusual the image is, from 0 to 1 (see `Drift`); None unless `watch` was called.
     """
 
     predictions: tuple[Prediction, ...]
@@ -55,6 +57,7 @@ class Classification:
     statistics: str
     engine: str
     uncertain: bool = False
+    drift: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict, for JSON."""
@@ -79,6 +82,7 @@ class Classifier:
         engine: the engine that runs it.
         engine_name: "torch" or "openvino".
         device: the device of the engine.
+        drift: the result of `watch`.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Classifier:
         self.engine = create_engine(model, engine, device, precision, streams)
         self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
         self.device = self.engine.device
+        self.drift: Drift | None = None
         self._preprocessing = config.preprocessing
         self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
@@ -159,13 +164,23 @@ class Classifier:
             while batch := list(islice(prepared, self._batch)):
                 good = [image for image in batch if isinstance(image, Tensor)]
                 rows = iter(self.scores(torch.stack(good), chosen) if good else ())
+                drifts = iter(self.drift(torch.stack(good)).tolist() if good and self.drift else [None] * len(good))
                 for image in batch:
                     if isinstance(image, ImageError):
                         yield image
                     else:
                         best = self.best(next(rows), top_k)
                         uncertain = self.uncertain(best, chosen)
-                        yield Classification(best, self.name, self.revision, chosen, self.engine_name, uncertain)
+                        about = (self.name, self.revision, chosen, self.engine_name, uncertain, next(drifts))
+                        yield Classification(best, *about)
+
+    def watch(self, usual: Iterable[ImageSource]) -> None:
+        """Say of every further image how unusual it is, next to these; a copy of the classifier does not.
+
+        Args:
+            usual: images as they should be, 20 or more, some hundreds at best; those that cannot be used are an error.
+        """
+        self.drift = Drift(self.model, map(self.prepare, usual), self.device)
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode of a call: the given one, or that of the checkpoint."""

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare
+from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare, unchanged
 from bkn_zoo.inference.kept_graphs import kept
-from bkn_zoo.inference.openvino_graph import Graph, compile_graph, compiled, core, ov
+from bkn_zoo.inference.openvino_graph import Graph, build_graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
@@ -25,6 +25,8 @@ from bkn_zoo.progress import waiting
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
 LARGEST_STATISTIC = 250.0  # in f16, where OpenVINO on Arm sums rows in f16 too: 112 of twice that still fit
+
+USUAL_SIDE = 224  # of images, where a converted network's checkpoint does not say
 
 Prepared = TypeVar("Prepared")
 
@@ -36,8 +38,8 @@ def create_engine(
 
     Args:
         model: of the zoo, or from `bkn_zoo.convert` if it was converted as a whole, takes images and gives one tensor.
-        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: converted networks run
-            in OpenVINO only where it is asked for.
+        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: PyTorch for converted
+            networks whose code only OpenVINO's own frontend can translate.
         device: "cpu", or "cuda" for PyTorch.
         precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
             statistics and beliefs in float32 all the same; OpenVINO does not. "auto" is the fastest that the hardware
@@ -58,9 +60,9 @@ def create_engine(
     if type(streams) is not int or streams < 1:
         raise InputError(f"streams is {streams!r}, but must be a whole number of at least 1.")
     if engine == "auto":
-        # A converted network in OpenVINO is fast too, but tens of seconds may pass before its first image.
-        soon = not isinstance(model, Converted) or streams > 1
-        engine = "openvino" if ov is not None and torch.device(device).type == "cpu" and soon else "torch"
+        possible = ov is not None and torch.device(device).type == "cpu"
+        soon = possible and (streams > 1 or not isinstance(model, Converted) or _writes_its_graph(model))
+        engine = "openvino" if soon else "torch"
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
     if streams != 1:
@@ -197,10 +199,15 @@ class TorchEngine(Engine):
 class OpenVINOEngine(Engine):
     """OpenVINO, on a CPU; of a batch, which gains next to nothing there, as many images at once as it has streams.
 
-    A converted network goes through torch.export and OpenVINO's own frontend, which takes any network, and seconds to
-    tens of seconds for each mode and image size. The zoo's own have a way to a graph as fast that takes about a
-    tenth of that (docs/performance.md).
+    A network's own code writes its graph (`inference/symbols.py`). Where the code of a converted network does what is
+    not known there, torch.export and OpenVINO's own frontend translate it, which takes several times as long for each
+    mode and image size.
+
+    Attributes:
+        translated: whether the network is one of these.
     """
+
+    translated = False
 
     def __init__(
         self, model: Network | Converted, device: str = "cpu", precision: str = "f32", streams: int = 1
@@ -225,8 +232,7 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        converted = isinstance(self.model, Converted)
-        key = (statistics if converted else _kind(statistics), images.shape[2:])
+        key = (statistics if self.translated else _kind(statistics), images.shape[2:])
         graph = self._once(key, lambda: self._compile(images.shape, statistics))
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
         parts = images.detach().to("cpu", torch.float32).split(self.streams)
@@ -238,15 +244,24 @@ class OpenVINOEngine(Engine):
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
         if isinstance(self.model, Converted):
-            network = prepare(self.model, statistics).cpu()
-            translated = translate(network, statistics.mode, torch.zeros(1, *shape[1:]))
-            return Graph(compiled(translated, options))
+            return self._compile_converted(shape, statistics, options)
 
         def make() -> Graph:
             network = prepare(self.model, statistics, as_stored=True).cpu()
             return compile_graph(network, shape[1:], statistics.mode == "population", options)
 
         return kept(self.model, (_kind(statistics), tuple(shape[1:])), options, make)
+
+    def _compile_converted(self, shape: torch.Size, statistics: Statistics, options: dict[Any, Any]) -> Graph:
+        network = prepare(self.model, statistics, as_stored=True).cpu()
+        try:
+            with unchanged(network):
+                built = build_graph(network, shape[1:], statistics.mode == "population", options)
+        except Exception:  # it runs the network's own code on a stand-in, which can fail in any way
+            self.translated = True
+            network = prepare(self.model, statistics).cpu()
+            return Graph(compiled(translate(network, statistics.mode, torch.zeros(1, *shape[1:])), options))
+        return kept(self.model, None, options, lambda: Graph(compiled(built, options)), built)
 
     def _precision_at(self, statistics: Statistics) -> str:
         """The engine's, unless that is f16 by its own choice and cannot hold an image's statistics."""
@@ -263,6 +278,22 @@ class OpenVINOEngine(Engine):
                     "precision='f32', engine='torch' or statistics='population'."
                 )
         return self.precision
+
+
+def _writes_its_graph(model: Converted) -> bool:
+    """Whether the code of a converted network runs on a stand-in for an image: tried, since nothing else can tell."""
+    config: Any = getattr(model, "config", None)
+    side = config.preprocessing.size if config is not None and config.preprocessing is not None else USUAL_SIDE
+    first: Any = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
+        return False
+    try:
+        network = prepare(model, Statistics("population"), as_stored=True).cpu()
+        with torch.inference_mode(), unchanged(network):
+            build_graph(network, (first.in_channels, side, side), True, {})
+    except Exception:  # of the network's own code, of any kind
+        return False
+    return True
 
 
 def _ends(model: Network | Converted) -> list[tuple[dict[str, Any], str]]:

@@ -7,7 +7,8 @@ begin as one.
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,6 +83,17 @@ def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
         (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
         for each in tensors
     ]
+
+
+@contextmanager
+def unchanged(network: nn.Module) -> Iterator[None]:
+    """Within it a network has buffers of its own, and in the end it is an error if its code has changed them."""
+    shared = [(buffer, buffer.data) for buffer in network.buffers()]
+    for buffer, before in shared:
+        buffer.data = before.clone()
+    yield
+    if not all(torch.equal(buffer, before) for buffer, before in shared):
+        raise InputError("this network changes its buffers at each call, which no graph keeps: choose engine='torch'.")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -243,7 +255,7 @@ class ImageNorm(nn.Module):
     def forward(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
-        mean, var = _observe(x)
+        mean, var = observe_fast(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
@@ -288,7 +300,7 @@ def weigh(norms: list[ImageNorm], own: Any) -> None:
         weights = {"own": own, "others": others, "partners_mean": partners_mean, "partners_var": partners_var}
         for name, value in weights.items():
             norm._buffers.pop(name, None)
-            setattr(norm, name, nn.Buffer(value) if isinstance(value, Tensor) else value)
+            setattr(norm, name, nn.Buffer(value) if issubclass(type(value), Tensor) else value)
 
 
 def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor:
@@ -299,14 +311,14 @@ def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor
     return carried if added is None else carried + added
 
 
-def _observe(x: Tensor) -> Belief:
+def observe_fast(x: Tensor) -> Belief:
     """`observe`, by what is fastest for `x`."""
     if torch.compiler.is_compiling():
         return _observe_plainly(in_full_precision(x))
     if not x.is_cpu:
         return observe(x)
     if len(x) > 1:
-        means, variances = zip(*map(_observe, x.split(1)), strict=True)
+        means, variances = zip(*map(observe_fast, x.split(1)), strict=True)
         return Belief(torch.cat(means), torch.cat(variances))
     # It takes one image, and in channels_last is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.cores import allowed_cores
 from bkn_zoo.inference.folding import as_seen
 from bkn_zoo.inference.openvino_graph import Graph, core, ov
@@ -39,15 +40,20 @@ DIGEST = hashlib.sha256().digest_size
 SUFFIX = ".graph"
 
 
-def kept(model: Network, what: Any, options: dict[Any, Any], make: Callable[[], Graph]) -> Graph:
+def kept(
+    model: Network | Converted, what: Any, options: dict[Any, Any], make: Callable[[], Graph], built: Any = None
+) -> Graph:
     """What `make` makes of a network, or made at an earlier start.
 
     Args:
         what: all that the graph depends on beside the network and OpenVINO's options, with a `repr` that tells.
+        built: what is to be compiled, where the code that decides it is not the zoo's own.
     """
     folder = _folder()
     seen = _seen(model)
-    name = None if folder is None else _name(model, (what, options))
+    name = None
+    if folder is not None:
+        name = _name(model, (what, options)) if built is None else _name_of_graph(built, (what, options))
     if folder is None or name is None:
         return make()
     path = folder / name
@@ -107,6 +113,23 @@ def _name(model: Network, what: Any) -> str | None:
     return digest.hexdigest() + SUFFIX
 
 
+def _name_of_graph(built: Any, what: Any) -> str:
+    """The file's, by all that is in a graph that is to be compiled."""
+    digest = hashlib.sha256(repr((_surroundings(), what)).encode())
+    places: dict[str, int] = {}
+    for node in built.get_ordered_ops():
+        kind, sources = node.get_type_name(), node.input_values()
+        taken = [(places[source.get_node().get_name()], source.get_index()) for source in sources]
+        places[node.get_name()] = len(places)
+        constant = kind == "Constant"
+        about = None if constant else sorted(node.get_attributes().items())
+        types = [(output.get_element_type().get_type_name(), output.partial_shape) for output in node.outputs()]
+        digest.update(repr((kind, types, taken, about)).encode())
+        if constant:
+            digest.update(np.ascontiguousarray(node.data).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest() + SUFFIX
+
+
 @functools.cache
 def _surroundings() -> Any:
     """What has a part in a graph, beside the network: code, versions and the processor."""
@@ -137,11 +160,11 @@ def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
         return None
 
 
-def _seen(model: Network) -> list[tuple[int, int, int]]:
+def _seen(model: Network | Converted) -> list[tuple[int, int, int]]:
     return as_seen((*model.parameters(), *model.buffers()))
 
 
-def _write(path: Path, graph: Graph, model: Network, seen: list[tuple[int, int, int]]) -> None:
+def _write(path: Path, graph: Graph, model: Network | Converted, seen: list[tuple[int, int, int]]) -> None:
     """Keep a graph, all of it or nothing, and let others go for it.
 
     It shares weights with the network: where those are not as they were seen, it is not what its name says.

@@ -48,8 +48,8 @@ USE = """\
 
 Use this network to classify a photograph into one of its classes, as a start for training on other images, and to study
 normalization with few images per statistics group. It has no answer "none of the classes". It was not tested for
-fairness, for robustness, or on images of another kind than its training data. It inherits the biases and the licence of
-these data. Do not use it for decisions about people."""
+fairness, against attacks or, unless a section above says so, on images of another kind than its training data. It
+inherits the biases and the licence of these data. Do not use it for decisions about people."""
 
 MEASURED = """\
 Accuracy in percent on the test images, with the stored weights. `ece` is the expected calibration error. The default

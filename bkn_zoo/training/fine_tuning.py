@@ -9,8 +9,9 @@ from bkn_zoo.training.origin import LIBRARY_SIZE, Origin
 from bkn_zoo.training.recipes import Recipe
 
 FINE_TUNING = {
-    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.003, "precision": "float32",
-    "keep": "best", "patience": 2, "augmentation.crop": 0.1,
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "optimizer": "adamw", "lr": 1e-4,
+    "label_smoothing": 0.1, "ema": 0.97, "precision": "float32", "keep": "best", "patience": 2,
+    "augmentation.crop": 0.1,
 }  # fmt: skip
 """Defaults; the checkpoint to start from and the number of images change some of them."""
 

@@ -41,8 +41,7 @@ above."""
 SHIFT = """\
 ### Under distribution shift
 
-Top-1 accuracy on {images:,} test images, clean and on average over 15 corruptions at 5 severities
-(`results/shift/`)."""
+Top-1 accuracy on {images:,} {which}, clean and on average over 15 corruptions at 5 severities (`results/shift/`)."""
 
 
 IMPORTED = """\
@@ -104,13 +103,14 @@ def uncertain_section(name: str, results: Path) -> str:
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
     uncertain = uncertain_section(name, results)
+    shift = shift_section(results / "shift", name)
     if imported := imported_section(config, name, read_record(results, name)):
-        return checkpoint_card(config, name, read_record(results, name), list(filter(None, [imported, uncertain])))
+        return checkpoint_card(config, name, read_record(results, name), [x for x in (imported, shift, uncertain) if x])
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),
     )
-    sections += (shift_section(results / "shift", name), uncertain, speed_section(config, read_speeds(results)))
+    sections += (shift, uncertain, speed_section(config, read_speeds(results)))
     return checkpoint_card(config, name, read_record(results, name), [each for each in sections if each])
 
 
@@ -120,12 +120,13 @@ def shift_section(folder: Path, name: str) -> str:
     if not paths:
         return ""
     record = json.loads(paths[0].read_text())
+    methods = {"expected": record["methods"]["sample"], **record["methods"]}  # the same for groups of one
     rows = [
-        {"statistics": mode, "clean": f"{found['clean']:.1f}", "under shift": f"{found['shifted']:.1f}"}
-        for mode, found in record["methods"].items()
-        if mode in MODES
+        {"statistics": mode, "clean": f"{methods[mode]['clean']:.1f}", "under shift": f"{methods[mode]['shifted']:.1f}"}
+        for mode in MODES
     ]
-    return f"{SHIFT.format(images=record['images'])}\n\n{table(rows, list(rows[0]))}"
+    which = "of the NIPS 2017 photographs" if record["dataset"] == "imagenet" else "test images"
+    return f"{SHIFT.format(images=record['images'], which=which)}\n\n{table(rows, list(rows[0]))}"
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
