@@ -237,14 +237,14 @@ def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("os:system", {}, UnknownNameError, "unknown library"),
         ("timm:hf-hub:someone/something", {}, UnknownNameError, "no classifier"),
-        ("timm:resnet18.a1_in1k", {}, UnknownNameError, "without the tag of their weights: timm:resnet18"),
+        ("timm:resnet18.a1_in1k", {}, UnknownNameError, "do not contain the tag of their weights: use timm:resnet18"),
         ("timm:no_such_network.tag", {}, UnknownNameError, "no classifier"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UnknownNameError, "no classifier"),
         ("torchvision:squeezenet1_1", {}, bkn_zoo.BknZooError, "no batch norm"),
-        (NETWORK, {"pretrained": True}, InputError, "is not built with pretrained"),
-        (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "is not built with checkpoint_path"),
-        (NETWORK, {"act_layer": "relu"}, InputError, "options are numbers"),
-        (NETWORK, {"no_such_option": 3}, InputError, "does not take these options"),
+        (NETWORK, {"pretrained": True}, InputError, "does not support pretrained"),
+        (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "does not support checkpoint_path"),
+        (NETWORK, {"act_layer": "relu"}, InputError, "options must be numbers"),
+        (NETWORK, {"no_such_option": 3}, InputError, "does not support these options"),
         (NETWORK, {"num_classes": 0}, InputError, "num_classes"),
     ],
 )
@@ -259,7 +259,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
     ("change", "words"),
     [
         ({"architecture": "timm:no_such_network"}, "no classifier"),
-        ({"norm_options": {"checkpoint_path": "weights.bin"}}, "is not built with"),
+        ({"norm_options": {"checkpoint_path": "weights.bin"}}, "does not support"),
         ({"norm": "bn"}, "norm"),
     ],
 )
