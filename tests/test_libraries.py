@@ -163,9 +163,9 @@ def test_engines_take_images_and_outputs_of_any_shape() -> None:
 def test_networks_without_an_engine_or_a_file_are_refused(name: str) -> None:
     if name == "openvino":
         pytest.importorskip("openvino")
-    with pytest.raises(InputError, match="no engine runs a Several"):
+    with pytest.raises(InputError, match="engines do not support a Several"):
         create_engine(bkn_zoo.convert(Several(), only="layers"), name)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="but this one gives a dict"):
+    with pytest.raises(InputError, match="but this one returns a dict"):
         create_engine(bkn_zoo.convert(Several()).eval(), name)(torch.randn(2, 1, 8, 8))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Several"):
         bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]

@@ -175,10 +175,10 @@ class Classifier:
                         yield Classification(best, *about)
 
     def watch(self, usual: Iterable[ImageSource]) -> None:
-        """Say of every further image how unusual it is, next to these; a copy of the classifier does not.
+        """Compare all further images with these, and report how unusual they are. Copies of the classifier do not.
 
         Args:
-            usual: images as they should be, 20 or more, some hundreds at best; those that cannot be used are an error.
+            usual: 20 or more typical images, better some hundreds; an unreadable image is an error.
         """
         self.drift = Drift(self.model, map(self.prepare, usual), self.device)
 
