@@ -614,7 +614,7 @@ OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
+        (["--publish", "me", "--results", "mine"], "must be in a folder called runs: use --results mine/runs"),
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
         (["--device", "cuda:99"], "device 'cuda:99' is not available"),

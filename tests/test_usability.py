@@ -127,7 +127,7 @@ def test_train_accepts_batch_size_bf16_and_a_folder():
     ("words", "told"),
     [
         ("train", "the folder of the data set is missing"),
-        ("train r.toml", "r.toml is a recipe: name the folder of the data set after it"),
+        ("train r.toml", "r.toml is a recipe: add the folder of the data set"),
         ("train a b photos", "unrecognized arguments: b"),
         ("evaluate better photos --split all", "photos has 2 classes, but better has 3"),
         ("evaluate better", "the folder of the data set is missing"),
