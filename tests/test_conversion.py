@@ -835,7 +835,7 @@ def test_gradients_of_a_recomputed_part_are_exact(backward_each: bool) -> None:
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
     network = staged(reentrant=True)
-    with pytest.raises(InputError, match=r"body\.1 is run again .* use_reentrant=False"):
+    with pytest.raises(InputError, match=r"body\.1 is recomputed .* use_reentrant=False"):
         network(IMAGES[0]).sum().backward()
 
 
