@@ -452,7 +452,7 @@ def filled(name, value):
         (filled(f"{NORM}.raw_gain", -math.inf), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.weight", 3e38), {}, "population output is not finite"),
         (lambda model: setattr(model, "fc", nn.Linear(1000, 3)), {}, r"fc\.weight is \(3, 1000\), but .*\(10, 1000\)"),
-        (id, {"label_names": ["cat", "dog"]}, "label_names holds 2 names, but num_classes is 10"),
+        (id, {"label_names": ["cat", "dog"]}, "label_names has 2 names, but num_classes is 10"),
         (id, {"label_names": "ten".ljust(10)}, "label_names"),
         (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
@@ -492,7 +492,7 @@ PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
-    (config(num_classes=11), ["config.json", "label_names holds 10 names, but num_classes is 11"]),
+    (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
     (config(num_classes=True), ["config.json", "num_classes is True"]),
     (config(num_classes=10**400, label_names=None), ["config.json", "num_classes is 1000", "but no tensor"]),
     (config(label_names=[1] * 10), ["config.json", "label_names"]),
@@ -518,7 +518,7 @@ DAMAGES = [
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
     (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint holds no model.safetensors"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
-    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "holds fc.scale in excess"]),
+    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
     (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
@@ -819,7 +819,7 @@ def test_image_statistics_that_bn_never_kept_are_derived(named):
     [
         (lambda state: state.pop("fc.bias"), "lacks fc.bias"),
         (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
-        (lambda state: state.update(epoch=3), "holds epoch in excess"),
+        (lambda state: state.update(epoch=3), "contains epoch, which the network does not have"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
