@@ -1,4 +1,4 @@
-"""A bounded queue in front of one model, and the threads that run what is in it."""
+"""A bounded queue for one model, and the threads that run its images."""
 
 import logging
 import math
@@ -22,11 +22,11 @@ from .metrics import Metrics
 
 log = logging.getLogger("bkn_zoo.service")
 
-FAILED = "the image could not be classified: try again, and if that fails too, tell the operator of this service."
+FAILED = "the image could not be classified: try again; if it fails again, tell the operator of this service."
 
 
 class Answer(NamedTuple):
-    """One image's scores, how long it waited and ran, and how unusual it is, if that is watched for."""
+    """The scores of one image, its time in the queue and in the engine, and its drift, if watched."""
 
     scores: Tensor
     queue_seconds: float
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """One image on its way through the queue."""
+    """One image in the queue."""
 
     image: Tensor
     statistics: str
@@ -46,23 +46,23 @@ class Call:
     attempts: int = 0
 
     def begin(self) -> bool:
-        """Whether the caller still waits for it."""
+        """Whether the caller still waits."""
         self.attempts += 1
         return self.attempts > 1 or self.future.set_running_or_notify_cancel()
 
 
 class Line:
-    """The requests that wait for one model.
+    """The queue of one model.
 
-    Images of different statistics never share a batch. A batch that fails is run again image by image, so that one
-    image harms no other. A thread that died is replaced by `revive`, and what it was running is run once more.
+    Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one
+    image does not affect others. `revive` replaces a thread that died, and its images run once more.
 
     Args:
-        run: from images (n, 3, height, width) and a statistics mode to scores (n, classes).
-        length: most requests that wait; those that are running come on top.
-        max_batch, max_wait: most images of a batch, and the seconds that the first of them waits for others.
-        threads: batches that run at once.
-        drift: from images to how unusual each is.
+        run: a function from images (n, 3, height, width) and a statistics mode to scores (n, classes).
+        length: largest number of waiting requests, without those that are running.
+        max_batch, max_wait: largest batch, and the seconds that its first image waits for others.
+        threads: number of batches that run at once.
+        drift: a function from images to their drift scores.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Line:
         self.admitted = 0
         self.used = time.monotonic()
         self._calls: deque[Call] = deque()
-        self._running: dict[threading.Thread, list[Call]] = {}  # what each thread runs
+        self._running: dict[threading.Thread, list[Call]] = {}  # the images of each thread
         self._change = threading.Condition()
         self._closing = self._ended = False
         self._seconds_per_image = 0.0
@@ -89,15 +89,15 @@ class Line:
 
     @property
     def share(self) -> int:
-        """How many images of one request may be on their way at once: one is decoded while another runs.
+        """The number of images of one request that are processed at once: one is decoded while another runs.
 
-        Where many run at once they are more, but of a batch so few that others' images join them.
+        With several streams or batches there are more, but few enough that images of other requests join a batch.
         """
         return max(1 + self.threads, self.max_batch // 4)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue for a request, held from before it is decoded until its answer is there."""
+        """Reserve a place in the queue for a request, from before decoding until its response."""
         if self.admitted >= self.length + self.max_batch * self.threads:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
             raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)
@@ -108,17 +108,17 @@ class Line:
         finally:
             with self._change:
                 self.admitted -= 1
-                if self._closing:  # only then does the thread wait for places to be given back
+                if self._closing:  # only then does the thread wait for places to be returned
                     self._change.notify_all()
 
     def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
-        """Queue an image; cancelling the future takes it out again."""
+        """Queue an image. Cancelling the future removes it."""
         call = Call(image, statistics)
         call.future.add_done_callback(lambda future: self._withdraw(call) if future.cancelled() else None)
         with self._change:
             self._calls.append(call)
             self._noted()
-            if self._ended:  # a request that got this line just before it was closed is still served
+            if self._ended:  # a request that got this queue just before it was closed is still served
                 self._ended = False
                 self._start()
         return call.future
@@ -139,13 +139,13 @@ class Line:
                 self._start()
 
     def close(self) -> None:
-        """Let the threads end once every request with a place is served."""
+        """Let the threads end after every request with a place is served."""
         with self._change:
             self._closing = True
             self._noted()
 
     def join(self, seconds: float) -> None:
-        """Wait for that end, but not for ever."""
+        """Wait for the threads to end, with a time limit."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
             self.revive()
@@ -166,7 +166,7 @@ class Line:
             self._running[me] = []
 
     def _next_batch(self) -> list[Call]:
-        """Images of one mode, oldest first; none when the line is closed and everyone served."""
+        """Images of one mode, oldest first; none if the queue is closed and empty."""
         with self._change:
             while True:
                 batch = [call for call in self._calls if call.statistics == self._calls[0].statistics][: self.max_batch]
@@ -189,7 +189,7 @@ class Line:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
             drifts = [None] * len(batch) if self.drift is None else self.drift(images).tolist()
-        except BknZooError as error:  # the engine refuses the mode, which they have in common
+        except BknZooError as error:  # the engine refuses the mode, which all images of the batch share
             for call in batch:
                 call.future.set_exception(of_the_image(error))
             return

@@ -632,7 +632,7 @@ def test_signal_saves_and_resuming_gives_identical_weights(
     before = signal.getsignal(sent)
     with monkeypatch.context() as patch:
         at_batch(patch, number, terminate)
-        with pytest.raises(Stopped, match=f"stopped at step {number + 1} of 6; go on with --resume") as caught:
+        with pytest.raises(Stopped, match=f"stopped at step {number + 1} of 6; continue with --resume") as caught:
             run(tmp_path)
     assert caught.value.number == sent
     assert signal.getsignal(sent) == before
@@ -693,16 +693,16 @@ def test_stopped_or_other_training_is_not_replaced(uninterrupted: Training, tmp_
     refuse_to_replace(tmp_path, RECIPE, started())  # nothing was done yet
     state.step = 4
     save_state(state, RECIPE, tmp_path)
-    refused("holds a training that stopped at step 4: go on with --resume, or remove")
+    refused("contains a training that stopped at step 4: continue with --resume, or remove")
     save_state(uninterrupted, RECIPE, tmp_path)
     refuse_to_replace(tmp_path, RECIPE, started())
-    refused(r"holds another finished training \(lr differs\)", with_(lr=0.123))
-    refused(r"holds another finished training \(data differs\)", data="elsewhere/photos")
+    refused(r"contains another finished training \(lr differs\)", with_(lr=0.123))
+    refused(r"contains another finished training \(data differs\)", data="elsewhere/photos")
     refuse_to_replace(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
     for init, other in (("runs/a", "runs/b"), ("runs/a", None), (None, "runs/a")):
         save_state(dataclasses.replace(uninterrupted, init=init), RECIPE, tmp_path)
         refuse_to_replace(tmp_path, RECIPE, started(init=init))
-        refused(r"holds another finished training \(init differs\)", init=other)
+        refused(r"contains another finished training \(init differs\)", init=other)
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(30.0, [0, 3, 9]), (0.0, [0, 3, 6, 9])])
@@ -767,16 +767,16 @@ def test_full_disk_keeps_the_last_good_state(
         raise failure
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(TrainingError, match=r"state.pt could not be written .*make room; the last one stays"):
+    with pytest.raises(TrainingError, match=r"state.pt could not be written .*free disk space; the last one stays"):
         fit(state, RECIPE, data(), tmp_path, CPU, save_minutes=0, quiet=True)
     assert state.step == 0  # before hours are spent on what cannot be kept
     assert (tmp_path / "state.pt").read_bytes() == good
     assert not (tmp_path / ".state.pt.tmp").exists()
-    with pytest.raises(TrainingError, match=r"make room\.$"):  # of the first there is no last one
+    with pytest.raises(TrainingError, match=r"free disk space\.$"):  # of the first there is no last one
         save_state(state, RECIPE, tmp_path / "elsewhere")
     (tmp_path / "log.jsonl").unlink()
     (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(TrainingError, match=r"log.jsonl could not be written \(Is a directory\): make room"):
+    with pytest.raises(TrainingError, match=r"log.jsonl could not be written \(Is a directory\): free disk space"):
         run(tmp_path)
 
 
@@ -786,7 +786,7 @@ def test_non_finite_loss_keeps_the_last_good_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_minutes: float
 ) -> None:
     at_batch(monkeypatch, 1, lambda found: Batch(found.images * math.nan, found.targets))
-    with pytest.raises(NonFiniteLossError, match="loss was not finite at step 1: start anew with a lower learning"):
+    with pytest.raises(NonFiniteLossError, match="loss was not finite at step 1: start again with a lower learning"):
         run(tmp_path, save_minutes=save_minutes)
     kept = loaded(tmp_path)
     assert kept.step == (1 if save_minutes == 0 else 0)
@@ -839,10 +839,10 @@ def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[st
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"images": [40, 12]}, "on 36 images with 4 to choose by, not 40 and 12: resume with its own"),
-        ({"label_names": ["ant", "cat"]}, "on a class 'bee', not 'cat': resume with its own data, or give"),
+        ({"images": [40, 12]}, "on 36 images with 4 for validation, not 40 and 12: resume with the same"),
+        ({"label_names": ["ant", "cat"]}, "with a class 'bee', not 'cat': resume with the same data, or use"),
         ({"init": None}, "that started from runs/a, not new weights: give the same --checkpoint, or"),
-        ({"fingerprint": "other"}, "on other images, or on some of them in other classes: resume with its own data"),
+        ({"fingerprint": "other"}, "on other images, or with some images in other classes: resume with the same"),
     ],
 )
 def test_resuming_with_other_data_or_start_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -961,7 +961,7 @@ def test_sharded_training_equals_that_of_one_process(found: list[dict[str, Any]]
 def test_two_processes_stop_and_resume_together(found: list[dict[str, Any]], tmp_path: Path) -> None:
     """One of them heard SIGTERM and the other's clock asked for a save, yet neither waits for the other forever."""
     ends = [process["fit"] for process in found]
-    assert [end["message"] for end in ends] == ["stopped at step 2 of 6; go on with --resume"] * 2
+    assert [end["message"] for end in ends] == ["stopped at step 2 of 6; continue with --resume"] * 2
     assert [end["resumed_at"] for end in ends] == [2, 2]
     assert_identical(ends[0]["weights"], ends[1]["weights"])
     for name, parameter in run(tmp_path, two_processes.RECIPE).model.named_parameters():

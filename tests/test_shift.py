@@ -371,7 +371,8 @@ def test_page_is_that_of_the_records() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))
 def test_every_card_has_a_row_under_shift_for_each_mode(name: str) -> None:
-    section = (CHECKPOINTS / name / "README.md").read_text().partition("### Under shift")[2].partition("\n#")[0]
+    card = (CHECKPOINTS / name / "README.md").read_text()
+    section = card.partition("### Under distribution shift")[2].partition("\n#")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
     assert [row[0] for row in rows] == list(MODES)
     assert all(0 < float(shifted) < float(clean) < 100 for _, clean, shifted in rows)

@@ -129,5 +129,5 @@ def test_every_checkpoint_says_when_it_is_uncertain(folder: Path) -> None:
     config, card = Config.read(folder / "config.json"), (folder / "README.md").read_text()
     assert config.uncertain_below == pytest.approx(row["uncertain_below"], abs=0.01)  # measured on another processor
     assert row["passing"].keys() == {"maximum probability", "energy", "distance of statistics"}
-    assert "### When it does not know" in card
+    assert "### Images of unknown classes" in card
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card

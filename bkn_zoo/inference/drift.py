@@ -1,4 +1,4 @@
-"""How unusual images are for a network, by the statistics of its layers, without labels."""
+"""Scores how unusual images are for a network, from the statistics of its layers, without labels."""
 
 import math
 import threading
@@ -19,10 +19,10 @@ from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.running import RunningNorm
 
 FEWEST = 20
-"""Usual images, at least: the score knows no smaller steps than one in half of them."""
+"""Smallest number of usual images. The score has as many steps as half of them."""
 BATCH = 16
 EPS = 1e-5  # added to variances, as norms do
-SMALLEST = 1e-12  # variance of what does not vary over usual images
+SMALLEST = 1e-12  # lower bound of variances over usual images
 
 
 class _EnoughError(Exception):
@@ -30,21 +30,21 @@ class _EnoughError(Exception):
 
 
 class Drift:
-    """From images to a score between 0 and 1: the share of usual images that are less unusual.
+    """Computes a score from 0 to 1 for each image: the share of usual images that are less unusual.
 
     For each norm of the lowest quarter of the network, D is the mean over channels of (m - c)^2 / v, where m is the
-    mean of the image's channel before the norm, and c and v are the mean and the variance of m over usual images; the
-    same for logarithms of variances. An image's distance is the average of D over these norms; the others tell little
-    more, cost most and are not run. One half of the usual images gives c and v, the other half the distances with which
-    an image's is compared, so that the scores of further usual images are spread evenly from 0 to 1. The network runs
-    in its own default mode, in PyTorch and float32, beside any engine.
+    mean of the image's channel before the norm, and c and v are the mean and the variance of m over usual images. The
+    same is computed for logarithms of variances. The distance of an image is the average of D over these norms. The
+    other norms add little, cost most, and are not run. One half of the usual images determines c and v. The other half
+    gives the distances to compare with, so the scores of further usual images are uniform from 0 to 1. The network runs
+    in its default mode, in PyTorch and float32, in addition to any engine.
 
-    A single score says little: watch the mean of many (docs/shift.md). Threads may share a `Drift`.
+    A single score says little: monitor the mean of many (docs/shift.md). Threads may share a `Drift`.
 
     Args:
-        model: whose norms are watched; it is copied.
-        usual: images as they should be, preprocessed, each (3, height, width): 20 or more, some hundreds at best.
-        device: where to run.
+        model: the network; it is copied.
+        usual: 20 or more typical images, better some hundreds, preprocessed, each (3, height, width).
+        device: the device to run on.
     """
 
     def __init__(self, model: Network, usual: Iterable[Tensor], device: torch.device | str = "cpu") -> None:
@@ -62,21 +62,23 @@ class Drift:
         values = [self._observed(torch.stack(batch)) for batch in iter(lambda: list(islice(waiting, BATCH)), [])]
         count = sum(map(len, values))
         if count < FEWEST:
-            raise InputError(f"{count} usual images are too few to tell what is unusual: give {FEWEST} or more.")
+            raise InputError(f"{count} usual images are too few: pass {FEWEST} or more.")
         every = torch.cat(values)
         spread, self._center = torch.var_mean(every[::2], dim=0, correction=0)
         widths = torch.tensor([observed.mean.shape[1] for observed in self._seen], device=self.device)
-        shares = (1 / widths).repeat_interleave(widths) / (2 * len(widths))  # norms count alike, whatever their width
+        shares = (1 / widths).repeat_interleave(widths) / (
+            2 * len(widths)
+        )  # all norms have the same weight, independent of their width
         self._weight = shares.repeat(2) / spread.clamp_min(SMALLEST)
         self._usual = self._distance(every[1::2]).sort().values
 
     def __call__(self, images: Tensor) -> Tensor:
-        """A score for each image, on the CPU; images (images, 3, height, width), preprocessed."""
+        """The score of each image, on the CPU, for preprocessed images, (images, 3, height, width)."""
         distance = self._distance(self._observed(images))
         return torch.searchsorted(self._usual, distance).div(len(self._usual)).cpu()
 
     def _observed(self, images: Tensor) -> Tensor:
-        """The means of all norms' channels, and then the logarithms of variances, (images, 2 * channels)."""
+        """The means of the channels of all norms, then the logarithms of their variances, (images, 2 * channels)."""
         with self._lock, torch.inference_mode():
             self._seen = []
             placed = images.to(self.device, torch.float32, memory_format=torch.channels_last)
