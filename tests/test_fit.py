@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import two_processes
 from image_trees import write_noise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from two_processes import CPU, data, network
 
@@ -32,6 +32,7 @@ from bkn_zoo.training import loop
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.depthwise import _FastDepthwise
 from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wilson_interval
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
@@ -210,6 +211,25 @@ def test_training_images_may_have_another_size(tmp_path: Path) -> None:
     side = data().preprocessing.size
     assert side != 6
     assert seen == {(True, 6, 6), (False, side, side)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 1), (5, 2, 0), (5, 2, 2), ((3, 5), (2, 3), (1, 2)), (1, 2, 0)]
+)
+def test_fast_depthwise_gradients_are_the_convolutions(kernel: Any, stride: Any, padding: Any) -> None:
+    """On every processor, though only ARM's use them."""
+    conv = nn.Conv2d(6, 6, kernel, stride, padding, groups=6, bias=False)
+    x = torch.randn(3, 6, 12, 11, requires_grad=True)
+    plain = conv(x)
+    with _FastDepthwise():
+        fast = conv(x)
+        whole = nn.Conv2d(6, 4, 3)(x)  # not depthwise
+    assert "Depthwise" in fast.grad_fn.name()
+    assert "Depthwise" not in whole.grad_fn.name()
+    outer = torch.randn_like(plain)
+    wanted, found = (torch.autograd.grad(y, (x, conv.weight), outer) for y in (plain, fast))
+    for theirs, ours in zip(wanted, found, strict=True):
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -400,30 +420,31 @@ def test_training_learns_logs_and_leaves_a_state(tmp_path: Path) -> None:
     assert state.model.training
 
 
-def validated(monkeypatch: pytest.MonkeyPatch, top1: list[float]) -> list[dict[str, Tensor]]:
-    """Let the epochs have these accuracies on the validation images; the weights after each of them."""
+def validated(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> list[dict[str, Tensor]]:
+    """Let the epochs have these losses on the validation images, ± 0.1; the weights after each of them."""
     seen: list[dict[str, Tensor]] = []
 
     def scripted(model: Any, batches: Any, **shown: Any) -> dict[str, dict[str, float]]:
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": 1.0}
-        return {"population": {"top1": top1[len(seen) - 1], **metrics}, "sample": {"top1": 0.0, **metrics}}
+        metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": losses[len(seen) - 1], "loss_error": 0.1}
+        return {"population": {"top1": 50.0, **metrics}, "sample": {"top1": 0.0, **metrics, "loss": 0.0}}
 
     monkeypatch.setattr(loop, "evaluate", scripted)
     return seen
 
 
+@pytest.mark.parametrize(("last", "kept"), [(0.65, 2), (0.55, 3)])  # above the lowest by more than its error, or less
 def test_weights_of_the_best_epoch_are_kept_and_saved(
-    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, kept: int
 ) -> None:
-    seen = validated(monkeypatch, [10.0, 30.0, 30.0])
+    seen = validated(monkeypatch, [1.0, 0.5, last])
     recipe = with_(epochs=3, keep="best")
     state = run(tmp_path, recipe)
-    assert kept_line(state.history, recipe)["epoch"] == 2  # the first of two that are as good
+    assert kept_line(state.history, recipe)["epoch"] == kept
     assert kept_line(state.history, RECIPE)["epoch"] == 3
     assert not torch.equal(seen[1]["fc.weight"], seen[2]["fc.weight"])
-    assert_identical(state.best, seen[1])
-    assert_identical(loaded(tmp_path, recipe).best, seen[1])
+    assert_identical(state.best, seen[kept - 1])
+    assert_identical(loaded(tmp_path, recipe).best, seen[kept - 1])
     assert uninterrupted.best is None  # a recipe that keeps the last has no need of it
 
 
@@ -438,7 +459,7 @@ def test_capturable_optimizer_follows_the_device(tmp_path: Path) -> None:
 
 
 def test_training_out_of_patience_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    validated(monkeypatch, [10.0, 30.0, 20.0, 25.0, 99.0])
+    validated(monkeypatch, [0.9, 0.5, 0.55, 0.55, 0.1])
     recipe = with_(epochs=5, keep="best", patience=2)
     state = run(tmp_path, recipe)
     assert [line["epoch"] for line in state.history] == [1, 2, 3, 4]

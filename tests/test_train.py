@@ -174,20 +174,19 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.Captu
 def test_body_is_kept_only_if_validation_improves(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
 ) -> None:
-    """Two epochs without a better one end the training, and the frozen network is kept."""
-    quality = iter([50.0, *([60.0, 70.0] if better else [40.0, 30.0, 20.0])])
+    """Three epochs without a lower loss end the training, and the frozen network is kept."""
+    losses = iter([0.5, *([0.4, 0.3] if better else [0.7, 0.8, 0.9])])
 
     def evaluate(*_: Any, **__: Any) -> Any:
-        value = next(quality, 80.0)
-        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece", "loss"), value)
-        return dict.fromkeys(MODES, metrics)
+        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece"), 50.0)
+        return dict.fromkeys(MODES, metrics | {"loss": next(losses, 0.1), "loss_error": 0.1})
 
     for module in ("loop", "head_start", "finish"):
         monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate", evaluate)
     epochs = 2 if better else 9
     options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, freeze=False, **options)
-    assert (result.record["epochs"], result.record["kept_epoch"]) == (2, 2 if better else 0)
+    assert (result.record["epochs"], result.record["kept_epoch"]) == ((2, 2) if better else (3, 0))
     before, after = (model.state_dict() for model in (bkn_zoo.from_pretrained(checkpoint), result.model))
     assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
 

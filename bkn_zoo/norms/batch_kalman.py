@@ -192,17 +192,14 @@ class BatchKalmanNorm(RunningNorm):
         (center,) = self.own("center")
         if center is None or belief is None:
             return y, belief
-        return y, Belief(belief.mean - self.held(in_full_precision(center)), belief.var)
+        return y, Belief(belief.mean - held(in_full_precision(center), self.gain), belief.var)
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if not self.has_prior:
             return observed
         mean, var = self.predicted(prior, observed.mean.shape[0])
-        return update(Belief(self.held(mean), self.held(var)), observed, self.gain)
-
-    def held(self, rows: Tensor) -> Tensor:
-        """The same values, without a gradient if q = 0."""
-        return torch.where(self.gain > 0, rows, rows.detach())
+        gain = self.gain
+        return update(Belief(held(mean, gain), held(var, gain)), observed, gain)
 
     def predicted(self, prior: Belief | None, groups: int) -> Belief:
         """The predicted belief, from the belief of the layer below or from the initial belief."""
@@ -254,6 +251,11 @@ class BatchKalmanNorm(RunningNorm):
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"
         return f"{text}, initial_belief=True" if self.has_prior and self.prior_features is None else text
+
+
+def held(rows: Tensor, gain: Tensor) -> Tensor:
+    """The same, but a constant to the gradient where q = 0."""
+    return torch.where(gain > 0, rows, rows.detach()) if torch.is_grad_enabled() else rows
 
 
 def check_gain(gain: float) -> None:

@@ -48,7 +48,7 @@ class Centered(BatchKalmanNorm):
 
     def logit(self) -> Tensor:
         raw = self.raw_gain
-        if self.center is None or not torch.is_grad_enabled():
+        if self.center is None or not raw.requires_grad or not torch.is_grad_enabled():
             return raw
         value = raw.detach()
         q = torch.sigmoid(in_full_precision(value))

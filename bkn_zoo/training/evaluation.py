@@ -74,19 +74,24 @@ def predict(
 
 
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy."""
+    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy.
+
+    `loss_error` is the standard error of that mean.
+    """
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == labels[:, None]
     confidence = logits.softmax(1).amax(1)
     top1 = hits[:, 0].float().mean().item()
     low, high = wilson_interval(top1, len(labels))
+    losses = F.cross_entropy(logits, labels, reduction="none")
     return {
         "top1": 100 * top1,
         "top1_low": 100 * low,
         "top1_high": 100 * high,
         "top5": 100 * hits.any(1).float().mean().item(),
         "ece": 100 * calibration_error(confidence, hits[:, 0]),
-        "loss": F.cross_entropy(logits, labels).item(),
+        "loss": losses.mean().item(),
+        "loss_error": losses.std(correction=0).item() / math.sqrt(len(labels)),
     }
 
 

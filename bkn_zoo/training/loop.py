@@ -22,7 +22,7 @@ from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, validation_loss, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -78,10 +78,11 @@ def fit(
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
             told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', the best so far' if best is line else ''}")
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best is line else ''}")
             if first:
                 write_log(training.history, folder)
-            tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
+            lowest = min(training.history, key=validation_loss)
+            tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
             saves.after_epoch()
 

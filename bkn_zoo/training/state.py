@@ -100,14 +100,19 @@ def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
     return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
 
 
+def validation_loss(line: Mapping[str, Any]) -> float:
+    """Of an epoch, in its best mode."""
+    return line["validation"][best_mode(line["validation"])]["loss"]
+
+
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line of the epoch with the highest validation top-1 in its best mode; if equal, with the lowest loss."""
+    """That of the last epoch whose validation loss is within a standard error of the lowest.
 
-    def goodness(line: dict[str, Any]) -> tuple[float, float]:
-        best = line["validation"][best_mode(line["validation"])]
-        return best["top1"], -best["loss"]
-
-    return max(history, key=goodness)
+    On few images smaller differences are chance; of epochs that are as good, the later had the lower learning rates.
+    """
+    lowest = min(history, key=validation_loss)
+    error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
+    return next(line for line in reversed(history) if validation_loss(line) <= validation_loss(lowest) + error)
 
 
 def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.capture import captured, side_stream
+from bkn_zoo.training.depthwise import fast_depthwise
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training
 
@@ -39,8 +40,9 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         total = torch.zeros((), device=device)
         for number, (images, targets) in enumerate(_remembered_as_one(parts, training.model), start=1):
             with alone() if number < len(parts) else nullcontext():
-                # Without autocast's cache, which a CUDA graph must not share with code outside the graph.
-                with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+                # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
+                autocast = torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False)
+                with autocast, nullcontext() if recipe.compile else fast_depthwise(device):
                     logits = network(images.contiguous(memory_format=torch.channels_last))
                 loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
                 loss.backward()

@@ -34,6 +34,7 @@ DIFFERENCES = [
     ("BKN (1) `sample` against GroupNorm", ("bkn1", "sample"), ("gn", "population")),
     ("BKN (1) `sample` against BN (128), tuned mix", ("bkn1", "sample"), ("bn128", "mix, tuned")),
     ("the link between layers: BKN (1) against A = 0, `sample`", ("bkn1", "sample"), ("bkn1.link=False", "sample")),
+    ("BKN (2) `expected` against BN (128) `population`", ("bkn2", "expected"), ("bn128", "population")),
     ("BKN (2), `sample` against `expected`", ("bkn2", "sample"), ("bkn2", "expected")),
     ("BKN (2), `expected` against `population`", ("bkn2", "expected"), ("bkn2", "population")),
     ("BKN (2), adaptive against `expected`", ("bkn2", "adaptive from expected, tuned"), ("bkn2", "expected")),
@@ -275,6 +276,8 @@ def figure(records: Sequence[Record]) -> Any:
     if not present:
         return None
     drawing = Figure(figsize=(5.2 * len(present) + 2.5, 4.2), layout="constrained")
+    colours = {line: f"C{number}" for number, line in enumerate((a, m) for a, found in LINES.items() for m in found)}
+    shown: dict[str, Any] = {}
     for number, dataset in enumerate(present, start=1):
         axes = drawing.add_subplot(1, len(present), number)
         for arm, of_arm in arms(records, dataset).items():
@@ -288,10 +291,12 @@ def figure(records: Sequence[Record]) -> Any:
                 ]
                 height = [mean(values) for values in zip(*lines, strict=True)]
                 error = [stdev(values) if len(values) > 1 else 0.0 for values in zip(*lines, strict=True)]
-                axes.errorbar(range(6), height, error, label=f"{TITLES[arm]}: {method}", capsize=2, linewidth=1.3)
+                shown[f"{TITLES[arm]}: {method}"] = axes.errorbar(
+                    range(6), height, error, capsize=2, linewidth=1.3, color=colours[arm, method]
+                )
         axes.set_title(f"{DATASETS[dataset]}, mean of 15 corruptions")
         axes.set_xlabel("severity (0: clean)")
         axes.set_ylabel("top-1, percent")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(shown.values(), shown.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return drawing
