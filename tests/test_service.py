@@ -203,7 +203,7 @@ def test_only_softmax_scores_are_offered(running: ServiceProcess) -> None:
     asked = [{"function_to_apply": function, "top_k": 1} for function in (None, "softmax", "sigmoid", ["softmax"])]
     replies = [ask_json(running, {"inputs": TEXT, "parameters": options}, "/models/first") for options in asked]
     assert [reply.status for reply in replies] == [200, 200, 422, 422]
-    assert replies[-1].json()["error"]["message"].startswith("function_to_apply: scores are softmax's here")
+    assert replies[-1].json()["error"]["message"].startswith("function_to_apply: only softmax is supported")
 
 
 @pytest.mark.parametrize("route", ["classify", "classify/batch"])
