@@ -181,7 +181,7 @@ class Pool:
         if left > 0:
             seconds = math.ceil(left)
             raise UnavailableError(
-                f"{name} is not in memory, and all loaded ones are in use: try again in {seconds} s, or choose another.",
+                f"{name} is not in memory, and all loaded ones are in use: try again in {seconds} s or choose another.",
                 seconds,
             )
 

@@ -231,7 +231,7 @@ def test_misspelt_option_is_refused_and_unrelated_names_pass(running: ServicePro
         ask_json(running, {"image": TEXT, "parameters": {"topK": 3}}),
     ):
         assert reply.status == 422, reply.body
-        assert reply.json()["error"]["message"].endswith("is no option: choose from model, statistics, top_k.")
+        assert reply.json()["error"]["message"].endswith("is not an option: choose from model, statistics, top_k.")
     others = {"code": 1, "token": 1, "stop": 1, "timeout": 3}
     data = {"image": TEXT, **others, "parameters": others, "options": {"use_cache": False}}
     assert ask_json(running, data).status == 200
