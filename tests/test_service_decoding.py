@@ -181,7 +181,7 @@ def test_slow_decoder_passes_errors_on_and_survives_them(decoder: SlowDecoder) -
 def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent: signal.Signals, seconds: float) -> None:
     decoder = SlowDecoder(seconds)
     os.kill(decoder._process.pid, sent)
-    with pytest.raises(BrokenImageError, match="crashes the decoder or takes it too long"):
+    with pytest.raises(BrokenImageError, match="crashes the decoder or takes too long"):
         decoder.decode(encoded(picture()), ABOUT, 10_000)
     assert not decoder.is_alive
 
