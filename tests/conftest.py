@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import math
 import os
 import signal
@@ -30,12 +29,13 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 
 
 SLOW = (
-    "test_engines.py", "test_service_workers.py", "test_kernels.py", "test_practice.py", "test_replication.py",
-    "test_models.py", "test_hub.py", "test_conversion.py", "test_readme.py", "test_training.py", "test_fit.py",
-    "test_service_load.py", "test_checkpoints.py", "test_export.py", "test_page.py", "test_train.py",
-    "test_libraries.py", "test_service.py", "test_service_strangers.py", "test_service_bad_input.py", "test_layer.py",
-    "test_batch.py", "test_pretrained.py", "test_wheel.py", "test_kept_graphs.py", "test_pooling.py", "test_cards.py",
-    "test_cli.py", "test_progress.py", "test_memory.py", "test_running.py", "test_house.py",
+    "test_service_edge.py", "test_conversion.py", "test_engines.py", "test_kernels.py", "test_practice.py",
+    "test_hub.py", "test_readme.py", "test_fit.py", "test_service_workers.py", "test_prior.py", "test_train.py",
+    "test_training.py", "test_models.py", "test_checkpoints.py", "test_service_load.py", "test_libraries.py",
+    "test_page.py", "test_service_bad_input.py", "test_service_strangers.py", "test_usability.py", "test_export.py",
+    "test_shift.py", "test_layer.py", "test_service.py", "test_wheel.py", "test_kept_graphs.py", "test_cli.py",
+    "test_batch.py", "test_pretrained.py", "test_other_systems.py", "test_cards.py", "test_pooling.py",
+    "test_report.py", "test_progress.py", "test_site.py", "test_memory.py", "test_running.py", "test_house.py",
 )  # fmt: skip
 
 
@@ -90,19 +90,6 @@ def hasten_triton_s_interpreter():
 
 if kernels.HAS_TRITON and not torch.cuda.is_available():
     hasten_triton_s_interpreter()
-
-
-@pytest.fixture(scope="session")
-def load_script():
-    """A file of scripts/ by its name, as a module of its own each time."""
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "scripts" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +164,14 @@ def make_belief():
         return Belief(mean.requires_grad_(requires_grad), var.requires_grad_(requires_grad))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two small checkpoints, called first and second."""
+    from service_process import save_small_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    save_small_checkpoint(folder / "second", seed=1)
+    return folder

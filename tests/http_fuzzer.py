@@ -1,21 +1,17 @@
 """Valid requests, damaged at random and cut into random packets: what a parser of HTTP must survive.
 
-`python tests/http_fuzzer.py --mutations 5000 --seed 1` runs as many as one likes; the tests run a few hundred. Never
-may there be an answer of 500 or more, a connection that hangs, an answer to a request that was not sent, or memory that
-is kept. Which requests a damaged stream holds is worked out here by a few lines that are not h11's, and that take every
-head for one that might be good.
+Never may there be an answer of 500 or more, a connection that hangs or an answer to a request that was not sent. Which
+requests a damaged stream holds is worked out here by a few lines that are not h11's, and that take every head for one
+that might be good.
 """
 
-import argparse
 import contextlib
 import random
 import re
 import socket
-import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from attackers import encoded, picture
@@ -169,28 +165,3 @@ def fuzz(port, mutations, seed):
 
     with ThreadPoolExecutor(8) as clients:
         return [problem for problem in clients.map(one, range(mutations)) if problem is not None], statuses
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mutations", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    from service_process import ServiceProcess, save_small_checkpoint  # here, since attackers do without PyTorch
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_small_checkpoint(Path(folder) / "small")
-        with ServiceProcess(Path(folder), "--stall-seconds", "3", "--head-seconds", "3") as service:
-            fuzz(service.port, 200, args.seed + 1)  # warm
-            before = service.memory()
-            problems, statuses = fuzz(service.port, args.mutations, args.seed)
-            grown = service.memory() - before
-    if grown > 50:
-        problems.append(f"the memory grew by {grown:.0f} MB")
-    print("\n".join([*problems, f"{args.mutations} streams, {len(problems)} problems, answers {dict(statuses)}"]))
-    print(f"{grown:+.1f} MB")
-    raise SystemExit(bool(problems))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,6 @@ import pickle
 import re
 import resource
 import shlex
-import signal
 import sys
 import time
 import traceback
@@ -230,17 +229,6 @@ def a_checkpoint_loads_by_id_tag_commit_and_short_name():
 
 
 @online
-def a_trained_checkpoint_answers_from_the_hub_as_from_the_tree():
-    published = command("publish", ZOO_NAME, "--namespace", "zoo")
-    assert "verified by downloading it" in published.value
-    photo = Image.radial_gradient("L").convert("RGB")
-    names = (ZOO_NAME, f"zoo/{ZOO_NAME}")
-    ours, theirs = (bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo, top_k=10) for name in names)
-    assert ours.predictions == theirs.predictions
-    assert (ours.revision, len(theirs.revision or "")) == (None, 40)
-
-
-@online
 def a_converted_network_goes_to_the_hub_and_back():
     model = bkn_zoo.create_model("timm:test_resnet", 4)
     model.statistics_batch_size = 2
@@ -258,7 +246,7 @@ def a_converted_network_goes_to_the_hub_and_back():
 def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again():
     for status, kind, words, waited in (
         (401, "HubAccessError", ["401", "HF_TOKEN"], []),
-        (403, "HubAccessError", ["403", "ask the repository's owner"], []),
+        (403, "HubAccessError", ["403", "ask the owner"], []),
         (404, "HubNotFoundError", ["owner/status-404", "correct the name"], []),
         (429, "HubUnavailableError", ["429", "try again in some minutes"], [1, 2]),
         (500, "HubUnavailableError", ["500", "try again later"], [1, 2]),
@@ -320,7 +308,7 @@ def a_shard_that_is_cut_off_is_resumed_or_refused():
     assert [request for request in once.requests if request.endswith("bytes=1000-")]
     copy("half")
     order(pattern="GET /storage/", after=1, times=999, cut=0)
-    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "stopped half-way", "try again")
+    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "transfer stopped", "try again")
     order()
     assert "config.json" in snapshot("half")
     assert len(snapshot("half")) < len(WEIGHTS) + 1
@@ -398,47 +386,9 @@ def a_full_disk_is_named_and_leaves_nothing_broken():
         full = load("owner/large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(full, "HubError", "no room for owner/large", str(HOME), "HF_HOME")
+    assert_refused(full, "HubError", "no space for owner/large", str(HOME), "HF_HOME")
     assert full.waits == []
     assert_loaded(load("owner/large"))
-
-
-@online
-def two_processes_can_download_at_once():
-    copy("shared")
-    children = []
-    for _ in range(2):
-        child = os.fork()
-        if child == 0:
-            time.sleep = REAL_SLEEP
-            with contextlib.suppress(BaseException):
-                assert_loaded(Outcome(from_pretrained("owner/shared")))
-                os._exit(0)
-            os._exit(1)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-
-
-@online
-def a_killed_upload_is_invisible_and_can_be_repeated():
-    # The files of all these repositories are in the server's storage already, unless their content is new.
-    tell("forget", [sha256(path) for name, path in FILES.items() if name.endswith(".safetensors")])
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reader, 1)
-        attempt(hub.push_to_hub, FOLDER, "owner/killed")
-        os._exit(0)
-    order(pattern="POST /owner/killed.git/info/lfs/verify", kill=child)  # when one file at least has arrived
-    os.write(writer, b"x")
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    order()
-    assert_refused(load("owner/killed"), "CheckpointError", "holds no config.json")
-    repeated = push("killed")
-    assert len(repeated.value.changes) == len(FILES)
-    sent = {request.split("/")[2].split()[0] for request in repeated.asked("PUT")}
-    assert len(sent) < sum(name.endswith(".safetensors") for name in FILES)  # the rest only
-    assert_loaded(load("owner/killed"))
 
 
 @online
@@ -473,7 +423,7 @@ def other_files_of_a_network_replace_the_old_ones_and_tags_stay():
     assert_refused(both, "InputError", "pull request cannot be tagged")
     order(pattern="GET /storage/", flip=-1)
     unverified = attempt(hub.verify_published, whole, "owner/replaced", second.commit)
-    assert_refused(unverified, "DamagedFileError", "is not what was sent")
+    assert_refused(unverified, "DamagedFileError", "differs from the local file")
     order()
     assert_loaded(load("owner/replaced"), second.commit)
     assert_loaded(load("owner/replaced@v1"), first)
@@ -516,11 +466,6 @@ def training_ends_on_the_hub_if_asked():
     assert (len(repository["commits"]), repository["tags"]) == (3, {})  # the Hub's own first one, and two of ours
     assert repository["branches"]["main"] != first
 
-    command("publish", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
-    pictures = tell("repositories/owner/pictures")
-    named = pictures["commits"][pictures["branches"]["main"]]
-    assert named["README.md"] == repository["commits"][first]["README.md"]  # its own card
-
 
 @online
 def the_documents_examples_run_as_written():
@@ -562,7 +507,7 @@ def a_cached_checkpoint_loads_offline():
 
 @offline
 def a_half_downloaded_checkpoint_is_never_loaded():
-    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "not all of it")
+    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "not completely in the cache")
 
 
 def run(cases):

@@ -13,9 +13,7 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
-import signal
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -62,7 +60,7 @@ class Fault:
         status: answered instead, with `headers`.
         cut: bytes of the answer's body (or of an upload) after which the connection is closed.
         flip: place of a byte of the body that is changed.
-        kill: process that is ended instead of being answered.
+
         move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
@@ -73,7 +71,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
     flip: int | None = None
-    kill: int | None = None
+
     move: str | None = None
 
 
@@ -175,8 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             at = self.headers.get("Range", "")
             self.server.log.append(request + (" +token" if has_token else "") + (f" {at}" if at else ""))
         self.fault = self.server.take_fault(request)
-        if self.fault.kill is not None:
-            os.kill(self.fault.kill, signal.SIGKILL)
+
         self.body = self.read_body()
         if self.body is None:
             self.close_connection = True
@@ -198,9 +195,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self):
         """The request's body; None if a fault cuts it off."""
-        limit = self.fault.cut if self.command == "PUT" else None
-        if limit is not None:
-            self.rfile.read(limit)
+        if self.fault.cut is not None and self.command == "PUT":
+            self.rfile.read(self.fault.cut)
             return None
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -238,11 +234,9 @@ class Handler(BaseHTTPRequestHandler):
     def check_token(self, needed):
         given = self.headers.get("Authorization")
         if given not in (None, f"Bearer {self.server.token}"):
-            raise Answer(
-                401, {"error": "Invalid credentials"}, X_Error_Message="Invalid credentials in Authorization header"
-            )
+            raise Answer(401, X_Error_Message="Invalid credentials in Authorization header")
         if needed and given is None:
-            raise Answer(401, {"error": "Unauthorized"}, X_Error_Message="Unauthorized")
+            raise Answer(401, X_Error_Message="Unauthorized")
         return given is not None
 
     def repository(self, name, write=False):
@@ -283,10 +277,8 @@ class Handler(BaseHTTPRequestHandler):
         def shown(kind, refs):
             return [{"name": n, "ref": f"refs/{kind}/{n}", "targetCommit": c} for n, c in refs.items()]
 
-        branches = {n: c for n, c in repository.branches.items() if not n.startswith("refs/")}
-        raise Answer(
-            body={"branches": shown("heads", branches), "converts": [], "tags": shown("tags", repository.tags)}
-        )
+        branches = shown("heads", {n: c for n, c in repository.branches.items() if not n.startswith("refs/")})
+        raise Answer(body={"branches": branches, "converts": [], "tags": shown("tags", repository.tags)})
 
     # Downloads.
 
@@ -299,14 +291,9 @@ class Handler(BaseHTTPRequestHandler):
         if blob.sha256 is None:
             # The Hub sends small files on to a cache of its own, by a relative path.
             raise Answer(307, X_Repo_Commit=commit, Location=f"/api/resolve-cache/models/{name}/{commit}/{path}")
-        raise Answer(
-            302,
-            X_Repo_Commit=commit,
-            X_Linked_Size=str(blob.size),
-            X_Linked_ETag=f'"{blob.sha256}"',
-            ETag='"storage"',
-            Location=f"{self.server.storage}/storage/{blob.sha256}",
-        )
+        linked = {"X-Linked-Size": str(blob.size), "X-Linked-ETag": f'"{blob.sha256}"'}
+        location = f"{self.server.storage}/storage/{blob.sha256}"
+        raise Answer(302, X_Repo_Commit=commit, ETag='"storage"', Location=location, **linked)
 
     def resolve_cache(self, name, commit, path):
         blob = self.repository(name).commits[commit][path]
@@ -342,10 +329,8 @@ class Handler(BaseHTTPRequestHandler):
         files = []
         for file in self.json()["files"]:
             mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
-            blob = there.get(file["path"])
-            files.append(
-                {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": blob.etag if blob else None}
-            )
+            oid = there[file["path"]].etag if file["path"] in there else None
+            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         raise Answer(body={"files": files})
 
     def lfs_batch(self, name):
@@ -427,10 +412,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def show_repository(self, name):
         repository = self.server.repositories[name]
-        commits = {
+        etags = {
             commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
         }
-        raise Answer(body=vars(repository) | {"commits": commits})
+        raise Answer(body=vars(repository) | {"commits": etags})
 
     def show_log(self):
         raise Answer(body=self.server.log)

@@ -77,12 +77,9 @@ def test_twenty_steps_are_the_same_as_launched_ones(how):
     for (name, buffer), other in zip(model.named_buffers(), launched.buffers(), strict=True):
         assert (buffer - other).double().norm() <= 2e-2 * other.double().norm(), name
     assert model.conv.norm.num_batches_tracked == 20
-
-
-@gpu_only
-def test_accumulated_gradients_are_captured():
-    losses = [train(how, steps=8, accumulate=2)[0] for how in ("captured", "launched")]
-    assert_close(*losses, rtol=1e-3, atol=1e-3)
+    if how == "captured":  # accumulated gradients, too
+        losses = [train(each, steps=8, accumulate=2)[0] for each in (how, "launched")]
+        assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=gpu_only)])

@@ -1,19 +1,22 @@
 """Checkpoint folders: what is stored comes back, what is damaged is refused, and nothing is ever half-written."""
 
+import itertools
 import json
 import math
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
+import signal
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 import torchvision
+from huggingface_hub import ModelCard
+from shallow import KINDS
 from torch import nn
 
 import bkn_zoo
@@ -32,6 +35,7 @@ from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm
 from bkn_zoo.publishing.cards import checkpoint_card
 
+WEIGHTS = "model.safetensors"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL, NORM = "inception_cifar_bkn", "inception_a.branches.1.1.norm"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -157,7 +161,7 @@ def assert_refused(folder, *words):
 # What is stored comes back.
 
 
-@pytest.mark.parametrize("name", sorted({*bkn_zoo.list_models("*_bkn"), *bkn_zoo.list_models("inception_cifar_*")}))
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
@@ -236,18 +240,13 @@ def test_weights_as_stored_run_as_those_in_float32(folder, name):
         assert torch.equal(create_engine(stored, name)(images, mode), create_engine(usual, name)(images, mode)), mode
 
 
-def test_precision_and_layout_of_a_model_do_not_matter(tmp_path):
+def test_precision_layout_and_autocast_do_not_matter(folder, tmp_path):
     save_pretrained(make().double().to(memory_format=torch.channels_last), tmp_path / "double")
-    save_pretrained(make(), tmp_path / "float")
-    assert contents(tmp_path / "double")["model.safetensors"] == contents(tmp_path / "float")["model.safetensors"]
-    assert all(x.dtype != torch.float64 for x in from_pretrained(tmp_path / "double").state_dict().values())
-
-
-def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder, tmp_path):
+    assert contents(tmp_path / "double")[WEIGHTS] == contents(folder)[WEIGHTS]
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            loaded = from_pretrained(folder)
+            loaded = from_pretrained(tmp_path / "double")
             save_pretrained(loaded, tmp_path / "again")
     finally:
         torch.set_default_dtype(torch.float32)
@@ -291,35 +290,21 @@ def test_weights_beyond_the_limit_are_sharded(tmp_path, monkeypatch):
     assert_same_tensors(from_pretrained(folder).state_dict(), rounded(model))
 
 
-def test_the_golden_file_holds_an_input_and_its_outputs(folder):
+def test_golden_file_holds_an_input_and_its_outputs(folder):
     golden = safetensors.torch.load_file(folder / "golden.safetensors")
     assert golden["input"].shape == (1, 3, 32, 32)  # the preprocessing's
     model = from_pretrained(folder)
     for mode in MODES:
         torch.testing.assert_close(model(golden["input"], statistics=mode).detach(), golden[mode])
     assert max(verify_golden(folder).values()) < 1e-4
-    for damage, words in [
-        (file("golden.safetensors", safetensors.torch.save({"input": golden["input"]})), "holds input instead of"),
-        (file("golden.safetensors", safetensors.torch.save(golden | {"sample": torch.zeros(1, 3)})), r"sample is \(1"),
-        (file("golden.safetensors", safetensors.torch.save(golden)[:-1]), "truncated"),
-        (
-            file("golden.safetensors", safetensors.torch.save(golden | {"expected": -golden["expected"]})),
-            "expected output",
-        ),
+    for damaged, words in [
+        ({"input": golden["input"]}, "contains input instead of"),
+        (golden | {"sample": torch.zeros(1, 3)}, r"sample is \(1"),
+        (golden | {"expected": -golden["expected"]}, "expected output"),
     ]:
-        damage(folder)
+        safetensors.torch.save_file(damaged, folder / "golden.safetensors")
         with pytest.raises(CheckpointError, match=rf"golden\.safetensors.*{words}"):
             verify_golden(folder)
-
-
-def test_the_card_has_metadata_for_the_hub_and_can_be_given(tmp_path, folder):
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(folder / "README.md")
-    assert (card.data.pipeline_tag, card.data.library_name) == ("image-classification", "bkn_zoo")
-    assert SMALL in card.data.tags
-    save_pretrained(make(), tmp_path / "given", card="# Mine\n")
-    assert (tmp_path / "given" / "README.md").read_text() == "# Mine\n"
 
 
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
@@ -344,61 +329,40 @@ def test_a_checkpoint_replaces_an_older_one_entirely(folder, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
-    import bkn_zoo
-    from bkn_zoo.checkpoints import folder as checkpoints
-    from bkn_zoo.models import registry
-    from shallow import shallow
+def killed_at(step, model, folder):
+    """Whether a process that writes a checkpoint was killed at a step, before which it is not done."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    steps = itertools.count()
 
-    registry._networks["inception_cifar"] = shallow
-    checkpoints._outputs = lambda model, images: {"population": torch.zeros(1, 2)}
-    real = {name: getattr(os, name) for name in ("fsync", "rename")}
-    model = bkn_zoo.create_model("inception_cifar_gn", num_classes=2)
+    def dying(function, *arguments):
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*arguments)
 
-    def die_at(step):
-        calls = iter(range(100))
-        def wrap(function):
-            def call(*args):
-                if next(calls) == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                function(*args)
-            return call
-        for name, function in real.items():
-            setattr(os, name, wrap(function))
-
-    def steps_of(root, before):
-        for step in range(100):
-            folder = Path(root) / f"step_{step}"
-            before(folder)
-            child = os.fork()
-            if child == 0:
-                die_at(step)
-                bkn_zoo.save_pretrained(model, folder)
-                os._exit(0)
-            status = os.waitpid(child, 0)[1]
-            if status == 0:
-                return step
-            assert os.WTERMSIG(status) == signal.SIGKILL, status
-
-    save_old = lambda folder: bkn_zoo.save_pretrained(model, folder, training={"old": True})
-    print(steps_of(sys.argv[1] + "/replace", save_old), steps_of(sys.argv[1] + "/fresh", lambda folder: None))
-"""
+    os.fsync, os.rename = partial(dying, os.fsync), partial(dying, os.rename)
+    try:
+        save_pretrained(model, folder)
+    finally:
+        os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """Per situation, the folders that a process was writing when it was killed at one step after another."""
-    root = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    steps = dict(zip(("replace", "fresh"), map(int, result.stdout.split()), strict=True))
-    return {name: [root / name / f"step_{i}" for i in range(count + 1)] for name, count in steps.items()}
+    root, model = tmp_path_factory.mktemp("killed"), make("inception_cifar_gn", num_classes=2)
+    threads, folders = torch.get_num_threads(), {"fresh": [], "replace": []}
+    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_outputs", lambda model, images: {"population": torch.zeros(1, 2)})
+        for situation, found in folders.items():
+            while not found or killed_at(len(found) - 1, model, found[-1]):
+                found.append(root / situation / f"step_{len(found)}")
+                if situation == "replace":
+                    save_pretrained(model, found[-1], training={"old": True})
+    torch.set_num_threads(threads)
+    return folders
 
 
 @pytest.mark.parametrize("situation", ["fresh", "replace"])
@@ -418,42 +382,31 @@ def test_a_killed_process_leaves_a_folder_complete_or_absent(situation, killed, 
     assert [name for name in list_checkpoints() if name.startswith("step_")] == sorted(complete)
 
 
-@pytest.mark.parametrize(
-    ("function", "error"), [("fsync", OSError(28, "No space left")), ("rename", OSError(39, "Directory not empty"))]
-)
-def test_a_failing_save_leaves_the_old_checkpoint_and_nothing_else(folder, monkeypatch, function, error):
-    before, real = contents(folder), getattr(os, function)
+@pytest.mark.parametrize("fails", ["fsync", "rename", 0, 1, 2])
+def test_save_that_fails_or_is_interrupted_leaves_one_checkpoint(folder, monkeypatch, fails):
+    """The old one after an error; that or the new one after Ctrl-C between any two renames."""
+    before, count = contents(folder), 0
+    real = {name: getattr(os, name) for name in ("fsync", "rename")}
 
-    def refuse(source, *rest):
-        if isinstance(source, int) or source.suffix == ".tmp":
-            raise error
-        real(source, *rest)
-
-    monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(CheckpointError, match=error.strerror):
-        save_pretrained(make(), folder)
-    assert contents(folder) == before
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-@pytest.mark.parametrize("renamed", [0, 1, 2])
-def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(folder, monkeypatch, renamed):
-    rename, count = os.rename, 0
-
-    def interrupt(source, target):
+    def refuse(name, source, *rest):
         nonlocal count
-        if count != renamed:
-            rename(source, target)
-            count += 1
-        if count == renamed:
+        if name == fails and (isinstance(source, int) or source.suffix == ".tmp"):
+            raise OSError(28, "No space left")
+        if count != fails:
+            real[name](source, *rest)
+            count += name == "rename"
+        if count == fails:
             count = -9
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "rename", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    for name in real:
+        monkeypatch.setattr(os, name, partial(refuse, name))
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match="No space left" if isinstance(fails, str) else None):
         save_pretrained(make(), folder)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    bkn_zoo.from_pretrained(folder)
+    if isinstance(fails, str):
+        assert contents(folder) == before
+    from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -474,8 +427,11 @@ def test_what_is_not_a_checkpoint_is_not_replaced(folder, prepare, words):
     assert before == (sorted(folder.iterdir()) if folder.is_dir() else folder.read_text())
 
 
-def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder, tmp_path):
-    assert f"`{SMALL}` with 10 classes" in (folder / "README.md").read_text()
+def test_card_is_replaced_if_it_is_short_or_another_is_given(folder, tmp_path):
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.pipeline_tag, card.data.library_name) == ("image-classification", "bkn_zoo")
+    assert SMALL in card.data.tags
+    assert f"`{SMALL}` with 10 classes" in card.text
     renamed = folder.rename(tmp_path / "renamed")
     save_pretrained(make(), renamed)  # over the short card of another name, which says nothing more than the new one
     file("README.md", b"# What I found out\n")(renamed)
@@ -491,20 +447,16 @@ def filled(name, value):
     ("change", "options", "words"),
     [
         (filled("fc.weight", math.nan), {}, "fc.weight is not finite"),
-        (filled("fc.bias", math.inf), {}, "fc.bias is not finite"),
         (filled("conv.norm.running_var", math.inf), {}, "conv.norm.running_var is not finite"),
         (filled("fc.weight", 7e4), {}, "fc.weight reaches 7e.04, too large for torch.float16"),
-        (filled(f"{NORM}.raw_gain", math.nan), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.raw_gain", -math.inf), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.weight", 3e38), {}, "population output is not finite"),
         (lambda model: setattr(model, "fc", nn.Linear(1000, 3)), {}, r"fc\.weight is \(3, 1000\), but .*\(10, 1000\)"),
-        (id, {"label_names": ["cat", "dog"]}, "label_names holds 2 names, but num_classes is 10"),
+        (id, {"label_names": ["cat", "dog"]}, "label_names has 2 names, but num_classes is 10"),
         (id, {"label_names": "ten".ljust(10)}, "label_names"),
         (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
-        (id, {"accuracy": {"top1": 71.0}}, "key of accuracy is 'top1'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
-        (id, {"training": {"loss": math.nan}}, "config.json cannot hold"),
-        (id, {"training": {"path": Path("x")}}, "config.json cannot hold"),
+        (id, {"training": {"loss": math.nan}}, "config.json cannot store"),
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
@@ -513,21 +465,16 @@ def test_what_could_not_be_loaded_is_not_saved(change, options, words, tmp_path)
     change(model)
     with pytest.raises(InputError if options else CheckpointError, match=words):
         save_pretrained(model, tmp_path / "checkpoint", **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrapped_network_is_not_saved(tmp_path):
     with pytest.raises(InputError, match="a Sequential cannot be saved"):
-        save_pretrained(nn.Sequential(make()), tmp_path / "checkpoint")  # type: ignore[arg-type]
+        save_pretrained(nn.Sequential(model), tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"size": 0}, "preprocessing.size is 0"),
         ({"size": True}, "preprocessing.size is True"),
         ({"size": 4097}, "preprocessing.size is 4097, but must be a whole number of 1 to 4096"),
-        ({"native_size": 10**7}, "preprocessing.native_size is 10000000"),
         ({"native_size": 1.5}, "preprocessing.native_size is 1.5"),
         ({"mean": (0.5,)}, "preprocessing.mean"),
         ({"std": (0.1, 0.0, 0.1)}, "preprocessing.std"),
@@ -540,58 +487,43 @@ def test_impossible_preprocessing_is_refused(changes, words):
 
 
 # What is damaged is refused.
-
-
-WEIGHTS = "model.safetensors"
-FIELDS = ("format_version", "architecture", "norm", "norm_options", "num_classes", "statistics_batch_size")
+INDEX = f"{WEIGHTS}.index.json"
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
-    (config(num_classes=11), ["config.json", "label_names holds 10 names, but num_classes is 11"]),
-    (config(num_classes="10"), ["config.json", "num_classes is '10'"]),
+    (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
     (config(num_classes=True), ["config.json", "num_classes is True"]),
-    (config(num_classes=10**15, label_names=None), ["config.json", f"num_classes is {10**15}, but no tensor"]),
     (config(num_classes=10**400, label_names=None), ["config.json", "num_classes is 1000", "but no tensor"]),
     (config(label_names=[1] * 10), ["config.json", "label_names"]),
     (config(architecture="vgg_bkn"), ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
     (config(architecture=["resnet101_bkn"]), ["config.json", "architecture"]),
-    (config(architecture="inception_cifar_gn", norm="gn", norm_options={}), [WEIGHTS, "in excess"]),
+    (
+        config(architecture="inception_cifar_gn", norm="gn", norm_options={}),
+        [WEIGHTS, "which the network does not have"],
+    ),
     (config(norm="gn"), ["config.json", "norm is 'gn'", "'bkn'"]),
-    (config(norm_options={"shared": 1}), ["config.json", "does not take the options 'shared'"]),
-    (config(norm_options=None), ["config.json", "norm_options is None"]),
+    (config(norm_options={"shared": 1}), ["config.json", "does not have the options 'shared'"]),
     (config(statistics_batch_size=0), ["config.json", "statistics_batch_size is 0"]),
     (config(default_statistics="batch"), ["config.json", "default_statistics is 'batch'", "expected"]),
     (config(accuracy={"batch": {}}), ["config.json", "accuracy is 'batch'"]),
-    (config(accuracy=[]), ["config.json", "accuracy is []"]),
     (config(training="long"), ["config.json", "training is 'long'"]),
     (config(versions={"torch": 2}), ["config.json", "versions"]),
     (config(sha256={WEIGHTS: 2}), ["config.json", "sha256"]),
-    (config(preprocessing=[32]), ["config.json", "preprocessing is [32]"]),
     (config(preprocessing={"size": 32}), ["config.json", "preprocessing.mean is missing"]),
     (config(preprocessing=PIXELS | {"mean": [0, 0, 10**400]}), ["preprocessing.mean"]),
-    (config(preprocessing=PIXELS | {"size": 10**7}), ["preprocessing.size is 10000000"]),
     (config(format_version=2, new_field=1), ["config.json", "format_version is 2", "upgrade"]),
-    (config(format_version="1"), ["config.json", "format_version is '1'"]),
-    *((config(field), ["config.json", f"{field} is missing"]) for field in (*FIELDS, "default_statistics")),
-    *(
-        (file("config.json", text), ["config.json", "JSON"])
-        for text in (b"", b'{"format_version": 1,', b"[1]", b"null", b'{"num_classes": NaN}', b"[" * 10**5, b"\xff")
-    ),
+    *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
+    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
-    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint holds no model.safetensors"]),
-    (weights(fc__bias=None), [WEIGHTS, "lacks fc.bias"]),
+    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint has no model.safetensors"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
-    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "holds fc.scale in excess"]),
+    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
-    (weights(**{COUNT: torch.ones(1, dtype=torch.int64)}), [WEIGHTS, "num_batches_tracked is (1,)"]),
     (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
     (weights(**{COUNT: torch.tensor(1.5)}), [WEIGHTS, "num_batches_tracked is stored as torch.float32"]),
-    *(
-        (file(WEIGHTS, lambda data, length=length: data[:length]), [WEIGHTS, "truncated"])
-        for length in (0, 4, 100, 20_000, -1)
-    ),
+    *((file(WEIGHTS, lambda data, end=end: data[:end]), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
     *(  # in the header, or in a tensor, where nothing else would notice it
         (file(WEIGHTS, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at:][1:]), [WEIGHTS])
         for at in (8, 200, -1)
@@ -656,26 +588,22 @@ def test_what_may_not_be_read_is_refused(closed):
     assert_refused(Path("checkpoint"), str(closed), "cannot be read (Permission denied): check its permissions")
 
 
+@dataclass
 class Exploit:
     """Unpickled, it leaves a file behind."""
 
-    def __init__(self, path):
-        self.path = path
+    path: Path
 
     def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth", WEIGHTS])
-@pytest.mark.parametrize("writer", ["torch", "torch_legacy", "pickle"])
-def test_a_pickle_is_refused_and_not_run(folder, tmp_path, name, writer):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", WEIGHTS])
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     (folder / WEIGHTS).unlink()
-    exploit = {"fc.weight": Exploit(tmp_path / "ran")}
-    if writer == "pickle":
-        (folder / name).write_bytes(pickle.dumps(exploit))
-    else:
-        torch.save(exploit, folder / name, _use_new_zipfile_serialization=writer == "torch")
-    assert_refused(folder, name, "a pickle", "convert it with safetensors")
+    write({"fc.weight": Exploit(tmp_path / "ran")}, folder / name)
+    assert_refused(folder, name, "pickle", "convert it with safetensors")
     assert not (tmp_path / "ran").exists()
 
 
@@ -705,26 +633,21 @@ def index(**files):
 
 
 OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/x.safetensors", "model\\x.safetensors")
+DAMAGED_SHARDS = [
+    *(
+        (index(weight=name, bias=name), ["index.json", repr(name), "not a file of weights in this folder"])
+        for name in (*OUTSIDE, "pytorch_model.bin", "..", "")
+    ),
+    (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
+    (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
+    (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
+    (index(bias=SHARDS[0]), [SHARDS[0], "does not contain the tensors"]),
+    *((file(INDEX, text), [INDEX]) for text in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
+    (file(WEIGHTS, b""), [f"contains both {WEIGHTS} and {INDEX}"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        *(
-            (index(weight=name, bias=name), ["index.json", repr(name), "not a file of weights in this folder"])
-            for name in (*OUTSIDE, "pytorch_model.bin", "..", "")
-        ),
-        (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
-        (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
-        (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-        (index(bias=SHARDS[0]), [SHARDS[0], "does not hold the tensors"]),
-        *(
-            (file(f"{WEIGHTS}.index.json", text), [f"{WEIGHTS}.index.json"])
-            for text in (b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')
-        ),
-        (file(WEIGHTS, b""), ["holds both model.safetensors and model.safetensors.index.json"]),
-    ],
-)
+@pytest.mark.parametrize(("damage", "words"), DAMAGED_SHARDS)
 def test_damaged_shards_and_indices_are_refused(sharded, damage, words):
     assert from_pretrained(sharded).name == SMALL
     damage(sharded)
@@ -746,7 +669,7 @@ def places(folder, tmp_path, monkeypatch):
     return source, named
 
 
-def test_names_are_found_in_the_source_tree_and_in_the_named_folders(places, tmp_path, folder, monkeypatch):
+def test_names_are_found_in_the_tree_and_in_named_folders(places, tmp_path, folder, monkeypatch):
     (places[0] / ".a.tree.0123.tmp").symlink_to(folder)
     (places[0] / "empty").mkdir()
     assert list_checkpoints() == ["a.tree", "b.named"]
@@ -763,7 +686,7 @@ def test_names_are_found_in_the_source_tree_and_in_the_named_folders(places, tmp
 
 
 @pytest.mark.usefixtures("places")
-def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch):
+def test_unreadable_place_is_not_taken_for_empty(monkeypatch):
     def forbid(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -791,10 +714,8 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name):
 
 
 @pytest.mark.usefixtures("places")
-def test_create_model_loads_checkpoints_by_their_names():
+def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
-        bkn_zoo.create_model(f"{SMALL}.tree")
     wanted = from_pretrained("a.tree")
     loaded = bkn_zoo.create_model("a.tree", pretrained=True)
     assert torch.equal(loaded(images), wanted(images))
@@ -803,32 +724,24 @@ def test_create_model_loads_checkpoints_by_their_names():
     assert other.config.preprocessing == wanted.config.preprocessing
     heads = {name for name, tensor in other.state_dict().items() if not torch.equal(tensor, wanted.state_dict()[name])}
     assert heads == {"fc.weight", "fc.bias"}
-    with pytest.raises(InputError, match="leave out initial_gain"):
-        bkn_zoo.create_model("a.tree", pretrained=True, initial_gain=0.1)
-    with pytest.raises(UnknownNameError, match=r"several checkpoints of .*: name one of a\.tree, b\.named"):
-        bkn_zoo.create_model(SMALL, pretrained=True)
-    with pytest.raises(UnknownNameError, match="no checkpoint of inception_cifar_gn"):
-        bkn_zoo.create_model("inception_cifar_gn", pretrained=True)
-
-
-def test_create_model_finds_the_one_checkpoint_of_a_network(places, monkeypatch):
+    for name, options, words in [
+        (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"),
+        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "omit initial_gain"),
+        (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
+        ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
+    ]:
+        with pytest.raises((InputError, UnknownNameError), match=words):
+            bkn_zoo.create_model(name, **options)
     monkeypatch.delenv("BKN_ZOO_CHECKPOINTS")
     assert bkn_zoo.create_model(SMALL, pretrained=True).config.preprocessing == CIFAR
 
 
-def test_a_folder_is_taken_by_relative_path_string_or_path(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    for path in (folder.name, f"./{folder.name}", str(folder), folder, Path(folder.name)):
-        assert isinstance(from_pretrained(path).config, Config)
-    save_pretrained(make(), "relative/new")
-    assert verify_golden("relative/new")
-
-
-def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path, monkeypatch):
+def test_folder_of_a_checkpoint_or_a_run_is_taken_by_any_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(make(), "runs/mine/mine")
-    for path in ("runs/mine", "runs/mine/", Path("runs/mine"), "runs/mine/mine"):
+    for path in ("runs/mine", "./runs/mine/", Path("runs/mine"), "runs/mine/mine", tmp_path / "runs" / "mine" / "mine"):
         assert find(path).resolve() == tmp_path / "runs" / "mine" / "mine"
+        assert isinstance(from_pretrained(path).config, Config)
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
     assert find("runs/mine") == Path("runs/mine")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -905,10 +818,8 @@ def test_image_statistics_that_bn_never_kept_are_derived(named):
     ("change", "words"),
     [
         (lambda state: state.pop("fc.bias"), "lacks fc.bias"),
-        (lambda state: state.pop("conv.norm.running_var"), "lacks conv.norm.running_var"),
         (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
-        (lambda state: state.update(epoch=3), "holds epoch in excess"),
-        (lambda state: state.update({f"{NORM}.raw_gain": torch.ones(())}), "raw_gain in excess"),
+        (lambda state: state.update(epoch=3), "contains epoch, which the network does not have"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
@@ -921,9 +832,5 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     with pytest.raises(CheckpointError, match=words):
         load_batchnorm_weights(model, given)
     assert_same_tensors(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("norm", ["brn", "gn"])
-def test_bn_weights_do_not_go_into_other_norms(norm):
-    with pytest.raises(InputError, match="take its _bkn twin"):
-        load_batchnorm_weights(make(f"inception_cifar_{norm}"), make("inception_cifar_bn").state_dict())
+    with pytest.raises(InputError, match="use the _bkn network"):
+        load_batchnorm_weights(make("inception_cifar_gn"), make("inception_cifar_bn").state_dict())

@@ -101,7 +101,7 @@ def test_folders_are_walked_in_order(call, photos):
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
-    assert (found.code, found.err) == (0, f"bkn-zoo: not taken for images in {photos}, by their names: 1 .txt\n")
+    assert (found.code, found.err) == (0, f"bkn-zoo: files in {photos} that are not images, by their names: 1 .txt\n")
 
 
 def test_json_says_what_was_used(call, photos, root):
@@ -128,18 +128,11 @@ def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path,
     assert str(photos / "b.PNG") in found.out
     assert "broken" not in found.out
     complaints = found.err.splitlines()
-    assert len(complaints) == 4
     for complaint, name in zip(complaints, (tmp_path / "none.jpg", empty, broken, photos / "notes.txt"), strict=True):
         assert complaint.startswith("bkn-zoo: ")
         assert str(name) in complaint
-
-
-def test_when_no_file_is_good_the_output_is_still_well_formed(call, photos, tmp_path):
     found = call("classify", photos / "notes.txt", "--format", "json")
     assert (found.code, json.loads(found.out)) == (1, [])
-    found = call("classify", tmp_path)
-    assert (found.code, found.out) == (1, "")
-    assert found.err == f"bkn-zoo: {tmp_path} holds no images: name a folder that does.\n"
 
 
 class Terminal(io.StringIO):
@@ -169,23 +162,19 @@ def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
         assert f"{best.score:.4f}  {best.label}" in rows[0]
 
 
-def test_list_shows_what_is_here(call):
+def test_list_shows_what_is_here_and_names_what_is_damaged(call, root, tmp_path, monkeypatch):
     found = call("list")
     header, small, bare = found.out.splitlines()
     assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
     assert bare.split() == ["bare", "inception_cifar_gn", "3", "-", "population", "-"]
     assert small.split() == ["small", "(default)", "inception_cifar_bkn", "6", "cifar10", "sample", "71.2"]
     assert (found.code, found.err) == (0, "")
-
-
-def test_list_names_a_damaged_checkpoint_and_shows_the_others(call, root, tmp_path, monkeypatch):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", f"{root}{os.pathsep}{tmp_path}")
-    found = call("list")
-    assert found.code == 1
-    assert "small" in found.out
-    assert "damaged" in found.err
+    damaged = call("list")
+    assert (damaged.code, damaged.out) == (1, found.out)
+    assert "damaged" in damaged.err
 
 
 def test_without_checkpoints_the_remedy_is_named(call, photos, tmp_path, monkeypatch):
@@ -229,44 +218,36 @@ def test_misuse_exits_with_2_and_the_usage(arguments, capsys):
     assert "usage: bkn-zoo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"], []])
-def test_log_level_shows_what_the_package_logs(option, call, root, caplog, monkeypatch):
-    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "warning")
-    assert call("info", root / "small").code == 0
-    assert caplog.text == ""
-    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "" if option else "info")
-    assert call(*option, "info", root / "small").code == 0
-    assert f"small is in {root / 'small'}" in caplog.text
-    assert {record.name for record in caplog.records} == {"bkn_zoo.checkpoints.locate"}
+def test_log_level_shows_what_the_package_logs(call, root, caplog, monkeypatch):
+    for variable, option, shown in (("warning", [], False), ("info", [], True), ("", ["--log-level", "info"], True)):
+        caplog.clear()
+        monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", variable)
+        assert call(*option, "info", root / "small").code == 0
+        assert (f"small is in {root / 'small'}" in caplog.text) is shown
+        assert {record.name for record in caplog.records} <= {"bkn_zoo.checkpoints.locate"}
     monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
     assert call("list").code == 2
     logging.getLogger("bkn_zoo").setLevel(logging.NOTSET)
 
 
-@pytest.fixture
-def no_such_repository(monkeypatch):
-    """The Hub's answer to whatever is not on this machine."""
-
-    def refuse(repository, *options):
-        raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
-
-    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
-
-
-@pytest.mark.usefixtures("no_such_repository")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["classify", "b.PNG", "--model", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
-        (["info", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
-        (["classify", "b.PNG", "--model", "owner/repo"], 1, "there is no repository owner/repo: correct the name."),
-        (["classify", "b.PNG", "--model", "bare"], 1, "bare does not say how its images are preprocessed"),
-        (["compare", "notes.txt"], 1, "notes.txt is in no known image format"),
+        ("classify b.PNG --model nothing", 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        ("info nothing", 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        ("classify b.PNG --model owner/repo", 1, "there is no repository owner/repo: correct the name."),
+        ("classify b.PNG --model bare", 1, "bare does not say how its images are preprocessed"),
+        ("compare notes.txt", 1, "notes.txt is in no known image format"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line(call, photos, monkeypatch, arguments, code, words):
+    def refuse(repository, *options):
+        """The Hub's answer to whatever is not on this machine."""
+        raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
+
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
     monkeypatch.chdir(photos)
-    found = call(*arguments)
+    found = call(*arguments.split())
     assert (found.code, found.out, found.err.count("\n")) == (code, "", 1)
     assert found.err.startswith("bkn-zoo: ")
     assert words in found.err
@@ -284,20 +265,6 @@ def test_help_has_examples(command, capsys):
     assert text.startswith("usage: bkn-zoo")
     assert "example" in text or command == ["list"] or f"bkn-zoo {command[0]} " in text
     assert all(len(line) <= 120 for line in text.splitlines())
-
-
-def test_serve_hands_its_arguments_to_the_service(call, monkeypatch):
-    service, way_in, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.__main__"), []
-
-    def main(arguments):
-        asked.append(arguments)
-        return 3
-
-    way_in.main = main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "bkn_zoo_service", service)
-    monkeypatch.setitem(sys.modules, "bkn_zoo_service.__main__", way_in)
-    assert call("serve", "--port", "1", "--help").code == 3
-    assert asked == [["--port", "1", "--help"]]
 
 
 def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
@@ -320,7 +287,7 @@ def test_an_interruption_is_silent(call, monkeypatch, twice):
     assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
 
 
-def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, root):
+def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, root):
     """In a true process: more lines than the first reader of the pipe wants."""
     odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
     with open(odd, "wb") as file:
@@ -338,7 +305,7 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos, tm
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
-def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch):
+def test_service_whose_reader_has_gone_ends_as_it_says(monkeypatch):
     gone, pipe = os.pipe()
     os.close(gone)
     monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda _: types.SimpleNamespace(main=lambda _: 0))
@@ -347,22 +314,13 @@ def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch):
         assert cli.main(["serve"]) == 0
 
 
-def test_a_broken_pipe_of_something_else_is_told():
-    def run():
-        raise BrokenPipeError("of a worker")
-
-    with pytest.raises(BrokenPipeError, match="of a worker"):
-        cli.ended("bkn-zoo", run)
-
-
-@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/study.py", "replication", "--list"]])
-def test_a_reader_who_has_gone_is_no_error(arguments):
-    """Whatever is printed at the end only, and by whatever of the commands and scripts."""
+def test_reader_who_has_gone_is_no_error():
+    """Whatever is printed at the end only."""
     gone, pipe = os.pipe()
     os.close(gone)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, *arguments], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
+        [sys.executable, "-c", COMMAND, "--version"], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
         cwd=Path(__file__).parent.parent, env=buffered | {"PYTHONPATH": "."},
     )  # fmt: skip
     os.close(pipe)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from image_trees import write_image, write_noise, write_tree
 from PIL import Image
-from torch import Tensor
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
@@ -147,9 +146,6 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny):
     for split in (data.train, data.validation, data.test):
         assert ((split.images[:, 0].float().mean((1, 2)) > 100) == split.labels.bool()).all()
         assert (split.images[:, 2] > 200).all()
-
-
-def test_tiny_imagenet_in_grey_and_with_a_shared_name(tiny):
     Image.new("L", (64, 64), 77).save(tiny / "val" / "images" / "val_0.JPEG")  # as some of the official ones are
     (tiny / "words.txt").write_text("n01\tcrane, a bird\nn02\tcrane\n")
     data = load_data("tiny_imagenet", tiny)
@@ -157,10 +153,17 @@ def test_tiny_imagenet_in_grey_and_with_a_shared_name(tiny):
     assert (data.test.images[1] == 77).all()
 
 
-@pytest.mark.parametrize("line", ["val_0.JPEG\tn99\t0\t0\t9\t9", "nonsense", ""])
-def test_tiny_imagenet_annotation_of_unknown_class_is_refused(tiny, line):
-    (tiny / "val" / "val_annotations.txt").write_text(f"val_1.JPEG\tn01\t0\t0\t9\t9\n{line}\n")
-    with pytest.raises(InputError, match=rf"val_annotations.txt has '{line[:4]}.*of no class in wnids.txt"):
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*a class that wnids.txt lacks"),
+        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*a class that wnids.txt lacks"),
+        *((file, None, "does not exist") for file in ("wnids.txt", "words.txt", "val/val_annotations.txt")),
+    ],
+)
+def test_tiny_imagenet_names_an_unusable_official_file(tiny, file, text, says):
+    (tiny / file).write_text(text) if text else (tiny / file).unlink()
+    with pytest.raises(InputError, match=f"{Path(file).name} {says}"):
         load_data("tiny_imagenet", tiny)
 
 
@@ -187,13 +190,6 @@ def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny, capsys, bad):
     assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 4]
 
 
-@pytest.mark.parametrize("file", ["wnids.txt", "words.txt", "val/val_annotations.txt"])
-def test_tiny_imagenet_names_a_missing_official_file(tiny, file):
-    (tiny / file).unlink()
-    with pytest.raises(InputError, match=f"{Path(file).name} does not exist"):
-        load_data("tiny_imagenet", tiny)
-
-
 def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path):
     data, decoded = array_data(), list[int]()
 
@@ -217,13 +213,16 @@ def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path):
 
 
 def test_tree_without_splits_has_no_test_images(tmp_path):
-    write_tree(tmp_path)
+    write_tree(tmp_path, classes=("apple", "train"))
     (tmp_path / ".cache").mkdir()
     (tmp_path / "apple" / "notes.txt").write_text("not an image")
+    (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
+    write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
+    write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
     data = load_data("folder", tmp_path, validation=0.25)
-    assert (data.label_names, data.preprocessing.size) == (["apple", "bean"], 224)
+    assert (data.label_names, data.preprocessing.size) == (["apple", "train"], 224)
     assert (len(data.train), len(data.validation), data.test, len(data.split("all"))) == (8, 4, None, 12)
-    with pytest.raises(InputError, match="no test images of their own"):
+    with pytest.raises(InputError, match="has no test images"):
         data.split("test")
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
@@ -231,33 +230,25 @@ def test_tree_without_splits_has_no_test_images(tmp_path):
 @pytest.mark.parametrize(
     ("names", "validation", "test"),
     [
-        *((("train", name), "train", name) for name in ("val", "valid", "validation", "dev", "eval")),
-        *((("train", name, "test"), name, "test") for name in ("val", "valid", "validation", "eval")),
-        (("Train", "Val", "Test"), "Val", "Test"),
-        (("training", "VALIDATION", "testing"), "VALIDATION", "testing"),
+        *((("train", name), "train", name) for name in ("val", "valid", "dev", "eval")),
+        *((("train", name, "test"), name, "test") for name in ("val", "validation", "eval")),
+        (("training", "VALIDATION", "Testing"), "VALIDATION", "Testing"),
         (("train", "dev", "eval"), "dev", "eval"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_splits_are_found_by_their_names(tmp_path, names, validation, test):
-    """Beside a test set val is what choices are made on; alone it is the test set."""
+    """Beside a test set val is what choices are made on; alone, or beside unlabelled images, it is the test set."""
     for per_class, split in enumerate(names, start=2):
         write_tree(tmp_path / split, per_class)
+    if len(names) == 2:
+        write_image(tmp_path / "test" / "0.png", (1, 2, 3))
     data = load_data("folder", tmp_path)
     assert data.label_names == ["apple", "bean"]
     found = [splits_of(images) for images in (data.train, data.validation, data.test)]
     assert found == [{names[0]}, {validation}, {test}]
     assert len(data.test) == 2 * (1 + len(names))
     assert data.held_out == (len(names) == 2)
-
-
-def test_unlabelled_test_images_are_no_test_set(tmp_path):
-    for split in ("train", "val"):
-        write_tree(tmp_path / split)
-    write_image(tmp_path / "test" / "0.png", (1, 2, 3))
-    data = load_data("folder", tmp_path)
-    assert splits_of(data.test) == {"val"}
-    assert data.held_out
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
@@ -267,16 +258,8 @@ def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
     (tmp_path / split / "notes").mkdir()
     load_data("folder", tmp_path)
     write_tree(tmp_path / split, classes=("corn", "date"))
-    with pytest.raises(InputError, match=rf"{split} holds classes that .*train lacks \(corn, date\): add them there"):
+    with pytest.raises(InputError, match=rf"{split} has classes that .*train lacks \(corn, date\): add them there"):
         load_data("folder", tmp_path)
-
-
-def test_hidden_files_and_folders_are_no_images(tmp_path):
-    write_tree(tmp_path)
-    (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
-    write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
-    write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
-    assert len(load_data("folder", tmp_path).split("all")) == 12
 
 
 def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
@@ -297,38 +280,25 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
     assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
-    said = f"not taken for images in {photos}, by their names: 1 without a suffix, 2 .heic\n"
+    said = f"files in {photos} that are not images, by their names: 1 without a suffix, 2 .heic\n"
     assert capsys.readouterr().err == said
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean holds no images \(not taken .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean contains no images \(files in .* 2 \.heic\): add some"):
         load_data("folder", photos)
 
 
-def test_class_may_be_called_train(tmp_path):
-    write_tree(tmp_path, classes=("bus", "train"))
-    assert load_data("folder", tmp_path).label_names == ["bus", "train"]
-
-
-def test_validation_split_is_disjoint_and_always_the_same(tmp_path):
-    write_tree(tmp_path, per_class=20)
+def test_validation_split_is_drawn_by_class_and_always_the_same(tmp_path):
+    for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
+        write_tree(tmp_path, per_class=count, classes=(name,))
     first = load_data("folder", tmp_path)
     torch.manual_seed(99)
     second = load_data("folder", tmp_path)
     assert (first.train.paths, first.validation.paths) == (second.train.paths, second.validation.paths)
-    assert len(first.validation) == 4
-    assert len({*first.train.paths, *first.validation.paths}) == len(first.train) + 4 == 40
-    assert first.validation.paths != sorted(first.train.paths + first.validation.paths)[:4]  # drawn, not the first
-
-
-def test_every_class_has_images_on_both_sides(tmp_path):
-    for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
-        write_tree(tmp_path, per_class=count, classes=(name,))
-    data = load_data("folder", tmp_path, validation=0.1)
-    assert data.label_names == ["few", "many", "only", "some"]
-    assert torch.tensor(data.validation.labels).bincount(minlength=4).tolist() == [1, 3, 0, 1]
-    assert torch.tensor(data.train.labels).bincount(minlength=4).tolist() == [1, 27, 1, 3]
+    assert len({*first.train.paths, *first.validation.paths}) == len(first.train) + 5 == 37
+    assert torch.tensor(first.validation.labels).bincount(minlength=4).tolist() == [1, 3, 0, 1]
+    assert first.validation.paths[1:4] != sorted(path for path in first.split("all").paths if "many" in str(path))[:3]
 
 
 # Batches
@@ -367,18 +337,7 @@ def test_batches_depend_on_seed_epoch_and_number_alone(data):
     assert same(first[2:], batches(data, skip=2))
 
 
-def test_batches_and_ranks_are_varied_by_their_own_draws():
-    data = array_data(count=32)
-    data.train.images[:] = data.train.images[:1].clone()  # so that nothing but the variation differs
-    augmentation = Augmentation(crop=0.2, colour=0.3)
-    first, second = (found.images for found in batches(data, augmentation=augmentation)[:2])
-    other_rank = batches(data, augmentation=augmentation, ranks=2, rank=1)[0].images
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other_rank)
-    assert not torch.equal(first[0], first[1])
-
-
-def test_ranks_share_an_epoch_without_overlap():
+def test_ranks_share_an_epoch_and_vary_images_by_themselves():
     data = array_data(count=37)
     data.train.images[:] = torch.arange(37, dtype=torch.uint8).view(-1, 1, 1, 1)
 
@@ -389,11 +348,17 @@ def test_ranks_share_an_epoch_without_overlap():
 
     shares = [numbers(rank, 3, 4) for rank in range(3)]
     assert [len(share) for share in shares] == [3, 3, 3]
-    seen = [number for share in shares for batch in share for number in batch]
-    assert len(seen) == len(set(seen)) == 36
     # Together they train on what one process would have trained on, step by step.
     whole = numbers(0, 1, 12)
+    assert len({number for step in whole for number in step}) == 36
     assert [[number for share in shares for number in share[step]] for step in range(3)] == whole
+    data = array_data(count=32)
+    data.train.images[:] = data.train.images[:1].clone()  # so that nothing but the variation differs
+    augmentation = Augmentation(crop=0.2, colour=0.3)
+    first, second = (found.images for found in batches(data, augmentation=augmentation)[:2])
+    other_rank = batches(data, augmentation=augmentation, ranks=2, rank=1)[0].images
+    for other in (second, other_rank, first.roll(1, 0)):
+        assert not torch.equal(first, other)
 
 
 def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
@@ -410,15 +375,6 @@ def test_too_few_images_for_a_batch_are_an_error():
 
 
 # Preprocessing
-
-
-@pytest.mark.parametrize("size", [16, 40])
-def test_evaluation_resizes_bilinearly_and_normalizes(size):
-    data = array_data(count=5, preprocessing=dataclasses.replace(PLAIN, size=size, native_size=16))
-    found = torch.cat([batch.images for batch in evaluation_batches(data, data.test, 2, CPU)])
-    resized = F.interpolate(data.test.images.float() / 255, (size, size), mode="bilinear", align_corners=False)
-    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (PLAIN.mean, PLAIN.std))
-    assert_close(found, (resized - mean) / std)
 
 
 def test_evaluation_of_files_takes_the_central_square(tmp_path):
@@ -481,7 +437,7 @@ VARIATIONS = [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4},
 
 
 @pytest.mark.parametrize("change", VARIATIONS, ids=str)
-def test_variation_changes_images_and_stays_in_range(change):
+def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     before = pixels(32)
     after = on_device(before, **change)
     assert after.shape == before.shape
@@ -489,18 +445,13 @@ def test_variation_changes_images_and_stays_in_range(change):
     assert ((after - before).abs().amax((1, 2, 3)) > 1e-3).float().mean() > 0.9
     assert torch.equal(after, on_device(before, **change))
     assert not torch.equal(after, on_device(before, seed=2, **change))
-
-
-@pytest.mark.parametrize("change", VARIATIONS, ids=str)
-def test_variation_of_a_file_is_drawn_by_its_numbers(change):
     photograph = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    image = Image.fromarray(photograph) if "scale" in change else pixels(1)[0]
-    before = torch.get_rng_state()
+    image = Image.fromarray(photograph) if "scale" in change else before[0]
+    state = torch.get_rng_state()
     found = of_file(image, 8, **change)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(5)
     assert torch.equal(of_file(image, 8, **change), found)
-    assert type(found[0]) is Tensor
     assert found.shape == (8, 3, 16, 16)
     assert 0 <= found.min() <= found.max() <= 1
     assert len({tuple(one.flatten().tolist()) for one in found}) > 5  # two may fall on the same place
@@ -512,11 +463,8 @@ def test_crop_shifts_by_whole_pixels():
     places, shifts = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)], set()
     for image, source in zip(on_device(before, crop=0.125), padded, strict=True):
         inner = image[:, 2:-2, 2:-2]
-        (found,) = (
-            (dy, dx)
-            for dy, dx in places
-            if torch.allclose(inner, source[:, 4 + dy : 16 + dy, 4 + dx : 16 + dx], atol=1e-4)
-        )
+        shifted = {(dy, dx): source[:, 4 + dy : 16 + dy, 4 + dx : 16 + dx] for dy, dx in places}
+        (found,) = (place for place, part in shifted.items() if torch.allclose(inner, part, atol=1e-4))
         shifts.add(found)
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
 
@@ -615,23 +563,15 @@ def test_cutmix_targets_are_the_mixed_areas():
 
 
 @pytest.mark.parametrize("name", ["folder", "cifar10", "cifar100", "tiny_imagenet"])
-def test_missing_or_empty_folder_is_named(tmp_path, name):
-    with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
-        load_data(name, tmp_path / "nowhere")
-    with pytest.raises(InputError, match=str(tmp_path)):
-        load_data(name, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "says"),
-    [
-        ("mnist", 0.1, r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"),
-        *(("folder", share, "between 0 and 1") for share in (0.0, 1.0, -0.5, float("nan"))),
-    ],
-)
-def test_unknown_data_set_or_share_is_refused(tmp_path, name, share, says):
-    with pytest.raises(InputError, match=says):
-        load_data(name, tmp_path, validation=share)
+def test_missing_folder_unknown_data_or_share_is_refused(tmp_path, name):
+    for place, share, data, says in [
+        (tmp_path / "nowhere", 0.1, name, r"there is no folder .*nowhere"),
+        (tmp_path, 0.1, name, str(tmp_path)),
+        (tmp_path, 0.1, "mnist", r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"),
+        *((tmp_path, share, name, "between 0 and 1") for share in (0.0, 1.0, float("nan"))),
+    ]:
+        with pytest.raises(InputError, match=says):
+            load_data(data, place, validation=share)
 
 
 def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
@@ -641,14 +581,14 @@ def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
 
     refused(write_tree(tmp_path / "one", per_class=1), "too few images")
     write_tree(tmp_path / "above" / "photos")
-    refused(tmp_path / "above", "one class only, 'photos': name the folder that has one for each class")
+    refused(tmp_path / "above", "only one class, 'photos': pass the folder that has one subfolder per class")
     (write_tree(tmp_path / "empty") / "cherry").mkdir()
-    refused(tmp_path / "empty", "cherry holds no images")
+    refused(tmp_path / "empty", "cherry contains no images")
     write_tree(tmp_path / "both" / "train")
     write_tree(tmp_path / "both" / "val", classes=("apple",))
-    refused(tmp_path / "both", r"val/bean holds no images")
+    refused(tmp_path / "both", r"val/bean contains no images")
     shutil.copytree(tmp_path / "both" / "train", tmp_path / "both" / "valid")
-    refused(tmp_path / "both", "holds val and valid: leave one of them")
+    refused(tmp_path / "both", "contains val and valid: keep only one of them")
 
 
 @pytest.fixture
@@ -682,6 +622,10 @@ def test_corrupt_image_is_left_out_of_an_evaluation(files, capsys, batch):
     assert all(len(batch.images) for batch in found)
     labels = [label for k, label in enumerate(files.validation.labels) if k != 4]
     assert torch.cat([batch.targets.argmax(1) for batch in found]).tolist() == labels
+    for path in files.split("all").paths:
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="none of the image files can be read"):
+        list(training_batches(files, 4, 0, 0, STILL, CPU))
 
 
 def test_class_that_is_all_corrupt_is_refused(files, capsys):
@@ -696,10 +640,3 @@ def test_class_that_is_all_corrupt_is_refused(files, capsys):
     assert capsys.readouterr().err.count("cannot be read") == 2  # the first of each
     # Of the validation while a training runs, which can go on without.
     assert len(list(evaluation_batches(files, files.validation, 1, CPU))) == 5
-
-
-def test_files_that_are_all_corrupt_are_an_error(files):
-    for path in files.split("all").paths:
-        path.write_bytes(b"")
-    with pytest.raises(InputError, match="none of the image files can be read"):
-        list(training_batches(files, 4, 0, 0, STILL, CPU))

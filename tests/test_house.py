@@ -93,27 +93,19 @@ def allowed(module, other):
     return here < there
 
 
-def test_no_import_leads_upward_or_across(arrows):
+def test_imports_lead_downward_and_in_no_circle(arrows):
     wrong = [(module, other) for module, others in arrows.items() for other in others if not allowed(module, other)]
     assert wrong == []
-
-
-def test_the_service_does_not_name_itself():
-    """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
-    files = (ROOT / "service").glob("*.py")
-    assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
-
-
-def test_no_import_leads_in_a_circle(arrows):
     try:
         list(TopologicalSorter(arrows).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_import_hides_behind_a_name_but_the_front_doors_and_that_of_the_service():
-    hidden = {module for module, file in MODULES.items() if "import_module(" in file.read_text(encoding="utf-8")}
-    assert hidden == {"bkn_zoo", "bkn_zoo.cli.command", "scripts.studies.runner"}
+def test_the_service_does_not_name_itself():
+    """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
+    files = (ROOT / "service").glob("*.py")
+    assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
 
 
 # What is loaded, in a process of its own: importing PyTorch takes seconds.
@@ -139,33 +131,17 @@ def loaded():
     return {stage: set(json.loads(line)) for stage, line in zip(STAGES, found, strict=True)}
 
 
-def test_importing_the_package_imports_next_to_nothing(loaded):
-    modules = loaded["package"]
-    assert modules.isdisjoint(HEAVY)
-    assert {name for name in modules if name.startswith("bkn_zoo")} == {"bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"}
-
-
-def test_listing_checkpoints_imports_no_library(loaded):
-    """PyTorch alone would take seconds."""
+def test_nothing_is_imported_before_it_is_needed(loaded):
+    """PyTorch alone takes seconds."""
+    assert {name for name in loaded["package"] if name.startswith("bkn_zoo")} == {
+        "bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"
+    }  # fmt: skip
     assert loaded["list"].isdisjoint(HEAVY)
-
-
-def test_who_only_has_workers_serve_imports_neither_pytorch_nor_fastapi(loaded):
-    assert loaded["command"].isdisjoint(["torch", "fastapi"])
-
-
-def test_the_layer_comes_without_the_hub_cards_or_images(loaded):
-    modules = loaded["layer"]
-    assert "torch" in modules
-    assert modules.isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
+    assert loaded["command"].isdisjoint(["torch", "fastapi"])  # who only has workers serve
+    assert loaded["layer"].isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
     above = tuple(f"bkn_zoo.{wing}" for wing in ("checkpoints", "publishing", "inference", "training", "images"))
-    before = loaded["command"]  # what lists checkpoints, and reads settings
-    assert [name for name in modules - before if name.startswith(above)] == []
-
-
-def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on(loaded):
-    modules = loaded["service"]
-    assert "service.app" in modules
-    assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
+    assert [name for name in loaded["layer"] - loaded["command"] if name.startswith(above)] == []
+    assert loaded["service"] >= {"service.app", "torch"}
+    assert loaded["service"].isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
     if not torch.cuda.device_count():
-        assert "triton" not in modules, "a quarter of a second and 100 MB for kernels that cannot run"
+        assert "triton" not in loaded["service"], "a quarter of a second and 100 MB for kernels that cannot run"

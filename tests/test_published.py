@@ -1,4 +1,4 @@
-"""What published checkpoints are asked later: running averages taken anew, and EvalNorm's rule."""
+"""Later measurements on published checkpoints: recomputed running averages, and EvalNorm's rule."""
 
 import json
 from argparse import Namespace
@@ -10,7 +10,6 @@ from studies.published import Question
 from studies.records import read_run
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -68,13 +67,3 @@ def test_evalnorms_rule_is_fitted_in_groups_and_kept_with_runs(ask, tmp_path, mo
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "old.json").write_text(json.dumps(content))
     assert read_run(tmp_path / "runs" / "old.json") == {"name": "old", "rules": {"EvalNorm": row}}
-
-
-def test_every_checkpoint_is_asked_everything():
-    paths = (published.ROOT / "checkpoints").glob("*/config.json")
-    names = {path.parent.name for path in paths if Config.read(path).recipe}
-    planned = published.STUDY.planned({}, {})
-    assert {run.name for run in planned} == {
-        f"{asked}/{name}" for asked in ("recalibrated", "evalnorm") for name in names
-    }
-    assert {run.key for run in planned} >= set(published.STUDY.records(published.RESULTS))

@@ -12,7 +12,7 @@ import pytest
 from studies.base import Run, Study
 from studies.figures import plotted
 from studies.full_length import drawn
-from studies.runner import carry_out, listing, load, main, pages, parse, studies
+from studies.runner import listing, load, main, pages, parse, studies
 from studies.work import Work
 
 from bkn_zoo.errors import InputError
@@ -111,16 +111,16 @@ def test_runs_are_chosen_by_name_and_by_their_data(work, tmp_path, monkeypatch, 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path, capsys):
     for arguments, says in [
-        ([], "nothing to do: --list, --data, --table or --plot"),
+        ([], "nothing to do: choose --list, --data, --table or --plot"),
         (["replication", "--list", "--jobs", "0"], "--jobs must be at least 1"),
-        (["--data", "x"], "--data and --results are for one study"),
+        (["--data", "x"], "--data and --results need one study"),
     ]:
         with pytest.raises(SystemExit):
             parse(arguments, None)
         assert says in capsys.readouterr().err
     for arguments, says in [
         (["--data", str(tmp_path / "none")], "there is no folder"),
-        (["--list", "--set", "epochs"], "--set takes fields as FIELD=VALUE, not 'epochs'"),
+        (["--list", "--set", "epochs"], "--set 'epochs' is not of the form FIELD=VALUE"),
         (["--data", str(tmp_path), "--pack", "x"], "replication uses the data sets as they are"),
     ]:
         with pytest.raises(InputError, match=says):
@@ -152,17 +152,3 @@ def test_pictures_are_those_of_the_records(name, known):
     study, records = known[name]
     anew = {name: plotted(figure) for name, figure in study.figures(records).items() if figure is not None}
     assert {path.stem: drawn(path) for path in study.plots.glob("*.png")} == anew
-
-
-def test_tables_and_pictures_are_written(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    figure.subplots().plot([1, 2])
-    toy = Toy(tmp_path, lambda _: "")
-    toy.plots, page = tmp_path, tmp_path / "page.md"
-    page.write_text("Of <!-- begin: runs -->0<!-- end: runs --> runs.")
-    monkeypatch.setattr(Toy, "regions", lambda *_: {page: {"runs": "3"}})
-    for drawing, there in ((figure, True), (None, False)):
-        monkeypatch.setattr(Toy, "figures", lambda *_, drawing=drawing: {"plot": drawing})
-        carry_out(toy, parse(["--plot", "--table"], None)[0])
-        assert (tmp_path / "plot.png").exists() is there
-    assert page.read_text() == "Of <!-- begin: runs -->3<!-- end: runs --> runs."

@@ -96,13 +96,12 @@ def test_open_regular_takes_files_and_links_only(tmp_path):
             open_regular(path)
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("name", ["fc.weight", "conv.norm.running_var"])
+@pytest.mark.parametrize(("name", "number"), [("fc.weight", "nan"), ("conv.norm.running_var", "-inf")])
 def test_weights_that_are_not_finite_are_refused(checkpoint, name, number):
     path = checkpoint / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     weights[name].view(-1)[-1] = float(number)
     safetensors.torch.save_file(weights, path)
     edit_config(checkpoint, sha256={})
-    with pytest.raises(CheckpointError, match=f"{name} has numbers that are infinite or not numbers"):
+    with pytest.raises(CheckpointError, match=f"{name} contains infinite numbers or NaN"):
         bkn_zoo.from_pretrained(checkpoint)
