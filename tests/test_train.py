@@ -222,13 +222,12 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.001")
-    more += ("--keep", "last", "--freeze", "0")
+    more += ("--keep", "last", "--freeze", "0", "--ema", "0", "--optimizer", "sgd")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     command("train", "--data", tree, "--init", checkpoint, *more)
 
-    output = (
-        tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-validation_0.3"
-    )
+    fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
+    output = tmp_path / "runs" / f"{NETWORK}.photos-{fields}"
     assert f"try it with: bkn-zoo serve --checkpoint runs/{output.name}/{output.name}" in capsys.readouterr().out
     model = bkn_zoo.from_pretrained(output / output.name)
     config = model.config
@@ -463,13 +462,13 @@ def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, ca
     ("images", "given", "sizes"),
     [
         (100_000, {}, (16, 4, 5)),
-        (180, {}, (16, 4, 10)),
-        (64, {}, (16, 4, 25)),
+        (180, {}, (16, 4, 8)),
+        (64, {}, (16, 4, 20)),
         (11, {}, (8, 4, 25)),  # and no more, though they make fewer steps
         (2, {}, (2, 2, 25)),
         (180, {"gradient_batch": 6}, (6, 2, 5)),
         (180, {"statistics_batch": 1, "epochs": 3}, (16, 1, 3)),
-        (180, {"statistics_batch": None}, (16, None, 10)),
+        (180, {"statistics_batch": None}, (16, None, 8)),
         (180, {"freeze": True}, (16, 4, 0)),  # the classifier is fitted before the first epoch
     ],
 )
