@@ -687,7 +687,7 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
         (tree / found).rename(tree / called)
     for more in ("c", "d", "f"):
         shutil.copytree(tree / "a", tree / more)
-    assert "has 'f' for 'e' of" in refused(*start, tree)
+    assert "has 'f' where" in refused(*start, tree)
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
     assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")
