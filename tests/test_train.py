@@ -152,9 +152,24 @@ def test_features_that_hardly_vary_get_no_large_weights() -> None:
     labels = torch.arange(40) % 2
     features = torch.randn(40, 8) + 2 * labels[:, None]
     features[:, 0] = 1e-7 * torch.randn(40)
-    weight, _, loss = _fit((features[:30], labels[:30]), (features[30:], labels[30:]))
+    start = torch.nn.Linear(8, 2)
+    torch.nn.init.zeros_(start.weight)
+    weight, _, loss = _fit(start, (features[:30], labels[:30]), (features[30:], labels[30:]))
     assert weight[:, 0].abs().max() < 0.01 * weight.abs().max()
     assert loss < 0.3  # at the end: it began at 0.69
+
+
+def test_fit_starts_from_a_classifier_that_is_right() -> None:
+    """One training image of each class says little: what the checkpoint knows of the classes is better."""
+    labels = torch.arange(40) % 2
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 3 * (labels[:, None] - 0.5)
+    known = torch.nn.Linear(8, 2)
+    with torch.no_grad():
+        known.weight.copy_(torch.tensor([[-1.0] * 8, [1.0] * 8]))
+        known.bias.zero_()
+    found = _fit(known, (features[:2], labels[:2]), (features[2:], labels[2:]))
+    assert torch.equal((features @ found[0].T + found[1]).argmax(1), labels)
+    assert (found[0] - known.weight).norm() < 0.1 * known.weight.norm()
 
 
 def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -514,6 +529,13 @@ def test_classifier_is_kept_for_classes_of_the_same_names(mine: Path, names: lis
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
     changed = {name for name, tensor in source.items() if not torch.equal(tensor, own[name])}
     assert changed == (set() if kept else {"fc.weight", "fc.bias"})
+
+
+def test_rows_of_known_classes_are_kept(mine: Path) -> None:
+    model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
+    source = bkn_zoo.from_pretrained(mine)
+    assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight")[[1, 0]])
+    assert torch.equal(model.get_parameter("fc.bias"), source.get_parameter("fc.bias")[[1, 0]])
 
 
 def test_origin_has_a_name_for_others(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
