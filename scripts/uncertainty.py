@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from imagenet_data import sample_images
 from PIL import Image
+from studies.card_sections import GIRAFFES
 from torch import Tensor, nn
 
 import bkn_zoo
 from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli import ended
 from bkn_zoo.cores import default_device
 from bkn_zoo.images import SUFFIXES, open_image, preprocess
@@ -32,14 +34,13 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import bar
-from bkn_zoo.publishing.results import write_results
+from bkn_zoo.publishing.results import write_record
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import RIGHT_ABOVE, uncertain_below
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = 500
 BATCH = 20
-UNKNOWN = "photographs of giraffes and polyps"
 ON_ROADS = {"automobile", "truck", "bus", "pickup_truck", "streetcar", "tractor", "tank"}
 
 Picture = Callable[[], Image.Image]
@@ -80,9 +81,9 @@ def pictures(config: Config, data: Path) -> tuple[Pictures, Pictures, str]:
     paths = sorted(path for path in (data / "unknown").iterdir() if path.suffix.lower() in SUFFIXES)
     others: Pictures = [(partial(open_image, path), -1) for path in paths]
     if dataset == "tiny_imagenet":
-        return tiny_imagenet(data / "tiny-imagenet-200"), others, UNKNOWN
+        return tiny_imagenet(data / "tiny-imagenet-200"), others, GIRAFFES
     held = sample_images(data / "imagenet-sample-images", "hold")
-    return [(partial(open_image, path), label) for path, label in held], others, UNKNOWN
+    return [(partial(open_image, path), label) for path, label in held], others, GIRAFFES
 
 
 @torch.inference_mode()
@@ -141,6 +142,7 @@ def measured(folder: Path, data: Path) -> dict[str, Any]:
         "unknown": shown,
         "unknown_images": len(unknown),
         "passing": passing,
+        **environment(0),
     }
 
 
@@ -163,7 +165,7 @@ def main(arguments: list[str]) -> int:
         if not args.only or folder.name in args.only:
             rows[folder.name] = measured(folder, args.data)
             keep(folder, rows[folder.name]["uncertain_below"])
-            write_results(path, [rows[name] for name in sorted(rows)], 0)
+            write_record(path, json.dumps({"rows": [rows[name] for name in sorted(rows)]}, indent=1))
     return 0
 
 

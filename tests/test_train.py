@@ -152,9 +152,24 @@ def test_features_that_hardly_vary_get_no_large_weights() -> None:
     labels = torch.arange(40) % 2
     features = torch.randn(40, 8) + 2 * labels[:, None]
     features[:, 0] = 1e-7 * torch.randn(40)
-    weight, _, loss = _fit((features[:30], labels[:30]), (features[30:], labels[30:]))
+    start = torch.nn.Linear(8, 2)
+    torch.nn.init.zeros_(start.weight)
+    weight, _, loss = _fit(start, (features[:30], labels[:30]), (features[30:], labels[30:]))
     assert weight[:, 0].abs().max() < 0.01 * weight.abs().max()
     assert loss < 0.3  # at the end: it began at 0.69
+
+
+def test_fit_starts_from_a_classifier_that_is_right() -> None:
+    """One training image of each class says little: what the checkpoint knows of the classes is better."""
+    labels = torch.arange(40) % 2
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 3 * (labels[:, None] - 0.5)
+    known = torch.nn.Linear(8, 2)
+    with torch.no_grad():
+        known.weight.copy_(torch.tensor([[-1.0] * 8, [1.0] * 8]))
+        known.bias.zero_()
+    found = _fit(known, (features[:2], labels[:2]), (features[2:], labels[2:]))
+    assert torch.equal((features @ found[0].T + found[1]).argmax(1), labels)
+    assert (found[0] - known.weight).norm() < 0.1 * known.weight.norm()
 
 
 def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,13 +237,12 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.001")
-    more += ("--keep", "last", "--freeze", "0")
+    more += ("--keep", "last", "--freeze", "0", "--ema", "0", "--optimizer", "sgd")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     command("train", "--data", tree, "--init", checkpoint, *more)
 
-    output = (
-        tmp_path / "runs" / f"{NETWORK}.photos-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-validation_0.3"
-    )
+    fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
+    output = tmp_path / "runs" / f"{NETWORK}.photos-{fields}"
     assert f"try it with: bkn-zoo serve --checkpoint runs/{output.name}/{output.name}" in capsys.readouterr().out
     model = bkn_zoo.from_pretrained(output / output.name)
     config = model.config
@@ -463,13 +477,13 @@ def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, ca
     ("images", "given", "sizes"),
     [
         (100_000, {}, (16, 4, 5)),
-        (180, {}, (16, 4, 10)),
-        (64, {}, (16, 4, 25)),
+        (180, {}, (16, 4, 8)),
+        (64, {}, (16, 4, 20)),
         (11, {}, (8, 4, 25)),  # and no more, though they make fewer steps
         (2, {}, (2, 2, 25)),
         (180, {"gradient_batch": 6}, (6, 2, 5)),
         (180, {"statistics_batch": 1, "epochs": 3}, (16, 1, 3)),
-        (180, {"statistics_batch": None}, (16, None, 10)),
+        (180, {"statistics_batch": None}, (16, None, 8)),
         (180, {"freeze": True}, (16, 4, 0)),  # the classifier is fitted before the first epoch
     ],
 )
@@ -515,6 +529,13 @@ def test_classifier_is_kept_for_classes_of_the_same_names(mine: Path, names: lis
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
     changed = {name for name, tensor in source.items() if not torch.equal(tensor, own[name])}
     assert changed == (set() if kept else {"fc.weight", "fc.bias"})
+
+
+def test_rows_of_known_classes_are_kept(mine: Path) -> None:
+    model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
+    source = bkn_zoo.from_pretrained(mine)
+    assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight")[[1, 0]])
+    assert torch.equal(model.get_parameter("fc.bias"), source.get_parameter("fc.bias")[[1, 0]])
 
 
 def test_origin_has_a_name_for_others(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,7 +709,7 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
         (tree / found).rename(tree / called)
     for more in ("c", "d", "f"):
         shutil.copytree(tree / "a", tree / more)
-    assert "has 'f' for 'e' of" in refused(*start, tree)
+    assert "has 'f' where" in refused(*start, tree)
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
     assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")

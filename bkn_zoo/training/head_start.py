@@ -20,30 +20,33 @@ from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training, best_mode, classifier
 
 FEATURES = "features of the frozen network"
-DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
+DECAYS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Weight decays of the logistic regression. One is chosen on the validation images."""
 
 
 def start_classifier(
-    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int = 0, quiet: bool = False
-) -> None:
-    """Fit a classifier that starts at zero, and add its accuracy to the history as epoch 0.
+    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int = 0, quiet: bool = False,
+    keep: bool = False,
+) -> None:  # fmt: skip
+    """Fit the classifier, and add its accuracy to the history as epoch 0.
 
-    The features use the network's default statistics and images without augmentation. A classifier that came with the
-    checkpoint, for the same classes, is kept unchanged.
+    The features use the network's default statistics and images without augmentation.
+
+    Args:
+        keep: leave the classifier as it is, since it came with the checkpoint for the same classes.
     """
     started = time.monotonic()
     layer = classifier(training.model)
     line: dict[str, Any] = {"epoch": 0, "step": 0, "loss": None, "images_per_s": 0.0}
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        if isinstance(layer, nn.Linear) and not layer.weight.any():
+        if isinstance(layer, nn.Linear) and not keep:
             train, validation = (
                 _features(training.model, layer, data, images, device, workers, quiet)
                 for images in (data.train, data.validation)
             )
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(device.type, enabled=False):
-                weight, bias, line["loss"] = _fit(train, validation)
+                weight, bias, line["loss"] = _fit(layer, train, validation)
             for network in (training.model, training.result):  # the same network, unless weights are averaged
                 _put(classifier(network), weight, bias)
         batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
@@ -78,17 +81,22 @@ def _features(
     return torch.cat(features), torch.cat(labels)
 
 
-def _fit(train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression with the best accuracy on validation images."""
-    classes = int(torch.cat([train[1], validation[1]]).max()) + 1
+def _fit(
+    start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, float]:
+    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images.
+
+    Weight decay pulls towards the weights that it starts from: zero, or those of a checkpoint that knows the classes.
+    """
     # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
     # weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
     found = []
     for decay in DECAYS:
-        layer = nn.Linear(train[0].shape[1], classes, device=train[0].device)
-        nn.init.zeros_(layer.weight)
-        nn.init.zeros_(layer.bias)
+        layer = nn.Linear(start.in_features, start.out_features, device=mean.device)
+        with torch.no_grad():
+            layer.weight.copy_(start.weight * std)
+            layer.bias.copy_(start.weight.float() @ mean + (0.0 if start.bias is None else start.bias))
         loss = _descend(layer, (train[0] - mean) / std, train[1], decay)
         weight = layer.weight.detach() / std
         bias = layer.bias.detach() - weight @ mean
@@ -100,10 +108,11 @@ def _fit(train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]) -> tup
 
 def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> float:
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+    start = layer.weight.detach().clone()
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(layer(features), labels) + decay / 2 * layer.weight.square().sum()
+        value = F.cross_entropy(layer(features), labels) + decay / 2 * (layer.weight - start).square().sum()
         value.backward()
         return value
 

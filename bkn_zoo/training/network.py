@@ -14,18 +14,23 @@ from bkn_zoo.training.state import classifier
 def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
     """The recipe's network for these classes, with the weights of `init` if there is one.
 
-    The classifier of `init` is kept if its classes have the same names. Otherwise it starts at zero.
+    The classifier of `init` is kept if its classes have the same names. If it knows all classes, among others, its rows
+    for these are kept. Otherwise the classifier starts at zero.
     """
     model = build_model(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
         return model
     source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
     weights = source.state_dict()
-    known = source.config is not None and source.config.label_names
-    fresh = set() if known and list(known) == label_names else _classifier(source, model)
+    known = list((source.config and source.config.label_names) or ())
+    fresh = set() if known == label_names else _classifier(source, model)
+    rows = [known.index(name) for name in label_names] if set(label_names) <= set(known) else None
     with torch.no_grad():
-        for name in fresh:  # zero, so that no class is preferred, and no noise reaches the layers below
-            model.get_parameter(name).zero_()
+        for name in fresh:
+            if rows is not None:
+                model.get_parameter(name).copy_(weights[name][rows])
+            else:  # zero, so that no class is preferred, and no noise reaches the layers below
+                model.get_parameter(name).zero_()
     model.default_statistics = source.default_statistics
     try:
         kept = {name: tensor for name, tensor in weights.items() if name not in fresh}

@@ -135,7 +135,9 @@ def _train(plan: Plan) -> TrainingResult:
     if plan.fine_tuning and speaks() and not plan.quiet:
         print(_described(recipe, data))
     if plan.fine_tuning and plan.source and not training.history:
-        start_classifier(training, recipe, data, device, plan.workers, plan.quiet)
+        config = plan.source.config
+        same = config is not None and list(config.label_names or ()) == data.label_names
+        start_classifier(training, recipe, data, device, plan.workers, plan.quiet, keep=same)
     fit(training, recipe, data, plan.output, device, plan.save_minutes, plan.workers, plan.quiet)
     if training.best is not None:
         training.result.load_state_dict(training.best)

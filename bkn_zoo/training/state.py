@@ -101,8 +101,9 @@ def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def validation_loss(line: Mapping[str, Any]) -> float:
-    """Of an epoch, in its best mode."""
-    return line["validation"][best_mode(line["validation"])]["loss"]
+    """Of an epoch, in its best mode; infinite where it is not a number."""
+    loss = line["validation"][best_mode(line["validation"])]["loss"]
+    return math.inf if math.isnan(loss) else loss
 
 
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,7 +113,8 @@ def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
     """
     lowest = min(history, key=validation_loss)
     error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
-    return next(line for line in reversed(history) if validation_loss(line) <= validation_loss(lowest) + error)
+    bound = validation_loss(lowest) + (0.0 if math.isnan(error) else error)
+    return next(line for line in reversed(history) if validation_loss(line) <= bound)
 
 
 def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:

@@ -9,6 +9,7 @@ class; the seed selects them. All runs of a set are tested on the same images.
 """
 
 import argparse
+import json
 import shlex
 import tempfile
 import time
@@ -63,6 +64,9 @@ EARLIER_ARMS: dict[str, dict[str, Any]] = {
     "lr 0.01": {"lr": 0.01},
 }
 """Those that were run from the earlier default; none of them is planned any more."""
+
+SMALL = RESULTS / "small_folder.json"
+"""Of scripts/small_folder.py."""
 
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
@@ -130,7 +134,7 @@ class Defaults(Study):
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
         found = list(records.values())
         now, before = study_table(found, CHECKPOINT, ARMS), study_table(found, EARLIER, EARLIER_ARMS)
-        return {DOCS / "finetuning.md": {"study": now, "earlier": before}}
+        return {DOCS / "finetuning.md": {"study": now, "earlier": before, "small": small_folders(SMALL)}}
 
 
 STUDY = Defaults()
@@ -251,4 +255,17 @@ def study_table(records: Sequence[Record], checkpoint: str, arms: Mapping[str, M
         | {shown: cell(arm, dataset) for dataset, shown in sets.items()}
         for arm, fields in arms.items()
     ]
+    return table(rows, list(rows[0]))
+
+
+def small_folders(path: Path) -> str:
+    """A row for each run on 300 images in five classes."""
+    rows = [
+        {
+            "images of": SETS[row["set"]], "seed": row["seed"], "processor": row["hardware"],
+            "seconds": round(row["seconds"]), "epochs": row["epochs"], "defaults": f"{row['test']['top1']:.1f}",
+            "linear probe": f"{row['linear_probe']['top1']:.1f}",
+        }
+        for row in json.loads(path.read_text())["rows"]
+    ]  # fmt: skip
     return table(rows, list(rows[0]))
