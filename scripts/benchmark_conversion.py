@@ -146,11 +146,8 @@ def main(before: Path, device: str, rounds: int, ways: list[str], tasks: list[st
     waiting = {process.stdout: process for pair in pieces.values() for process in pair.values()}
     ready = set()
     try:
-        while pieces and (pipes := select.select(list(waiting), [], [], max(0, end - time.monotonic()))[0]):
-            for process in map(waiting.pop, pipes):
-                if not read(process):
-                    sys.exit(f"a process has failed: {process.args}")
-                ready.add(process)
+        while waiting and (pipes := select.select(list(waiting), [], [], max(0, end - time.monotonic()))[0]):
+            ready |= {process for process in map(waiting.pop, pipes) if read(process)}  # nothing to read: it has failed
             for piece in [piece for piece, pair in pieces.items() if ready.issuperset(pair.values())]:
                 pair = pieces.pop(piece)
                 signal_all(pieces.values(), signal.SIGSTOP)
@@ -160,7 +157,7 @@ def main(before: Path, device: str, rounds: int, ways: list[str], tasks: list[st
                 print(json.dumps(row), flush=True)
                 save(device, row)
         if pieces:
-            sys.exit(f"not ready within {seconds:g} seconds: {', '.join(' '.join(piece) for piece in pieces)}")
+            sys.exit(f"failed, or not ready in {seconds:g} seconds: {', '.join(' '.join(piece) for piece in pieces)}")
     finally:
         signal_all(pieces.values(), signal.SIGKILL)
 

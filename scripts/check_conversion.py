@@ -132,7 +132,9 @@ def check(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         safetensors.torch.save_model(converted, str(file))
-        again: Any = convert(case.build(), **example, statistics_batch_size=1)
+        again: Any = convert(original, **example, statistics_batch_size=1)
+        for tensor in again.state_dict().values():  # so that none is right before it is loaded
+            tensor.zero_()
         safetensors.torch.load_model(again, file)
     row["round_trip"] = max(
         difference(outputs(converted, one, statistics=mode), outputs(again, one, statistics=mode)) for mode in MODES

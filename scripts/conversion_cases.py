@@ -57,8 +57,8 @@ class Case:
     with_example: bool = True
 
 
-def images(*shape: int) -> Callable[[int], Any]:
-    return lambda count: torch.randn(count, *shape)
+def images(*shape: int, most: int = 4) -> Callable[[int], Any]:
+    return lambda count: torch.randn(min(count, most), *shape)
 
 
 def pixel_values(side: int) -> Callable[[int], Any]:
@@ -101,7 +101,7 @@ def detectors() -> Iterator[Case]:
 def videos() -> Iterator[Case]:
     for name, side in VIDEO.items():
         build = partial(torchvision.models.get_model, name, weights=None, num_classes=4)
-        yield Case("torchvision, video", name, build, images(3, 16, side, side))
+        yield Case("torchvision, video", name, build, images(3, 16, side, side, most=4 if side < 200 else 2))
 
 
 def of_transformers(network: str, config: str, options: dict[str, Any], parts: dict[str, Any]) -> nn.Module:

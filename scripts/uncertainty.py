@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import bkn_zoo
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.cli import ended
+from bkn_zoo.cores import default_device
 from bkn_zoo.images import SUFFIXES, open_image, preprocess
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
@@ -87,6 +88,7 @@ def pictures(config: Config, data: Path) -> tuple[Pictures, Pictures, str]:
 @torch.inference_mode()
 def outputs(model: Network, images: Pictures, what: str) -> tuple[dict[str, Tensor], Tensor]:
     """The logits in each mode, and how far the images' statistics are from the population's."""
+    device = next(model.parameters()).device
     distances: list[Tensor] = []
     norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
     logits: dict[str, list[Tensor]] = {mode: [] for mode in MODES}
@@ -94,7 +96,7 @@ def outputs(model: Network, images: Pictures, what: str) -> tuple[dict[str, Tens
     with bar(len(images), what, "image", lines=True) as done:
         for start in range(0, len(images), BATCH):
             some_of = images[start : start + BATCH]
-            x = torch.stack([preprocess(picture(), model.config.preprocessing) for picture, _ in some_of])
+            x = torch.stack([preprocess(picture(), model.config.preprocessing) for picture, _ in some_of]).to(device)
             hooks = [norm.register_forward_pre_hook(partial(_measure, distances)) for norm in norms]
             logits["population"].append(model(x, statistics="population"))
             for hook in hooks:
@@ -104,7 +106,7 @@ def outputs(model: Network, images: Pictures, what: str) -> tuple[dict[str, Tens
             for mode in MODES[1:]:
                 logits[mode].append(model(x, statistics=mode))
             done(len(some_of))
-    return {mode: torch.cat(rows) for mode, rows in logits.items()}, torch.cat(far)
+    return {mode: torch.cat(rows).cpu() for mode, rows in logits.items()}, torch.cat(far).cpu()
 
 
 def _measure(distances: list[Tensor], norm: nn.Module, inputs: Sequence[Any]) -> None:
@@ -116,7 +118,7 @@ def _measure(distances: list[Tensor], norm: nn.Module, inputs: Sequence[Any]) ->
 
 def measured(folder: Path, data: Path) -> dict[str, Any]:
     """The thresholds of a checkpoint, and the share of images of unknown classes that pass by each score."""
-    model = bkn_zoo.from_pretrained(folder)
+    model = bkn_zoo.from_pretrained(folder).to(default_device())
     known, unknown, shown = pictures(model.config, data)
     labels = torch.tensor([label for _, label in known])
     ours, theirs = outputs(model, known, folder.name), outputs(model, unknown, "unknown classes")
@@ -153,12 +155,15 @@ def keep(folder: Path, thresholds: dict[str, float]) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the sets to measure on")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these checkpoints; keep the other rows")
     args = parser.parse_args(arguments)
-    folders = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
-    rows = [measured(folder, args.data) for folder in folders]
-    write_results(ROOT / "results" / "uncertainty.json", rows, 0)
-    for folder, row in zip(folders, rows, strict=True):
-        keep(folder, row["uncertain_below"])
+    path = ROOT / "results" / "uncertainty.json"
+    rows = {row["checkpoint"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for folder in sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json")):
+        if not args.only or folder.name in args.only:
+            rows[folder.name] = measured(folder, args.data)
+            keep(folder, rows[folder.name]["uncertain_below"])
+            write_results(path, [rows[name] for name in sorted(rows)], 0)
     return 0
 
 

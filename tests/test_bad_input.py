@@ -44,8 +44,8 @@ def refused(kind, words, *more):
             for name in ("resnet101_ln", "resnet101", "_bkn", "")
         ),
         *((InputError, SMALL[0], {"num_classes": n}, f"num_classes is {n!r}") for n in (0, 2.5, "ten")),
-        (InputError, "inception_cifar_bkn", {"warmup": 3}, "inception_cifar_bkn does not take the options 'warmup'"),
-        (InputError, "inception_cifar_brn", {"r_stepz": 3}, "inception_cifar_brn does not take the options 'r_stepz'"),
+        (InputError, "inception_cifar_bkn", {"warmup": 3}, "inception_cifar_bkn does not have the options 'warmup'"),
+        (InputError, "inception_cifar_brn", {"r_stepz": 3}, "inception_cifar_brn does not have the options 'r_stepz'"),
     ],
 )
 def test_network_that_cannot_be_made_is_refused(kind, name, options, words):
@@ -59,7 +59,7 @@ def test_a_name_that_is_registered_twice_is_an_error():
 
     def resnet101(make_norm, num_classes): ...
 
-    with refused(InputError, "'resnet101' is registered already"):
+    with refused(InputError, "'resnet101' is already registered"):
         register(num_classes=3)(resnet101)
     assert list_models() == before
     assert without_weights("resnet101_bn").num_classes == 1000
@@ -81,7 +81,7 @@ def test_a_network_checks_its_statistics_and_the_size_of_images(name):
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("batch", "group"), [(2, 0), (2, -2), (0, None), (0, 2), (5, 2), (4, 3), (2, 4)])
 def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
-    words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "no values"
+    words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "the batch is empty"
     if group is not None and group < 1:
         words = f"statistics_batch_size is {group}"
     elif batch and name.endswith("_gn"):
@@ -97,11 +97,8 @@ def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        *(
-            (torch.zeros(s), f"height, width), but these are {s}")
-            for s in ((2, 4, 16, 16), (3, 16, 16), (2, 16, 16, 3))
-        ),
-        *((X.to(kind), f"floating point numbers, but these are {kind}") for kind in (torch.uint8, torch.bool)),
+        *((torch.zeros(s), f"images have the shape {s}: pass") for s in ((2, 4, 16, 16), (3, 16, 16), (2, 16, 16, 3))),
+        *((X.to(kind), f"images are {kind}: preprocess them") for kind in (torch.uint8, torch.bool)),
     ],
 )
 def test_images_of_another_shape_or_kind_are_refused(images, words):
@@ -115,11 +112,11 @@ WRONG_PRIOR = Belief(torch.zeros(1, 5), torch.ones(1, 5))
 @pytest.mark.parametrize(
     ("layer", "arguments", "words"),
     [
-        (BatchKalmanNorm2d(3, 4), [X], "has a layer below: pass the belief"),
-        (BatchKalmanNorm2d(3, 4).eval(), [X, None, Statistics("sample")], "has a layer below: pass the belief"),
+        (BatchKalmanNorm2d(3, 4), [X], "needs the belief of the layer below"),
+        (BatchKalmanNorm2d(3, 4).eval(), [X, None, Statistics("sample")], "needs the belief of the layer below"),
         (BatchKalmanNorm2d(3, 4), [X, WRONG_PRIOR], "is (1, 5), but this layer needs (1, 4)"),
-        *((kind(4), [X], "normalizes 4 channels, but its input is (2, 3, 4, 4)") for kind in NORMS),
-        *((BatchKalmanNorm2d(3, 4).set_gain, [gain], "the gain must lie in [0, 1]") for gain in (-0.5, float("nan"))),
+        *((kind(4), [X], "normalizes 4 channels, but its input has the shape (2, 3, 4, 4)") for kind in NORMS),
+        *((BatchKalmanNorm2d(3, 4).set_gain, [gain], "choose a number from 0 to 1") for gain in (-0.5, float("nan"))),
     ],
 )
 def test_layer_checks_its_gain_its_prior_and_its_input(layer, arguments, words):

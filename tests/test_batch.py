@@ -105,7 +105,7 @@ def test_killed_command_goes_on_as_if_nothing_had_been(whole, tmp_path, capsys):
     killed.send_signal(signal.SIGSTOP)
     assert cli.main(command) == 2, "one that still writes is left alone"
     assert capsys.readouterr().err == (
-        f"bkn-zoo: another process writes {output}: wait for its end, or name another file.\n"
+        f"bkn-zoo: another process is writing {output}: wait until it ends, or choose another file.\n"
     )
     killed.kill()
     killed.communicate()
@@ -116,7 +116,7 @@ def test_killed_command_goes_on_as_if_nothing_had_been(whole, tmp_path, capsys):
     first, last, bad = said.splitlines()
     assert out == ""
     assert first.startswith("bkn-zoo: ")
-    assert first.endswith(f" images are in {output} already")
+    assert first.endswith(f" images are already in {output}")
     assert last == f"bkn-zoo: {IMAGES + 1} images are in {output}; 1 could not be used"
     assert bad.startswith(f"bkn-zoo: photos/{BAD} ")
 
@@ -165,7 +165,7 @@ def test_complete_file_stays_and_new_images_are_added(whole, work, tmp_path, cap
         ("csv", ["--top-k", "1"], "was made with --top-k 2, not 1"),
         ("csv", ["--format", "json"], "was not made with --format json"),
         ("json", ["--format", "csv"], "was not made with --format csv"),
-        ("csv", ["--format", "table"], "--output takes --format csv or json"),
+        ("csv", ["--format", "table"], "--output needs --format csv or --format json"),
         *((format, [], "out was made with other weights of ./mine") for format in ("csv", "json")),
     ],
 )
@@ -221,7 +221,7 @@ def test_full_disk_says_so_and_is_gone_on_with(whole, tmp_path, capsys):
         signal.signal(signal.SIGXFSZ, ignored)
     said = capsys.readouterr().err
     assert (code, said.count("\n")) == (2, 1)
-    assert "cannot be written (File too large): make room there" in said
+    assert "cannot be written (File too large): free space there" in said
     assert output.stat().st_size == 1500
     assert cli.main(arguments(str(output))) == 0
     assert same(output.read_bytes(), whole["csv"])

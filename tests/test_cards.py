@@ -91,7 +91,7 @@ def test_metadata_is_what_the_hub_reads(card):
 
 def test_card_shows_all_sections(card):
     assert re.findall("^##+ (.*)", card, re.M) == [
-        "Load it", "Call it over HTTP", "Accuracy", "Training", "What it is for, and what not",
+        "Load it", "Call it over HTTP", "Accuracy", "Training", "Intended use and limits",
     ]  # fmt: skip
     for line in (
         "| expected (default) | 86.75 | 99.1 | 2.5 |",
@@ -117,9 +117,13 @@ def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("training", "said", "unsaid"),
     [
-        ({"recipe": {"dataset": "tiny_imagenet"}}, "split: valid\n", "running averages were taken anew"),
-        ({"recipe": {"dataset": "tiny_imagenet"}, "test_images": "validation"}, "since there were no others", "split:"),
-        ({"statistics_anew": True}, "running averages were taken anew", "official validation"),
+        ({"recipe": {"dataset": "tiny_imagenet"}}, "split: valid\n", "running averages were recomputed"),
+        (
+            {"recipe": {"dataset": "tiny_imagenet"}, "test_images": "validation"},
+            "because there were no test images",
+            "split:",
+        ),
+        ({"statistics_anew": True}, "running averages were recomputed", "official validation"),
     ],
 )
 def test_card_follows_the_config(folder, training, said, unsaid):
@@ -149,8 +153,8 @@ def training_after(text):
     [
         ("README.md", str, None),
         ("README.md", training_after("## Mine\n\nMy section."), None),
-        ("README.md", training_after("Best of all."), "README.md is not what config.json"),
-        ("README.md", lambda text: text.replace("86.75", "96.75"), "README.md is not what config.json"),
+        ("README.md", training_after("Best of all."), "README.md does not agree with config.json"),
+        ("README.md", lambda text: text.replace("86.75", "96.75"), "README.md does not agree with config.json"),
         ("config.json", but(num_classes=11), "fc.weight"),
         ("golden.safetensors", None, "golden.safetensors does not exist"),
         ("run", but(test=ACCURACY | {"sample": ACCURACY["expected"]}), "the same run"),
@@ -204,5 +208,5 @@ def test_torch_hub_finds_the_checkpoint_of_a_network(folder, monkeypatch):
     model = hub_load("inception_cifar_bkn", pretrained=True)
     assert (model.config.accuracy, model.training) == (ACCURACY, False)
     assert hub_load("inception_cifar_bkn", pretrained=NAME).name == "inception_cifar_bkn"
-    with pytest.raises(bkn_zoo.InputError, match="is a inception_cifar_bkn: load it by that name"):
+    with pytest.raises(bkn_zoo.InputError, match="is a checkpoint of inception_cifar_bkn: load it under that name"):
         hub_load("inception_cifar_bn", pretrained=NAME)

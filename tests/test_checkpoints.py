@@ -290,7 +290,7 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
         torch.testing.assert_close(model(golden["input"], statistics=mode).detach(), golden[mode])
     assert max(verify_golden(folder).values()) < 1e-4
     for damaged, words in [
-        ({"input": golden["input"]}, "holds input instead of"),
+        ({"input": golden["input"]}, "contains input instead of"),
         (golden | {"sample": torch.zeros(1, 3)}, r"sample is \(1"),
         (golden | {"expected": -golden["expected"]}, "expected output"),
     ]:
@@ -444,11 +444,11 @@ def filled(name, value):
         (filled(f"{NORM}.raw_gain", -math.inf), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.weight", 3e38), {}, "population output is not finite"),
         (lambda model: setattr(model, "fc", nn.Linear(1000, 3)), {}, r"fc\.weight is \(3, 1000\), but .*\(10, 1000\)"),
-        (id, {"label_names": ["cat", "dog"]}, "label_names holds 2 names, but num_classes is 10"),
+        (id, {"label_names": ["cat", "dog"]}, "label_names has 2 names, but num_classes is 10"),
         (id, {"label_names": "ten".ljust(10)}, "label_names"),
         (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
-        (id, {"training": {"loss": math.nan}}, "config.json cannot hold"),
+        (id, {"training": {"loss": math.nan}}, "config.json cannot store"),
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
@@ -484,15 +484,18 @@ PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
-    (config(num_classes=11), ["config.json", "label_names holds 10 names, but num_classes is 11"]),
+    (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
     (config(num_classes=True), ["config.json", "num_classes is True"]),
     (config(num_classes=10**400, label_names=None), ["config.json", "num_classes is 1000", "but no tensor"]),
     (config(label_names=[1] * 10), ["config.json", "label_names"]),
     (config(architecture="vgg_bkn"), ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
     (config(architecture=["resnet101_bkn"]), ["config.json", "architecture"]),
-    (config(architecture="inception_cifar_gn", norm="gn", norm_options={}), [WEIGHTS, "in excess"]),
+    (
+        config(architecture="inception_cifar_gn", norm="gn", norm_options={}),
+        [WEIGHTS, "which the network does not have"],
+    ),
     (config(norm="gn"), ["config.json", "norm is 'gn'", "'bkn'"]),
-    (config(norm_options={"shared": 1}), ["config.json", "does not take the options 'shared'"]),
+    (config(norm_options={"shared": 1}), ["config.json", "does not have the options 'shared'"]),
     (config(statistics_batch_size=0), ["config.json", "statistics_batch_size is 0"]),
     (config(default_statistics="batch"), ["config.json", "default_statistics is 'batch'", "expected"]),
     (config(accuracy={"batch": {}}), ["config.json", "accuracy is 'batch'"]),
@@ -505,9 +508,9 @@ DAMAGES = [
     *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
     *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
-    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint holds no model.safetensors"]),
+    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint has no model.safetensors"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
-    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "holds fc.scale in excess"]),
+    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
     (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
@@ -592,7 +595,7 @@ class Exploit:
 def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     (folder / WEIGHTS).unlink()
     write({"fc.weight": Exploit(tmp_path / "ran")}, folder / name)
-    assert_refused(folder, name, "a pickle", "convert it with safetensors")
+    assert_refused(folder, name, "pickle", "convert it with safetensors")
     assert not (tmp_path / "ran").exists()
 
 
@@ -630,9 +633,9 @@ DAMAGED_SHARDS = [
     (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
     (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
     (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-    (index(bias=SHARDS[0]), [SHARDS[0], "does not hold the tensors"]),
+    (index(bias=SHARDS[0]), [SHARDS[0], "does not contain the tensors"]),
     *((file(INDEX, text), [INDEX]) for text in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
-    (file(WEIGHTS, b""), [f"holds both {WEIGHTS} and {INDEX}"]),
+    (file(WEIGHTS, b""), [f"contains both {WEIGHTS} and {INDEX}"]),
 ]
 
 
@@ -714,8 +717,8 @@ def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
     heads = {name for name, tensor in other.state_dict().items() if not torch.equal(tensor, wanted.state_dict()[name])}
     assert heads == {"fc.weight", "fc.bias"}
     for name, options, words in [
-        (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"),
-        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "leave out initial_gain"),
+        (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"),
+        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "omit initial_gain"),
         (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
         ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
     ]:
@@ -808,7 +811,7 @@ def test_image_statistics_that_bn_never_kept_are_derived(named):
     [
         (lambda state: state.pop("fc.bias"), "lacks fc.bias"),
         (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
-        (lambda state: state.update(epoch=3), "holds epoch in excess"),
+        (lambda state: state.update(epoch=3), "contains epoch, which the network does not have"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
@@ -821,5 +824,5 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     with pytest.raises(CheckpointError, match=words):
         load_batchnorm_weights(model, given)
     assert_same_tensors(model.state_dict(), before)
-    with pytest.raises(InputError, match="take its _bkn twin"):
+    with pytest.raises(InputError, match="use the _bkn network"):
         load_batchnorm_weights(make("inception_cifar_gn"), make("inception_cifar_bn").state_dict())

@@ -92,7 +92,7 @@ def test_a_result_says_what_was_used(classifier, folder):
     assert json.loads(json.dumps(result.to_dict())) == {
         "predictions": [{"label": p.label, "score": p.score} for p in result.predictions],
         "model": str(folder), "revision": None, "statistics": "sample", "engine": "torch",
-        "uncertain": False,
+        "uncertain": False, "drift": None,
     }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def root(tmp_path, monkeypatch):
 
 
 def test_default_is_usable_bkn_with_the_most_classes(root):
-    with pytest.raises(CheckpointError, match="there is no checkpoint here that classifies images"):
+    with pytest.raises(CheckpointError, match="no checkpoint that classifies images was found"):
         default_checkpoint()
     write(root / "blind", "inception_cifar_bkn", 39, None)
     (root / "damaged").mkdir()

@@ -101,7 +101,7 @@ def test_folders_are_walked_in_order(call, photos):
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
-    assert (found.code, found.err) == (0, f"bkn-zoo: not taken for images in {photos}, by their names: 1 .txt\n")
+    assert (found.code, found.err) == (0, f"bkn-zoo: files in {photos} that are not images, by their names: 1 .txt\n")
 
 
 def test_json_says_what_was_used(call, photos, root):

@@ -156,8 +156,8 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny):
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
-        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*of no class in wnids.txt"),
-        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*of no class in wnids.txt"),
+        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*a class that wnids.txt lacks"),
+        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*a class that wnids.txt lacks"),
         *((file, None, "does not exist") for file in ("wnids.txt", "words.txt", "val/val_annotations.txt")),
     ],
 )
@@ -222,7 +222,7 @@ def test_tree_without_splits_has_no_test_images(tmp_path):
     data = load_data("folder", tmp_path, validation=0.25)
     assert (data.label_names, data.preprocessing.size) == (["apple", "train"], 224)
     assert (len(data.train), len(data.validation), data.test, len(data.split("all"))) == (8, 4, None, 12)
-    with pytest.raises(InputError, match="no test images of their own"):
+    with pytest.raises(InputError, match="has no test images"):
         data.split("test")
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
@@ -258,7 +258,7 @@ def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
     (tmp_path / split / "notes").mkdir()
     load_data("folder", tmp_path)
     write_tree(tmp_path / split, classes=("corn", "date"))
-    with pytest.raises(InputError, match=rf"{split} holds classes that .*train lacks \(corn, date\): add them there"):
+    with pytest.raises(InputError, match=rf"{split} has classes that .*train lacks \(corn, date\): add them there"):
         load_data("folder", tmp_path)
 
 
@@ -280,12 +280,12 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
     assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
-    said = f"not taken for images in {photos}, by their names: 1 without a suffix, 2 .heic\n"
+    said = f"files in {photos} that are not images, by their names: 1 without a suffix, 2 .heic\n"
     assert capsys.readouterr().err == said
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean holds no images \(not taken .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean contains no images \(files in .* 2 \.heic\): add some"):
         load_data("folder", photos)
 
 
@@ -581,14 +581,14 @@ def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
 
     refused(write_tree(tmp_path / "one", per_class=1), "too few images")
     write_tree(tmp_path / "above" / "photos")
-    refused(tmp_path / "above", "one class only, 'photos': name the folder that has one for each class")
+    refused(tmp_path / "above", "only one class, 'photos': pass the folder that has one subfolder per class")
     (write_tree(tmp_path / "empty") / "cherry").mkdir()
-    refused(tmp_path / "empty", "cherry holds no images")
+    refused(tmp_path / "empty", "cherry contains no images")
     write_tree(tmp_path / "both" / "train")
     write_tree(tmp_path / "both" / "val", classes=("apple",))
-    refused(tmp_path / "both", r"val/bean holds no images")
+    refused(tmp_path / "both", r"val/bean contains no images")
     shutil.copytree(tmp_path / "both" / "train", tmp_path / "both" / "valid")
-    refused(tmp_path / "both", "holds val and valid: leave one of them")
+    refused(tmp_path / "both", "contains val and valid: keep only one of them")
 
 
 @pytest.fixture

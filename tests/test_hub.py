@@ -131,7 +131,7 @@ def test_name_is_refused_where_the_client_would_refuse_it(name):
     try:
         validate_repo_id(f"me/{name}")
     except HFValidationError:
-        with pytest.raises(InputError, match="the name in a command by --name"):
+        with pytest.raises(InputError, match="in a shell, --name sets the name"):
             hub.check_repository(f"me/{name}")
     else:
         hub.check_repository(f"me/{name}")
@@ -156,13 +156,13 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch):
     assert locate.locate("some_network@v1")[1:] == (f"{locate.NAMESPACE}/some_network", "v1")
     assert locate.locate("owner/repo@v1", revision="v1")[1:] == ("owner/repo", "v1")
     assert locate.locate(ZOO_NAME, revision="v1")[1:] == (f"{locate.NAMESPACE}/{ZOO_NAME}", "v1")  # not the local one
-    with pytest.raises(InputError, match="name two revisions"):
+    with pytest.raises(InputError, match="are two different revisions"):
         locate.locate("owner/repo@v1", revision="v2")
-    with pytest.raises(InputError, match="is a folder, which has no revision"):
+    with pytest.raises(InputError, match="is a folder and has no revision"):
         locate.locate("./folder", revision="v2")
     with pytest.raises(bkn_zoo.UnknownNameError, match="unknown checkpoint 'not a name'"):
         locate.locate("not a name")
-    with pytest.raises(bkn_zoo.InputError, match="as in owner/repo"):
+    with pytest.raises(bkn_zoo.InputError, match="use owner/repo"):
         hub.push_to_hub("folder", "no_owner")
 
 

@@ -68,7 +68,9 @@ def test_layers_share_a_base_and_differ_in_dims():
         assert isinstance(layer, BatchKalmanNorm)
         assert isinstance(pickle.loads(pickle.dumps(layer)), kind)
         for ndim in (2, 3, 4, 5):
-            refused = pytest.raises(InputError, match=f"{kind.__name__} cannot take an input of {ndim} dimensions")
+            refused = pytest.raises(
+                InputError, match=f"{kind.__name__} does not accept an input with {ndim} dimensions"
+            )
             with nullcontext() if ndim in {1: (2, 3), 2: (4,), 3: (5,)}[dims] else refused:
                 layer(torch.randn(2, *[3] * (ndim - 1)))
 
@@ -173,7 +175,7 @@ def test_statistics_that_cannot_be_are_refused():
         (BatchKalmanNorm2d(3, statistics_batch_size=0), None, "statistics_batch_size is 0"),
         (BatchKalmanNorm2d(3), "sample", "training mode"),
         (BatchKalmanNorm2d(3).eval(), "batch", "unknown statistics 'batch'"),
-        (without, "population", "needs running averages, but this layer was made with track_running_stats"),
+        (without, "population", "needs running averages, but this layer was created with track_running_stats"),
         (without, Statistics("expected", 2), "needs running averages"),
     ]:
         with pytest.raises((InputError, UnknownNameError), match=words):
@@ -253,7 +255,7 @@ def test_layers_share_r_wherever_their_network_goes():
 def test_norms_in_a_plain_container_within_are_refused():
     plain = nn.Sequential(BatchKalmanNorm2d(3), nn.ReLU())
     for inner in (plain, nn.Sequential(plain)):
-        with pytest.raises(InputError, match="make it a KalmanSequential, too"):
+        with pytest.raises(InputError, match="use a KalmanSequential there, too"):
             KalmanSequential(nn.Sequential(nn.ReLU()), inner)(torch.randn(2, 3, 4, 4))
 
 
@@ -514,11 +516,11 @@ BATCH = torch.randn(8, 3, 6, 6)
 @pytest.mark.parametrize(
     ("batches", "says"),
     [
-        ([], "no batches"),
+        ([], "batches is empty"),
         ([BATCH, BATCH[:3]], "statistics groups"),
         ([BATCH, {"image": BATCH}], "a dict is not a batch of images: pass"),
         ([()], "a tuple is not a batch"),
-        ([BATCH * math.nan], "no batch that was finite"),
+        ([BATCH * math.nan], "no finite batch"),
     ],
 )
 def test_failed_recalibration_leaves_everything_as_it_was(batches, says):

@@ -204,7 +204,7 @@ def test_uncertain_answer_says_so(visit):
     visit.choose("waves.png", picture())
     visit.wait()
     score = visit.read("answer")[0][1]
-    doubt = f"The model is uncertain ({score}): the picture may be none of its 10 classes."
+    doubt = f"The model is uncertain ({score}): the picture may show none of its 10 classes."
     expect(page.locator("#answer").get_by_role("status")).to_contain_text(doubt)
     expect(page.locator("#headline")).to_contain_text("class")
     visit.screenshot("page-uncertain")

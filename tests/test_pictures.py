@@ -87,7 +87,7 @@ def test_contact_sheet_names_images_and_classes():
     ]
     figure = mistakes(shown, "title")
     text = [part.strip() for axes in figure.axes for part in (axes.get_title(), *(t.get_text() for t in axes.texts))]
-    assert figure.get_suptitle().startswith("title\nthe surest mistakes")
+    assert figure.get_suptitle().startswith("title\nthe most confident mistakes")
     assert text.count("cat") == text.count("dog, 99 %") == len(shown)
     assert "…xxxxxxxxxxxxxx7.jpg" in text
     assert mistakes([], "title").get_suptitle() == "title\nno mistakes"

@@ -132,7 +132,7 @@ def test_signal_to_all_processes_saves_the_state(commands, place, number):
     assert stopped.code == 128 + number, stopped.output
     assert ("stopping after this step" in stopped.output) == (number == signal.SIGINT)
     *_, said, how = stopped.output.splitlines()
-    assert said == f"stopped at step {state(place / 'runs' / name)['step']} of 30000; go on with:"
+    assert said == f"stopped at step {state(place / 'runs' / name)['step']} of 30000; continue with:"
     assert how == shlex.join(["bkn-zoo", *train, "--resume"])
     assert "Traceback" not in stopped.output
 
@@ -168,16 +168,17 @@ def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
     publish = ("--namespace", "me", "--dry-run")
     for name in ("first", "second"):
         published = commands("publish", f"runs/{name}/{name}", *publish)
-        assert f"me/{name}: runs/{name}/{name} loads, repeats its outputs and is what its card and its record say" in (
-            published.output
+        assert (
+            f"me/{name}: runs/{name}/{name} loads, reproduces its outputs and agrees with its card and its record"
+            in (published.output)
         )
         assert published.code == 0  # without a Hub
         assert f"me/{name}: to send model.safetensors" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")
     apart = commands("publish", "./renamed", "--name", "first", *publish)
-    assert "name the folder of its results by --results" in apart.output
+    assert "pass the folder of its results with --results" in apart.output
     together = commands("publish", "./renamed", "--name", "first", *publish, "--results", "runs/first/results")
-    assert "repeats its outputs" in together.output
+    assert "reproduces its outputs" in together.output
 
 
 def test_folder_of_images_is_all_that_fine_tuning_needs(commands, place):
@@ -203,7 +204,7 @@ def test_unanswered_publication_ends_within_seconds(place):
         )  # fmt: skip
         assert time.monotonic() - started < 60  # some for a busy machine; the client alone would wait for good
     assert done.returncode == 1
-    assert "loads, repeats its outputs" in done.stdout
+    assert "loads, reproduces its outputs" in done.stdout
     assert "the Hub cannot be reached for me/inception_cifar_bkn.cifar10" in done.stderr
     assert "Traceback" not in done.stderr
 

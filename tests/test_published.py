@@ -1,4 +1,4 @@
-"""What published checkpoints are asked later: running averages taken anew, and EvalNorm's rule."""
+"""Later measurements on published checkpoints: recomputed running averages, and EvalNorm's rule."""
 
 import json
 from argparse import Namespace

@@ -19,13 +19,13 @@ def test_fill_replaces_regions_and_keeps_the_rest():
 @pytest.mark.parametrize(
     ("page", "contents", "message"),
     [
-        (PAGE, {"table": "x"}, "page.md: nothing fills the region n"),
+        (PAGE, {"table": "x"}, "page.md: no script fills the region n"),
         (PAGE, {"table": "x", "n": "1", "more": "2"}, "page.md: there is no region for more"),
         ("<!-- begin: a -->\n", {"a": "x"}, "begin: a --> has no partner"),
         ("<!-- end: a -->", {"a": "x"}, "end: a --> has no partner"),
         ("<!-- begin: a --><!-- end: b -->", {"a": "x", "b": "x"}, "begin: a --> has no partner"),
         ("<!-- begin: a --><!-- begin: b --><!-- end: b -->", {"a": "x", "b": "x"}, "begin: a --> has no partner"),
-        (PAGE + PAGE, {"table": "x", "n": "1"}, "the region table is there twice"),
+        (PAGE + PAGE, {"table": "x", "n": "1"}, "the region table occurs twice"),
     ],
 )
 def test_fill_refuses_markers_and_contents_that_differ(page, contents, message):

@@ -47,7 +47,7 @@ def test_records_are_of_planned_runs_and_published_ones_count():
 def test_a_plan_says_what_a_row_does_not_take(tmp_path):
     text = PLAN.read_text().replace('norm = "gn", groups', 'norm = "gn", colour = 1, groups', 1)
     (tmp_path / "plan.toml").write_text(text)
-    with pytest.raises(InputError, match="controls: a row does not take 'colour'"):
+    with pytest.raises(InputError, match="controls: a row has the unknown field 'colour'"):
         read_plan(tmp_path / "plan.toml")
 
 
@@ -72,8 +72,8 @@ def test_averages_taken_anew_or_smaller_groups_do_not_count(tmp_path, arm, more,
         (1.0, 0.2, 20, False, "held"), (0.4, 0.2, 20, False, "within chance"), (-1.0, 0.2, 20, False, "did not hold"),
         (0.5, 0.2, 20, False, "held"), (0.5, 0.2, 4, False, "within chance"), (2.0, 0.2, 1, False, "within chance"),
         (1.1, None, 1, False, "held (one seed)"), (0.9, None, 1, False, "within chance (one seed)"),
-        (0.2, 0.2, 20, True, "held"), (-2.0, 0.2, 20, True, "did not hold"), (0.2, 0.5, 20, True, "cannot be told"),
-        (0.5, None, 1, True, "cannot be told (one seed)"),
+        (0.2, 0.2, 20, True, "held"), (-2.0, 0.2, 20, True, "did not hold"), (0.2, 0.5, 20, True, "undecided"),
+        (0.5, None, 1, True, "undecided (one seed)"),
     ],
 )  # fmt: skip
 def test_a_claim_holds_where_its_interval_does(value, error, freedom, same, verdict):
@@ -135,7 +135,7 @@ def test_few_wild_arms_do_not_make_a_settings_deviation():
 def test_the_page_names_what_a_late_rule_decided(monkeypatch):
     """One that was made with results in view."""
     text = " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
-    assert "leads there over BN with two images by EvalNorm's rule, and with two over BN with whole batches" in text
+    assert "the one over BN with two images with EvalNorm's rule, and the one over BN with whole batches" in text
     found = read_records(RESULTS / "reproduce", RESULTS / "runs")
     setting = next(each for each in PLANNED.experiments if each.name == "cifar10_full")
 
@@ -146,7 +146,7 @@ def test_the_page_names_what_a_late_rule_decided(monkeypatch):
     with_it = gains()
     monkeypatch.setattr(Cell, "learned", lambda *_: True)
     assert with_it - gains() == {
-        "BKN against BN with two, by EvalNorm's rule for both", "BKN with two, against BN with whole batches",
+        "BKN against BN with two, with EvalNorm's rule for both", "BKN with two, against BN with whole batches",
     }  # fmt: skip
 
 

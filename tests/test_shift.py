@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attackers import encoded
+from local_service import LocalService
+from PIL import Image
+from service_process import save_small_checkpoint
 from studies import shift, shift_evaluate, shift_unlabelled
 from studies.figures import plotted
 from studies.full_length import drawn
+from studies.regions import fill
 from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt
 from studies.shift_evaluate import packed, roc_area, unpacked
 from studies.shift_filters import plasma, replaced
@@ -28,12 +33,15 @@ from studies.shift_rules import (
 )
 
 from bkn_zoo import create_model
-from bkn_zoo.errors import UnknownNameError
+from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.inference.drift import Drift
 from bkn_zoo.models import Network
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.augmentation import generator
 from service.batching import Line
 from service.metrics import Metrics
 
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
@@ -230,6 +238,52 @@ def test_blurred_images_lower_confidence_in_metrics() -> None:
     assert means[1] - means[0] < 0.9 * means[0]
 
 
+def textures(count: int, seed: int) -> torch.Tensor:
+    """Images with details, of different brightness and contrast, in bytes."""
+    source = torch.Generator().manual_seed(seed)
+    level, contrast = (torch.rand(count, 1, 1, 1, generator=source) for _ in range(2))
+    noise = torch.randn(count, 3, 32, 32, generator=source)
+    return (255 * (0.3 + 0.4 * level + (0.1 + 0.1 * contrast) * noise)).clamp(0, 255).to(torch.uint8)
+
+
+def as_file(image: torch.Tensor) -> bytes:
+    return encoded(Image.fromarray(image.permute(1, 2, 0).numpy()))
+
+
+@pytest.mark.parametrize("mode", ["population", "expected"])
+def test_drift_of_usual_images_is_spread_evenly(mode: str) -> None:
+    model = trained("bkn", 2)
+    model.default_statistics = mode
+    usual, more = (textures(count, seed) / 255 for count, seed in ((120, 0), (60, 1)))
+    drift = Drift(model, usual)
+    scores = drift(more)
+    assert 0.3 < scores.mean() < 0.7
+    assert torch.equal(drift(more[:1]), scores[:1])  # whatever else is in the batch
+    assert drift(more * 0.2).min() > scores.mean()
+
+
+def test_drift_asks_for_enough_usual_images() -> None:
+    with pytest.raises(InputError, match="20 or more"):
+        Drift(trained("bkn", 2), textures(19, 0) / 255)
+
+
+def test_service_shows_drift_of_blurred_images_in_metrics(tmp_path: Path) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    (tmp_path / "usual").mkdir()
+    for number, image in enumerate(textures(40, 0)):
+        (tmp_path / "usual" / f"{number}.png").write_bytes(as_file(image))
+    flags = ("--models", str(tmp_path / "small"), "--usual-images", str(tmp_path / "usual"))
+    means = []
+    with LocalService(*flags) as service:
+        for severity in (0, 5):
+            replies = [service.ask(body=as_file(image)) for image in corrupt(textures(8, 1), "gaussian_blur", severity)]
+            assert all(0 <= reply.json()["drift"] <= 1 for reply in replies)
+            means.append(service.metric('bkn_drift_sum{model="small"}') / 8)
+        assert service.metric('bkn_drift_count{model="small"}') == 16
+    assert means[0] < 0.8
+    assert means[1] - means[0] > 0.95  # the blurred ones are more unusual than all that are usual
+
+
 def write_cifar(folder: Path) -> None:
     """Both data sets with a few images."""
     rng = np.random.default_rng(0)
@@ -307,6 +361,21 @@ def test_unlabelled_arms_learn_and_are_measured(tmp_path: Path, monkeypatch: pyt
     learned = {"A, R and q, 16 images", "R and q, A = 0, 16 images", "scales and shifts, 16 images"}
     assert set(record["methods"]) >= {"population", "mix, N = 4", "adaptive from population, tuned", *learned}
     assert record["augmented"]
+
+
+def test_page_is_that_of_the_records() -> None:
+    ((page, contents),) = shift.STUDY.regions(shift.STUDY.records(shift.STUDY.results)).items()
+    text = page.read_text()
+    assert fill(text, contents) == text
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))
+def test_every_card_has_a_row_under_shift_for_each_mode(name: str) -> None:
+    card = (CHECKPOINTS / name / "README.md").read_text()
+    section = card.partition("### Under distribution shift")[2].partition("\n#")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == list(MODES)
+    assert all(0 < float(shifted) < float(clean) < 100 for _, clean, shifted in rows)
 
 
 def test_plot_is_that_of_the_records() -> None:

@@ -111,16 +111,16 @@ def test_runs_are_chosen_by_name_and_by_their_data(work, tmp_path, monkeypatch, 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path, capsys):
     for arguments, says in [
-        ([], "nothing to do: --list, --data, --table or --plot"),
+        ([], "nothing to do: choose --list, --data, --table or --plot"),
         (["replication", "--list", "--jobs", "0"], "--jobs must be at least 1"),
-        (["--data", "x"], "--data and --results are for one study"),
+        (["--data", "x"], "--data and --results need one study"),
     ]:
         with pytest.raises(SystemExit):
             parse(arguments, None)
         assert says in capsys.readouterr().err
     for arguments, says in [
         (["--data", str(tmp_path / "none")], "there is no folder"),
-        (["--list", "--set", "epochs"], "--set takes fields as FIELD=VALUE, not 'epochs'"),
+        (["--list", "--set", "epochs"], "--set 'epochs' is not of the form FIELD=VALUE"),
         (["--data", str(tmp_path), "--pack", "x"], "replication uses the data sets as they are"),
     ]:
         with pytest.raises(InputError, match=says):

@@ -93,7 +93,7 @@ def test_version_list_and_import_need_no_library(environment):
     code, printed, error = environment.run("bkn-zoo", "list")
     assert sum(os.times()[2:4]) - before < 1, "seconds of the processor, so that no other process decides"
     assert (code, printed) == (0, "")
-    assert "there are no checkpoints here: put some into the folder that BKN_ZOO_CHECKPOINTS names" in error
+    assert "there are no local checkpoints: set BKN_ZOO_CHECKPOINTS to a folder" in error
     code, printed, error = environment.run("bkn-zoo", "serve")
     assert (code, printed) == (2, "")
     assert error.endswith("run pip install 'bkn-zoo[serve]'.\n")

@@ -120,3 +120,14 @@ def test_imported_checkpoint_agrees_with_its_record(folder):
         assert top1 >= found[kind, "population"] - 3, "all modes stay within three points of population"
     assert record["unknown"]["passing"]["maximum probability"] == min(record["unknown"]["passing"].values())
     assert "Apache License" in (folder / "LICENSE").read_text()
+
+
+@each
+def test_every_checkpoint_says_when_it_is_uncertain(folder: Path) -> None:
+    rows = json.loads((RESULTS / "uncertainty.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["checkpoint"] == folder.name]
+    config, card = Config.read(folder / "config.json"), (folder / "README.md").read_text()
+    assert config.uncertain_below == pytest.approx(row["uncertain_below"], abs=0.01)  # measured on another processor
+    assert row["passing"].keys() == {"maximum probability", "energy", "distance of statistics"}
+    assert "### Images of unknown classes" in card
+    assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card

@@ -1,7 +1,7 @@
 """Which norms are surprised by a corruption, and what it gives to adapt some of them only."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from studies.shift_evaluate import CLEAN, Bench
 from studies.shift_rules import Adaptive, Rule, believing_by, mixed, norms
 
 SEVERITY = 3
-RULES = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8)}
+RULES: dict[str, Callable[[], Rule]] = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8, plain=True)}
 
 
 def kinds(model: nn.Module) -> dict[str, list[RunningNorm]]:
@@ -46,7 +46,9 @@ def only(layers: list[RunningNorm], rule: Rule) -> Rule:
 
 
 @torch.no_grad()
-def layer_study(bench: Bench, images: ArrayImages) -> dict[str, Any]:
+def layer_study(
+    bench: Bench, images: ArrayImages, measured: Mapping[str, Callable[[], Rule]] = RULES
+) -> dict[str, Any]:
     """Accuracy by rule, group of norms and set, at one severity, and the mean D of each group by set."""
     groups = kinds(bench.model)
     rules: dict[str, Rule] = {"population": mixed(math.inf)}

@@ -1,0 +1,194 @@
+"""Converted networks in OpenVINO: their own code writes the graph, and graphs are kept between starts."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from bkn_zoo import convert
+from bkn_zoo.inference import engines, kept_graphs
+from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
+from bkn_zoo.norms import MODES
+
+pytestmark = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
+
+
+def photographs(count, side):
+    return torch.randn(count, 3, 1, 1) + (0.3 + torch.rand(count, 3, 1, 1)) * torch.randn(count, 3, side, side)
+
+
+class Between(nn.Module):
+    """A function between two convolutions with norms, and what follows up to one row for each image."""
+
+    def __init__(self, function, groups=1, outputs=8):
+        super().__init__()
+        self.function = function
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))
+        self.second = nn.Sequential(nn.LazyConv2d(outputs, 3, groups=groups), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x))).flatten(1)
+
+
+def network(model, away_from_start, side=9):
+    torch.manual_seed(0)
+    model(photographs(2, side))  # which gives lazy layers their sizes
+    converted = convert(model, example=photographs(2, side), statistics_batch_size=2)
+    away_from_start(converted)
+    converted.train()(photographs(4, side))
+    return converted.eval()
+
+
+@torch.no_grad()
+def assert_agrees(engine, model, side=9):
+    images = photographs(2, side)
+    for mode in MODES:
+        wanted = model(images, statistics=mode)
+        assert_close(engine(images, mode), wanted, atol=1e-3 * wanted.abs().max().item(), rtol=0)
+
+
+def shuffle(x):
+    images, channels, *size = x.size()
+    x = x.view(images, 2, channels // 2, *size)
+    return torch.transpose(x, 1, 2).contiguous().view(images, -1, *size)
+
+
+def changed_in_place(x):
+    y = F.relu(x, inplace=True)
+    return y + x
+
+
+FUNCTIONS = {
+    "relu": lambda x: F.relu(x) + x,
+    "relu in place": changed_in_place,
+    "relu_": lambda x: x.relu_() * x,
+    "sum in place": lambda x: x.add_(x * 2) - x,
+    "silu": F.silu,
+    "hardswish": lambda x: F.hardswish(x, True),
+    "hardsigmoid": F.hardsigmoid,
+    "gelu": F.gelu,
+    "mish": F.mish,
+    "leaky": lambda x: F.leaky_relu(x, 0.2),
+    "tanh": torch.tanh,
+    "clamp": lambda x: x.clamp(min=-0.5),
+    "hardtanh": lambda x: F.hardtanh(x, -1.0, 2.0, True),
+    "excitation": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
+    "pooled": lambda x: x * torch.sigmoid(F.adaptive_avg_pool2d(x, 1)),
+    "numbers": lambda x: 2 - (1 + x * 3) / 2,
+    "shuffle": shuffle,
+    "halves": lambda x: torch.cat(x.chunk(2, dim=1)[::-1], dim=1),
+    "padded": lambda x: F.pad(x, (1, 2, 0, 1)),
+    "permuted": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.eye(8) * 2).permute(0, 3, 1, 2),
+    "dropout": lambda x: F.dropout(x, training=False),
+    "max pool": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_graph_by_a_network_s_own_code_agrees(name, away_from_start):
+    model = network(Between(FUNCTIONS[name]), away_from_start)
+    engine = OpenVINOEngine(model)
+    assert_agrees(engine, model)
+    assert not engine.translated
+    assert len(engine._prepared) == 2  # `sample` and `expected` share one
+
+
+@pytest.mark.parametrize(("groups", "outputs"), [(2, 8), (8, 8), (4, 16)])
+def test_a_block_diagonal_transition_agrees(groups, outputs, away_from_start):
+    model = network(Between(F.relu, groups, outputs), away_from_start)
+    engine = OpenVINOEngine(model)
+    assert_agrees(engine, model)
+    assert not engine.translated
+
+
+UNKNOWN = {
+    "a function": lambda x: torch.cumsum(x, 1),
+    "a change of what another shows": lambda x: x.flatten(1).relu_() is None or x,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_code_goes_through_openvino_s_frontend(name, away_from_start):
+    model = network(Between(UNKNOWN[name]), away_from_start)
+    engine = OpenVINOEngine(model)
+    assert_agrees(engine, model)
+    assert engine.translated
+
+
+def test_a_value_that_decides_is_refused(away_from_start):
+    model = network(Between(lambda x: x * 2 if x.sum() > 0 else x), away_from_start)
+    with pytest.raises(engines.InputError, match="choose engine='torch'"):
+        OpenVINOEngine(model)(photographs(1, 9), "population")
+
+
+class Counting(Between):
+    def __init__(self):
+        super().__init__(F.relu)
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_network_that_counts_its_calls_is_left_as_it_was(away_from_start):
+    model = network(Counting(), away_from_start)
+    before = model.calls.clone()
+    with pytest.raises(engines.InputError, match="changes its buffer calls in each call"):
+        OpenVINOEngine(model)(photographs(1, 9))
+    assert model.calls == before
+
+
+def test_without_a_group_an_image_s_own_statistics_count(away_from_start):
+    model = network(Between(F.relu), away_from_start)
+    model.statistics_batch_size = None
+    assert_agrees(OpenVINOEngine(model), model)
+
+
+def test_auto_chooses_openvino_where_the_network_writes_its_graph(away_from_start):
+    assert type(create_engine(network(Between(F.relu), away_from_start))) is OpenVINOEngine
+    other = network(Between(UNKNOWN["a function"]), away_from_start)
+    assert type(create_engine(other)) is TorchEngine
+
+
+@pytest.fixture
+def compilations(tmp_path, monkeypatch):
+    """Of graphs that were compiled, and not read; whatever is compiled is kept."""
+    monkeypatch.setenv("BKN_ZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_graphs, "WORTHWHILE", -1.0)
+    monkeypatch.setattr(kept_graphs, "PAUSE", 0.0)
+    found, compiled = [], engines.compiled
+    monkeypatch.setattr(engines, "compiled", lambda *args: found.append(args) or compiled(*args))
+    return found
+
+
+def start(model, mode="sample"):
+    logits = OpenVINOEngine(model)(torch.ones(1, 3, 9, 9), mode)
+    for thread in threading.enumerate():
+        if thread.name == "keeper of graphs":
+            thread.join()
+    return logits
+
+
+def test_a_converted_network_s_graph_is_kept_between_starts(compilations, away_from_start):
+    model = network(Between(F.relu), away_from_start)
+    first = start(model)
+    assert_close(start(model), first, atol=1e-5, rtol=0)
+    assert len(compilations) == 1
+    start(model, "population")
+    assert len(compilations) == 2
+    with torch.no_grad():
+        model.first[0].weight[0, 0, 0, 0] += 1
+    start(model)
+    assert len(compilations) == 3
+
+
+def test_other_code_of_a_converted_network_has_another_graph(compilations, away_from_start):
+    model = network(Between(F.relu), away_from_start)
+    before = start(model)
+    model.function = F.silu  # as if the class's own code had changed
+    assert (start(model) - before).abs().max() > 1e-3
+    assert len(compilations) == 2
