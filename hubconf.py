@@ -1,6 +1,6 @@
 """Entry points for torch.hub: every registered model, as in torch.hub.load(repository, "inception_v2_bkn").
 
-With pretrained=True comes the checkpoint of that network; where there are several, name one, as in
+pretrained=True loads the checkpoint of that network. If there are several, name one, as in
 pretrained="inception_cifar_bkn.cifar10". Other options are those of bkn_zoo.create_model.
 """
 
@@ -14,12 +14,12 @@ dependencies = ["torch", "safetensors", "huggingface_hub"]
 
 
 def _load(architecture: str, pretrained: bool | str = False, **options: typing.Any) -> bkn_zoo.Network:
-    """A fresh network or, with `pretrained`, that of a checkpoint, in evaluation mode."""
+    """A new network or, with `pretrained`, the network of a checkpoint in evaluation mode."""
     if not isinstance(pretrained, str):
         return bkn_zoo.create_model(architecture, pretrained=pretrained, **options)
     model = bkn_zoo.create_model(pretrained, pretrained=True, **options)
     if model.name != architecture:
-        raise errors.InputError(f"{pretrained} is a {model.name}: load it by that name.")
+        raise errors.InputError(f"{pretrained} is a checkpoint of {model.name}: load it under that name.")
     return model
 
 

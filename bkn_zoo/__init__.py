@@ -1,7 +1,7 @@
 """Batch Kalman Normalization: the layer, networks that use it, and their checkpoints.
 
-Every name is imported when it is first used: who wants the layer does not wait for the Hub, images or OpenVINO, and who
-lists checkpoints not even for PyTorch.
+Every name is imported at its first use. So using the layer does not import the Hub, images or OpenVINO, and listing
+checkpoints does not import PyTorch.
 """
 
 from importlib import import_module
@@ -92,10 +92,10 @@ ROOMS = {
     "save_pretrained": "bkn_zoo.checkpoints.folder",
     "train": "bkn_zoo.training.run",
 }
-"""Where the names above are at home that are not imported yet."""
+"""The modules of the names above."""
 
 WINGS = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
-"""Rooms that can be entered as `bkn_zoo.norms` can, without importing them first."""
+"""Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""
 
 
 def __getattr__(name: str) -> Any:
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
         value = import_module(f"bkn_zoo.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # so that it is looked for once
+    globals()[name] = value  # look it up only once
     return value
 
 

@@ -1,4 +1,4 @@
-"""The cores and devices that this process may use: no more cores than its affinity and its quota leave it."""
+"""The cores and devices that this process may use, according to its CPU affinity and quota."""
 
 import math
 import os
@@ -11,59 +11,59 @@ _sharers = 1
 
 
 def allowed_cores() -> int:
-    """Those that its threads may run on."""
+    """The cores that the threads of this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """As many of them as the quota of its control groups, a container's or a service's, is; a part counts as one."""
+    """The number of these cores, limited by the CPU quota of its control groups. A fraction of a core counts as one."""
     quota = _quota(root) / _sharers
     return allowed_cores() if quota >= allowed_cores() else max(1, math.ceil(quota))
 
 
 def share_quota(processes: int) -> None:
-    """Let this process take no more of the quota than one of so many that share it."""
+    """Divide the quota by the number of processes that share it."""
     global _sharers
     _sharers = processes
 
 
 def keep_to_quota() -> None:
-    """Let PyTorch start no more threads than a quota leaves cores: for programs, since it is of the whole process."""
-    import torch  # in these functions only: cores are counted in processes that do not import it
+    """Limit PyTorch's threads to the quota. Only programs should call this, because it affects the whole process."""
+    import torch  # imported here, because processes without PyTorch count cores, too
 
     if usable_cores() < min(allowed_cores(), torch.get_num_threads()):
         torch.set_num_threads(usable_cores())
 
 
 def default_device() -> str:
-    """The device to use where the caller names none."""
+    """The default device."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
-    """Refuse one that PyTorch does not know or find, or that nothing can be read from, as "meta"."""
+    """Refuse a device that is unknown, not available, or without data, such as "meta"."""
     import torch
 
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, ImportError):
-        there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise InputError(f"device {device!r} is nothing that PyTorch finds here: choose from {there}.") from None
+        there = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"device {device!r} is not available: choose {there}.") from None
 
 
 def _quota(root: Path) -> float:
-    """In cores; infinite where there is none. A group's holds for those within it, too, so that the least counts."""
-    own = {"": "/", "cpu": "/"}  # the group that this process is in, of the second version of groups and of the first
-    with suppress(OSError, ValueError):  # another system
+    """The quota in cores, or infinity. The quota of a group includes the groups inside, so the smallest one counts."""
+    own = {"": "/", "cpu": "/"}  # the group of this process, in version 2 and version 1 of control groups
+    with suppress(OSError, ValueError):  # not Linux
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             own |= dict.fromkeys(controllers.split(","), name)
     least = math.inf
     for version, files in (("", ["cpu.max"]), ("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"])):
         group = PurePosixPath(own[version])
-        # In a container the group may go by the name that it has outside, and be found at the top.
+        # In a container, the group may have its outside name but be mounted at the top.
         for place in (group, *group.parents):
             folder = root / "sys/fs/cgroup" / version / str(place).lstrip("/")
             with suppress(OSError, ValueError):  # missing, or "max"

@@ -1,4 +1,4 @@
-"""`bkn_zoo.create_model`: a network by its name, fresh or pretrained."""
+"""`bkn_zoo.create_model`: a network by its name, new or pretrained."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,36 +13,36 @@ from bkn_zoo.models import Network, list_models
 
 
 def create_model(name: str, num_classes: int | None = None, *, pretrained: bool = False, **options: Any) -> Network:
-    """A network: the zoo's own, or one of torchvision's or timm's with BKN for batch normalization.
+    """Create a network: one of the zoo, or one of torchvision or timm with BKN instead of batch normalization.
 
-    A fresh network is in training mode, a pretrained one in evaluation mode.
+    A new network is in training mode, a pretrained one in evaluation mode.
 
     Args:
         name: one of `list_models()`, or "torchvision:NAME" or "timm:NAME". With `pretrained`, also the name of a
-            checkpoint, as `from_pretrained` takes it.
-        num_classes: outputs of the classifier. By default those of the data set that the network was designed for, or
-            of the checkpoint; with another number than a checkpoint's, the classifier is initialized anew.
-        pretrained: load weights: those of the checkpoint of this name, of the one local checkpoint of this network, or
-            the library's own, which are downloaded.
-        options: of a fresh network. For `_bkn`, `shared_process_noise`, `initial_gain`, `initial_belief`, `centered`
-            and, for ablations, `link`; for `_brn`, `warmup`, `r_steps` and `d_steps`; for `_gn`, `channels_per_group`;
-            for a library's network, numbers and lists of numbers that its builder takes.
+            checkpoint, as in `from_pretrained`.
+        num_classes: outputs of the classifier. The default is that of the data set that the network was designed for,
+            or of the checkpoint. If it differs from a checkpoint's, the classifier is initialized.
+        pretrained: whether to load weights: those of the checkpoint with this name, of the only local checkpoint of
+            this network, or the library's own, which are downloaded.
+        options: options of a new network. For `_bkn`: `shared_process_noise`, `initial_gain`, `initial_belief`,
+            `centered` and, for ablations, `link`. For `_brn`: `warmup`, `r_steps` and `d_steps`. For `_gn`:
+            `channels_per_group`. For a library's network: numbers and lists of numbers for its constructor.
     """
     if not pretrained:
         network, dot, _ = name.partition(".")
         if dot and network in list_models():
-            raise UnknownNameError(f"{name!r} is the name of a checkpoint: pass pretrained=True, or take {network!r}.")
+            raise UnknownNameError(f"{name!r} is the name of a checkpoint: pass pretrained=True, or use {network!r}.")
         return build(name, num_classes, **options)
     if of_library(name):
         return from_library(name, num_classes, options, pretrained=True).eval()
     if options:
-        raise InputError(f"a pretrained network is as it was trained: leave out {', '.join(options)}.")
+        raise InputError(f"a pretrained network keeps the options of its training: omit {', '.join(options)}.")
     model = from_pretrained(checkpoint_of(name) if name in list_models() else name)
     return model if num_classes in (None, model.num_classes) else _with_classes(model, num_classes)
 
 
 def checkpoint_of(architecture: str) -> str:
-    """The name of the one checkpoint of a network on this machine."""
+    """The name of the only checkpoint of a network on this machine."""
 
     def trained(name: str) -> str:
         return Config.read(find(name) / CONFIG).architecture
@@ -60,9 +60,9 @@ def checkpoint_of(architecture: str) -> str:
 
 
 def _with_classes(model: Network, num_classes: int | None) -> Network:
-    """The network with a fresh classifier of so many classes, and what its config says apart from the classes."""
+    """The network with a new classifier for `num_classes` classes; its config keeps everything but the classes."""
     changed = build(model.name, num_classes, **model.norm_options)
-    own, fresh = model.state_dict(), changed.state_dict()  # layers make what they lack, such as centers, as they load
+    own, fresh = model.state_dict(), changed.state_dict()  # loading adds missing parameters to layers, such as centers
     kept = {name: tensor for name, tensor in own.items() if tensor.shape == fresh.get(name, tensor).shape}
     changed.load_state_dict(kept, strict=False)
     changed.statistics_batch_size = model.statistics_batch_size

@@ -1,11 +1,11 @@
-"""Every error that bkn_zoo raises on purpose: one family, one sentence each, with the remedy in the sentence."""
+"""All errors of bkn_zoo. Each message is one sentence that says what is wrong and what to do."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class BknZooError(ValueError):
-    """Base of all errors that name something the caller can mend."""
+    """Base class of all errors of bkn_zoo. Each names something that the caller can fix."""
 
 
 class UnknownNameError(BknZooError):
@@ -13,7 +13,7 @@ class UnknownNameError(BknZooError):
 
 
 class InputError(BknZooError):
-    """A tensor, batch size or option that the network cannot take."""
+    """A tensor, batch size or option that is not valid."""
 
 
 class CheckpointError(BknZooError):
@@ -25,15 +25,15 @@ class ImageError(InputError):
 
 
 class ImageFormatError(ImageError):
-    """Not an image, or of a format that is not accepted."""
+    """Not an image, or an image in an unsupported format."""
 
 
 class ImageTooLargeError(ImageError):
-    """More bytes or pixels than allowed; found before anything is decoded."""
+    """An image with too many bytes or pixels; raised before it is decoded."""
 
 
 class BrokenImageError(ImageError):
-    """An image of an accepted format that cannot be decoded."""
+    """An image in a supported format that cannot be decoded."""
 
 
 class DamagedFileError(CheckpointError):
@@ -45,23 +45,23 @@ class DamagedFileError(CheckpointError):
 
 
 class HubError(BknZooError):
-    """The Hugging Face Hub, or the disk that its files go to, stands in the way."""
+    """An error of the Hugging Face Hub, or of the disk with its cache."""
 
 
 class HubAccessError(HubError):
-    """The token is missing, wrong or without the right (401, 403)."""
+    """The token is missing or invalid, or lacks the required right (401, 403)."""
 
 
 class HubNotFoundError(HubError):
-    """No such repository or revision (404)."""
+    """The repository or revision does not exist (404)."""
 
 
 class HubUnavailableError(HubError):
-    """The Hub is busy, failing, out of reach or switched off by HF_HUB_OFFLINE: later it may work."""
+    """The Hub is busy, fails, cannot be reached, or is disabled by HF_HUB_OFFLINE. Trying again later may work."""
 
 
 class ConversionError(BknZooError):
-    """A network that `convert` cannot make a BKN network of."""
+    """A network that `convert` cannot convert."""
 
 
 class TrainingError(BknZooError):
@@ -73,6 +73,6 @@ class NonFiniteLossError(TrainingError):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A question that names the closest of the choices, for an error about a word; empty if none is close."""
+    """A question with the closest of the choices, for errors about unknown words; empty if none is close."""
     close = get_close_matches(word, list(choices), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,6 +1,6 @@
-"""One checker for what people write into files: fields, types and ranges, each refused in a sentence.
+"""Checks the fields of files that people write: names, types and ranges.
 
-A dataclass says by its annotations what its fields take and, where the type does not say it all, by a `Rule` with them:
+The annotations of a dataclass define the types of its fields. A `Rule` in an annotation restricts the values further:
 
     epochs: Annotated[int, Rule(lambda value: value >= 1, "a whole number of at least 1")]
 """
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 
 class Rule(NamedTuple):
-    """What a value of the right type must be besides, and the words for all that it must be."""
+    """A condition for values of the right type, and a description of valid values."""
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -40,10 +40,10 @@ def refuse_unknown(name: str) -> NoReturn:
 def make(
     kind: type[Made], data: dict[str, Any], prefix: str = "", *, unknown: Callable[[str], object] = refuse_unknown
 ) -> Made:
-    """The dataclass that a file describes, and those in it; a required field that is missing is an error.
+    """Build a dataclass, and those inside, from the content of a file; a missing required field is an error.
 
     Args:
-        unknown: called with the name of each field that the dataclass does not have, which is then left out.
+        unknown: called with the name of each unknown field, which is then ignored.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, field in fields.items():
@@ -63,7 +63,7 @@ def make(
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:
-    """Refuse a dataclass whose fields do not hold what their annotations say."""
+    """Refuse a dataclass whose fields do not fit their annotations."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         check(prefix + name, getattr(settings, name), hint)
 
@@ -72,7 +72,7 @@ def check(name: str, value: Any, hint: Any) -> None:
     """Refuse a value that does not fit its annotation."""
     if _fits(value, hint):
         return
-    if get_origin(hint) is dict and isinstance(value, dict):  # the entry that is wrong says more than all of them
+    if get_origin(hint) is dict and isinstance(value, dict):  # name the wrong entry, not the whole dict
         of_keys, of_values = get_args(hint)
         for key, inner in value.items():
             check(f"a key of {name}", key, of_keys)
@@ -106,7 +106,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def wanted(hint: Any) -> str:
-    """What a value must be, in words, by its annotation."""
+    """A description of the valid values of an annotation."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Annotated:
         return inner[1].wanted

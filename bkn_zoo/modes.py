@@ -1,4 +1,4 @@
-"""Whose statistics normalize an image: the modes, and the choice for one call. Plain Python, for who needs no more."""
+"""The statistics modes, and the choice of one for a call. Plain Python, so that it can be imported without torch."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ MODES = ("population", "sample", "expected")
 
 
 class Statistics(NamedTuple):
-    """What a forward pass normalizes by; made once per call by the network and handed to every layer.
+    """The statistics that a forward pass normalizes with. The network passes them to every layer.
 
     Attributes:
         mode: "batch" in training; at inference one of `MODES`.
-        group: images per statistics group ("batch"), or the group size met in training ("expected"); None means the
+        group: images per statistics group ("batch"), or the group size in training ("expected"); None means the
             whole batch.
     """
 
@@ -24,19 +24,18 @@ def choose_statistics(training: bool, mode: str | None, group: int | None, defau
     """The statistics for one call of a module in training or evaluation mode."""
     if group is not None and (not isinstance(group, int) or group < 1):
         raise InputError(
-            f"statistics_batch_size is {group!r}, but must be a whole number of at least 1, or None for whole batches."
+            f"statistics_batch_size is {group!r}: choose a whole number of at least 1, or None for whole batches."
         )
     if training:
         if mode is not None:
             raise InputError(
-                f"statistics={mode!r} chooses what normalizes at inference, but the model is in training mode: "
-                "call model.eval() first."
+                f"statistics={mode!r} is for inference, but the model is in training mode: call model.eval() first."
             )
         return Statistics("batch", group)
     mode = default if mode is None else mode
     if mode not in MODES:
         raise UnknownNameError(f"unknown statistics {mode!r}: choose one of {', '.join(MODES)}.")
     if mode == "expected" and group is None:
-        # One image among a whole large batch hardly moves its statistics: those it expects are the population's.
+        # One image hardly changes the statistics of a large batch, so the expected statistics are the population's.
         return Statistics("population")
     return Statistics(mode, group)

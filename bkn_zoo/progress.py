@@ -1,4 +1,4 @@
-"""Tells those who wait how far a thing is, on standard error: at a terminal after two seconds, or in rare lines."""
+"""Shows progress on standard error: a bar in a terminal after two seconds, otherwise a line every half minute."""
 
 import os
 import sys
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 2.0  # seconds that anybody waits without being told
-TICK = 0.2  # and between what they are told
-EVERY = 30.0  # seconds between lines, where no terminal shows a bar
+PATIENCE = 2.0  # seconds before a bar appears
+TICK = 0.2  # seconds between updates
+EVERY = 30.0  # seconds between lines without a terminal
 
 
 @contextmanager
 def bar(total: int | None, what: str, unit: str, lines: bool = False) -> Iterator[Callable[[int], object]]:
-    """For what has parts; gives what to call with the number of those that were done since the last call.
+    """Progress of work in parts. Yields a function to call with the number of parts done since the last call.
 
-    With `lines`, a line is printed every half minute where there is no terminal.
+    With `lines`, a line is printed every half minute if there is no terminal.
     """
     count = 0
 
@@ -31,7 +31,7 @@ def bar(total: int | None, what: str, unit: str, lines: bool = False) -> Iterato
 
 @contextmanager
 def bars_like(theirs: Any) -> Iterator[Any]:
-    """For a library that takes a class of bars, given its own: they are as patient as ours, and gone in the end."""
+    """A class of bars for a library, based on its own: they also appear after two seconds, and disappear at the end."""
     made: list[Any] = []
 
     class Patient(theirs):
@@ -41,7 +41,7 @@ def bars_like(theirs: Any) -> Iterator[Any]:
             made.append(self)
 
         def display(self, *args: Any, **options: Any) -> None:
-            if time.monotonic() >= begun + PATIENCE:  # which the library may ask for at any time
+            if time.monotonic() >= begun + PATIENCE:  # the library may update at any time
                 super().display(*args, **options)
 
     begun = time.monotonic()
@@ -54,18 +54,18 @@ def bars_like(theirs: Any) -> Iterator[Any]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """For what has no parts: the seconds that it has taken."""
+    """Progress of work without parts: shows the elapsed seconds."""
     with _shown(lambda: 0, False, desc=what, bar_format="{desc}: {elapsed}"):
         yield
 
 
 def speaks() -> bool:
-    """Whether this process says what all know that torchrun started together: the first of them."""
+    """Whether this is the first process of torchrun, which prints for all of them."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def say(line: str) -> None:
-    """A line of its own on standard error, above whatever bars there are."""
+    """Print a line on standard error, above any bars."""
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)
@@ -77,7 +77,7 @@ def _shown(count: Callable[[], int], lines: bool, **looks: Any) -> Iterator[None
         yield
         return
     over = threading.Event()
-    # A thread, since one part may take as long as it likes.
+    # A thread, because one part may take any time.
     show = _show if sys.stderr.isatty() else _tell
     thread = threading.Thread(target=show, args=(count, over, looks), daemon=True)
     thread.start()
@@ -89,7 +89,7 @@ def _shown(count: Callable[[], int], lines: bool, **looks: Any) -> Iterator[None
 
 
 def _tell(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:
-    """Lines in a file, a pipe or a log."""
+    """Print lines of progress, for a file, a pipe or a log."""
     begun = time.monotonic()
     while not over.wait(EVERY):
         done = f"{count():,} of {looks['total']:,}, " if looks.get("total") else ""

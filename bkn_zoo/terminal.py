@@ -1,13 +1,13 @@
-"""Text from strangers (labels, file names, fields of a config) as a terminal may show it."""
+"""Makes untrusted text (labels, file names, fields of a config) safe for a terminal."""
 
 import unicodedata
 
 
 def printable(text: object) -> str:
-    """Text on one line, in which characters that a terminal would obey rather than show are escaped.
+    """The text on one line, with escaped control characters.
 
-    These are control characters, such as those that move the cursor or set the window's title, line breaks, and
-    invisible ones that change the order of others. All letters and spaces stay as they are.
+    Control characters move the cursor, set the window's title, break lines, or invisibly change the order of other
+    characters. Letters and spaces stay the same.
     """
     return "".join(
         letter if letter.isprintable() or unicodedata.category(letter) == "Zs" else _escaped(letter)

@@ -1,3 +1,3 @@
-"""The version, here alone: the package, its metadata and what it writes take it from this file."""
+"""The version of the package. This is its only definition."""
 
 __version__ = "0.1.0"

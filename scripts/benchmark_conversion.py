@@ -1,131 +1,165 @@
 """Step and inference time of a converted ResNet50, relative to the conversion of an earlier commit, in one run.
 
-mkdir before && git archive ae70858 bkn_zoo | tar -x -C before
-python scripts/benchmark_conversion.py --before before                  # eager and compiled, on a CPU
-python scripts/benchmark_conversion.py --before before --device cuda    # eager, compiled and captured, on a GPU
+mkdir -p runs/before && git archive ae70858 bkn_zoo | tar -x -C runs/before
+python scripts/benchmark_conversion.py --before runs/before                                    # on a CPU
+python scripts/benchmark_conversion.py --before runs/before --device cuda                      # on a GPU
+python scripts/benchmark_conversion.py --before runs/before --ways compiled --tasks sample     # a piece of it
 
-Each version runs in a process of its own; the two take turns, and a ratio is that of two turns next to each other.
-Writes results/benchmark_conversion.<device>.json, where rows of other ways and tasks stay.
+Each way and task has two processes, one per version. All of them get ready at the same time, which is what takes long.
+A pair that is ready takes turns while the others are stopped; a ratio is that of two turns next to each other. Writes
+results/benchmark_conversion.<device>.json after every pair; rows of other ways and tasks stay.
 """
 
 import argparse
 import json
 import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-WAYS = {"cpu": ("eager", "compiled"), "cuda": ("eager", "compiled", "captured")}
-SIZES = {"cpu": (2, 64, 2), "cuda": (32, 224, 30)}
+WAYS = {"cpu": ("eager", "compiled"), "cuda": ("eager", "captured", "compiled")}
+SIZES = {"cpu": (2, 64, 2), "cuda": (32, 224, 5)}
 """Images in a batch, their side, and runs in a turn."""
-TASKS = ("step", "population", "sample")
+TASKS = ("population", "sample", "step")
+Pair = dict[str, "subprocess.Popen[str]"]
 
 
-def work(device: str) -> None:
-    """What a process does: it reads "way task" from its input, runs that for a turn, and writes the seconds."""
+def work(device: str, way: str, task: str) -> None:
+    """What a process does: it gets ready, and for each line that it reads it runs for a turn and writes the seconds."""
+    import torch
+
+    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
+    run = prepare(device, way, task)
+    # On a CPU, in one thread, the time of the process: what else runs there does not count.
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began = clock()
+        for _ in range(SIZES[device][2]):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        print((clock() - began) / SIZES[device][2], flush=True)
+
+
+def prepare(device: str, way: str, task: str) -> Callable[[], Any]:
+    """A training step, or inference, of a converted network, that has run already."""
     import torch
     import torchvision
 
     import bkn_zoo
 
     torch.manual_seed(0)
-    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
-    count, side, runs = SIZES[device]
+    count, side, _ = SIZES[device]
     images = torch.randn(count, 3, side, side, device=device)
     network: Any = bkn_zoo.convert(torchvision.models.resnet50(num_classes=10), statistics_batch_size=1).to(device)
-    ready: dict[tuple[str, str], Callable[[], Any]] = {}
+    network.train(task == "step")
+    options = {} if task == "step" else {"statistics": task}
+    called = torch.compile(network) if way == "compiled" else network
 
-    def prepare(way: str, task: str) -> Callable[[], Any]:
-        network.train(task == "step")
-        options = {} if task == "step" else {"statistics": task}
-        called = torch.compile(network) if way == "compiled" else network
+    def run() -> None:
+        with torch.set_grad_enabled(task == "step"):
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                output = called(images, **options)
+            if task == "step":
+                network.zero_grad(set_to_none=False)
+                output.float().square().mean().backward()
 
-        def run() -> None:
-            with torch.set_grad_enabled(task == "step"):
-                with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                    output = called(images, **options)
-                if task == "step":
-                    network.zero_grad(set_to_none=False)
-                    output.float().square().mean().backward()
-
-        for _ in range(3):
-            run()
-        if way != "captured":
-            return run
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    for line in sys.stdin:
-        way, task = line.split()
-        run = ready.get((way, task)) or ready.setdefault((way, task), prepare(way, task))
-        network.train(task == "step")
+    for _ in range(2):
         run()
-        wait()
-        # On a CPU, in one thread, the time of the process: what else runs there does not count.
-        clock = time.process_time if device == "cpu" else time.perf_counter
-        began = clock()
-        for _ in range(runs):
+    if way != "captured":
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
             run()
-        wait()
-        print((clock() - began) / runs, flush=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph.replay
 
 
-def main(before: Path, device: str, rounds: int, ways: list[str], tasks: list[str]) -> None:
-    processes = {
+def start(before: Path, device: str, way: str, task: str) -> Pair:
+    command = [sys.executable, __file__, "--work", way, task, "--device", device]
+    shared = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4" if device == "cuda" else "1"}
+    return {
         name: subprocess.Popen(
-            [sys.executable, __file__, "--work", "--device", device],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(folder)},
+            command, env=shared | {"PYTHONPATH": str(folder)}, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         for name, folder in (("before", before.resolve()), ("now", ROOT))
     }  # fmt: skip
 
-    def turn(name: str, way: str, task: str) -> float:
-        process = processes[name]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(way, task, file=process.stdin, flush=True)
-        return float(process.stdout.readline())
 
-    rows = []
-    for way in ways:
-        for task in tasks:
-            pairs = [(turn("before", way, task), turn("now", way, task)) for _ in range(rounds + 1)][1:]
-            ratios = [now / then for then, now in pairs]
-            rows.append({
-                "way": way, "task": task, "before_ms": 1000 * statistics.median(then for then, _ in pairs),
-                "now_ms": 1000 * statistics.median(now for _, now in pairs), "ratio": statistics.median(ratios),
-                "lowest": min(ratios), "highest": max(ratios),
-            })  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
-    for process in processes.values():
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
+def read(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()  # empty if it has ended
+
+
+def turn(process: "subprocess.Popen[str]") -> float:
+    assert process.stdin is not None
+    print(file=process.stdin, flush=True)
+    return float(read(process))
+
+
+def signal_all(pairs: Iterable[Pair], number: int) -> None:
+    for process in (process for pair in pairs for process in pair.values()):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def measure(pair: Pair, way: str, task: str, rounds: int) -> dict[str, Any]:
+    times = [(turn(pair["before"]), turn(pair["now"])) for _ in range(rounds + 1)][1:]
+    ratios = [now / then for then, now in times]
+    return {
+        "way": way, "task": task, "before_ms": 1000 * statistics.median(then for then, _ in times),
+        "now_ms": 1000 * statistics.median(now for _, now in times), "ratio": statistics.median(ratios),
+        "lowest": min(ratios), "highest": max(ratios), "rounds": rounds,
+    }  # fmt: skip
+
+
+def save(device: str, row: dict[str, Any]) -> None:
     from bkn_zoo.publishing.results import write_results
 
     count, side, runs = SIZES[device]
     output = ROOT / "results" / f"benchmark_conversion.{device}.json"
-    new = {(row["way"], row["task"]) for row in rows}
-    earlier = json.loads(output.read_text())["rows"] if output.exists() else []
-    rows = [row for row in earlier if (row["way"], row["task"]) not in new] + rows
-    write_results(output, rows, seed=0, images=count, side=side, runs=runs, rounds=rounds, before="ae70858")
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    found = {(each["way"], each["task"]): each for each in [*rows, row]}
+    rows = [found[way, task] for way in WAYS[device] for task in TASKS if (way, task) in found]
+    write_results(output, rows, seed=0, images=count, side=side, runs=runs, before="ae70858")
+
+
+def main(before: Path, device: str, rounds: int, ways: list[str], tasks: list[str], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    pieces = {(way, task): start(before, device, way, task) for way in ways for task in tasks}
+    waiting = {process.stdout: process for pair in pieces.values() for process in pair.values()}
+    ready = set()
+    try:
+        while waiting and (pipes := select.select(list(waiting), [], [], max(0, end - time.monotonic()))[0]):
+            ready |= {process for process in map(waiting.pop, pipes) if read(process)}  # nothing to read: it has failed
+            for piece in [piece for piece, pair in pieces.items() if ready.issuperset(pair.values())]:
+                pair = pieces.pop(piece)
+                signal_all(pieces.values(), signal.SIGSTOP)
+                row = measure(pair, *piece, rounds)
+                signal_all([pair], signal.SIGKILL)
+                signal_all(pieces.values(), signal.SIGCONT)
+                print(json.dumps(row), flush=True)
+                save(device, row)
+        if pieces:
+            sys.exit(f"failed, or not ready in {seconds:g} seconds: {', '.join(' '.join(piece) for piece in pieces)}")
+    finally:
+        signal_all(pieces.values(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
@@ -135,9 +169,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ways", nargs="+", choices=WAYS["cuda"])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=3600, help="measure nothing that is not ready by then")
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
-        work(given.device)
+        work(given.device, *given.work)
     else:
-        main(given.before, given.device, given.rounds, given.ways or list(WAYS[given.device]), given.tasks)
+        ways = given.ways or list(WAYS[given.device])
+        main(given.before, given.device, given.rounds, ways, given.tasks, given.seconds)

@@ -132,7 +132,9 @@ def check(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         safetensors.torch.save_model(converted, str(file))
-        again: Any = convert(case.build(), **example, statistics_batch_size=1)
+        again: Any = convert(original, **example, statistics_batch_size=1)
+        for tensor in again.state_dict().values():  # so that none is right before it is loaded
+            tensor.zero_()
         safetensors.torch.load_model(again, file)
     row["round_trip"] = max(
         difference(outputs(converted, one, statistics=mode), outputs(again, one, statistics=mode)) for mode in MODES
@@ -167,11 +169,10 @@ def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
     write_results(OUTPUT, kept, seed=0, earlier_commands=earlier, libraries=versions)
 
 
-def main(names: list[str], resume: bool, seconds: float) -> None:
+def main(names: list[str], resume: bool, seconds: float, processes: int) -> None:
     before = json.loads(OUTPUT.read_text()) if (names or resume) and OUTPUT.exists() else {"rows": []}
-    known = {
-        f"{row['library']} {row['name']}" for row in before["rows"] if "seconds" in row
-    }  # older versions wrote none
+    # Older versions wrote no seconds.
+    known = {f"{row['library']} {row['name']}" for row in before["rows"] if "seconds" in row}
     wanted = [case for case in cases() if not names or case.name in names]
     wanted.sort(key=lambda case: not case.with_example)  # small ones first
     chosen = [f"{case.library} {case.name}" for case in wanted]
@@ -182,7 +183,7 @@ def main(names: list[str], resume: bool, seconds: float) -> None:
     for first in range(0, len(chosen), TOGETHER):
         if time.monotonic() - began > seconds:
             break
-        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             for row in filter(None, pool.map(try_check, chosen[first : first + TOGETHER])):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
@@ -194,6 +195,7 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", metavar="name")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more networks after this time")
+    parser.add_argument("--processes", type=int, default=2, help="that check at the same time (default: 2)")
     parser.add_argument("--recipes", action="store_true", help="run the recipes of docs/conversion.md instead")
     given = parser.parse_args()
     if given.recipes:
@@ -203,4 +205,4 @@ if __name__ == "__main__":
     else:
         if unknown := set(given.names) - {case.name for case in cases()}:
             parser.error(f"unknown network: {', '.join(sorted(unknown))}.")
-        main(given.names, given.resume, given.seconds)
+        main(given.names, given.resume, given.seconds, given.processes)

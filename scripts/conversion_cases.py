@@ -36,7 +36,7 @@ DETECTORS = (
     "fasterrcnn_resnet50_fpn_v2", "fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn_v2",
     "maskrcnn_resnet50_fpn_v2", "ssdlite320_mobilenet_v3_large",
 )  # fmt: skip
-VIDEO = {"r3d_18": 32, "mc3_18": 32, "r2plus1d_18": 32, "s3d": 64}
+VIDEO = {"r3d_18": 32, "mc3_18": 32, "r2plus1d_18": 32, "s3d": 224}
 SMP = ("Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "PSPNet", "Linknet", "MAnet", "PAN", "UPerNet")
 
 
@@ -57,8 +57,8 @@ class Case:
     with_example: bool = True
 
 
-def images(*shape: int) -> Callable[[int], Any]:
-    return lambda count: torch.randn(count, *shape)
+def images(*shape: int, most: int = 4) -> Callable[[int], Any]:
+    return lambda count: torch.randn(min(count, most), *shape)
 
 
 def pixel_values(side: int) -> Callable[[int], Any]:
@@ -101,7 +101,7 @@ def detectors() -> Iterator[Case]:
 def videos() -> Iterator[Case]:
     for name, side in VIDEO.items():
         build = partial(torchvision.models.get_model, name, weights=None, num_classes=4)
-        yield Case("torchvision, video", name, build, images(3, 16, side, side))
+        yield Case("torchvision, video", name, build, images(3, 16, side, side, most=4 if side < 200 else 2))
 
 
 def of_transformers(network: str, config: str, options: dict[str, Any], parts: dict[str, Any]) -> nn.Module:

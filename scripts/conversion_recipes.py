@@ -120,7 +120,8 @@ def for_ultralytics() -> tuple[dict[str, Any], Callable[[dict[str, Any]], Found]
 
     def finish(names: dict[str, Any]) -> Found:
         rows = [line.split(",") for line in Path(names["yolo"].trainer.csv).read_text().splitlines()]
-        losses = [float(row[rows[0].index("train/box_loss")]) for row in rows[1:]]
+        columns = [place for place, name in enumerate(rows[0]) if name.strip().startswith("train/")]
+        losses = [sum(float(row[place]) for place in columns) for row in rows[1:]]
         trained = names["yolo"].trainer.ema.ema.float()  # last.pt has it in 16 bits
         again = names["again"].model.float()
         assert isinstance(again, Converted)

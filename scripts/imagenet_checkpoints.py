@@ -8,9 +8,9 @@
 
 The weights are the TensorFlow authors' own and stay as they are, but for 16 bits. `learn` takes a folder of images,
 and is the one step that needs a GPU. `measure` uses DATA/nips2017 (the 1,000 photographs of the NIPS 2017
-development set), DATA/imagenette and DATA/imagewoof2-320 (500 validation images of each, all 1,000 outputs),
-for the confidence thresholds DATA/imagenet-sample-images (the half that `learn` must not see), and DATA/unknown, if it
-exists, images of none of the classes.
+development set), DATA/imagenette and DATA/imagewoof2-320 (500 validation images of each, all 1,000 outputs), and for
+the confidence thresholds DATA/imagenet-sample-images (the half that `learn` must not see). What images of unknown
+classes do is measured by scripts/uncertainty.py.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
 from bkn_zoo.publishing.results import write_results
-from bkn_zoo.training.evaluation import RIGHT_ABOVE, measure, uncertain_below
+from bkn_zoo.training.evaluation import measure, uncertain_below
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"0": 224, "1": 240, "2": 260}
@@ -221,29 +221,8 @@ def measure_all(lite: str, folder: Path, args: argparse.Namespace) -> None:
         "test": {row["mode"]: {key: row[key] for key in ACCURACY} for row in rows if row["set"] == "nips2017"},
         "reported_top1": REPORTED[lite], "learned": learned,
         "uncertain_below": {mode: uncertain_below(output, labels) for mode, output in outputs.items()},
-        "unknown": unknown(model, found, args.data / "unknown"),
     }  # fmt: skip
     write_results(args.results / f"{folder.name}.json", rows, 0, **facts)
-
-
-def unknown(model: Network, found: dict[str, tuple[dict[str, Tensor], Tensor]], folder: Path) -> dict[str, Any]:
-    """How often images of no known class pass, in percent, by scores whose threshold 95 % of right answers pass."""
-    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
-    if not paths:
-        return {}
-    theirs = logits(model, [(path, 0) for path in paths], "unknown")[0]["population"]
-    outputs, labels = found[HELD_OUT]
-    ours = outputs["population"][outputs["population"].argmax(1) == labels]
-    scores = {
-        "maximum probability": lambda output: output.softmax(1).amax(1),
-        "energy": lambda output: output.logsumexp(1),
-        "maximum logit": lambda output: output.amax(1),
-    }
-    passing = {}
-    for name, score in scores.items():
-        threshold = torch.quantile(score(ours), 1 - RIGHT_ABOVE)
-        passing[name] = round(100 * (score(theirs) >= threshold).float().mean().item(), 1)
-    return {"images": len(paths), "passing": passing}
 
 
 def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:

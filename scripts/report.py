@@ -27,7 +27,7 @@ PICTURE = DOCS / "full_length.png"
 
 
 def pages() -> dict[Path, str]:
-    """What every page should say."""
+    """The text of every page."""
     benchmarks = read_benchmarks(RESULTS)
     folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
     configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
@@ -51,7 +51,7 @@ def pages() -> dict[Path, str]:
 
 
 def imagenet(benchmarks: Records) -> str:
-    """What trainings on ImageNet would cost, for docs/imagenet.md."""
+    """The estimated cost of trainings on ImageNet, for docs/imagenet.md."""
     images = 90 * 1_268_355
     speeds = {
         (row["model"], row["statistics_batch"], row["launch"]): row["images_per_s"]
@@ -74,7 +74,7 @@ def imagenet(benchmarks: Records) -> str:
 
 
 def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """What converts, by library, and what does not, for docs/conversion.md."""
+    """Networks that convert, by library, and those that do not, for docs/conversion.md."""
 
     def largest(rows: list[dict[str, Any]], *names: str) -> str:
         return f"{max(row[name] for row in rows for name in names if name in row):.0e}"
@@ -98,7 +98,7 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def shown() -> list[FullLength]:
-    """What docs/full_length.png and a table of docs/results.md show."""
+    """The rows of docs/full_length.png and of a table of docs/results.md."""
     return full_lengths(read_twins(RESULTS))
 
 

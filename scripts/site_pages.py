@@ -74,7 +74,7 @@ def target_of(link: str, source: str) -> str:
 
 
 def address(target: str) -> str:
-    """What a page of the site, all of which are in one folder, links to."""
+    """The target of a link on a page of the site, whose pages are all in one folder."""
     if target in PAGES:
         return PAGES[target]
     if target.startswith("docs/") or target.endswith(PICTURES):

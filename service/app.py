@@ -1,4 +1,4 @@
-"""The routes, and what serves them."""
+"""The routes of the service."""
 
 import asyncio
 import hashlib
@@ -62,24 +62,24 @@ ERRORS: Answers = {  # of routes that take an image
     415: {"model": ErrorBody, "description": "not an accepted image format"},
     422: {"model": ErrorBody, "description": "broken image or bad parameter"},
     429: {"model": ErrorBody, "description": "too many requests wait; see Retry-After"},
-    503: {"model": ErrorBody, "description": "starting, about to stop, or without room for the model"},
+    503: {"model": ErrorBody, "description": "starting, stopping, or the model cannot be loaded now"},
     504: {"model": ErrorBody, "description": "deadline passed"},
 }
-# The error of each image is in its place within the answer.
+# Errors of single images are inside the response.
 ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
 ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
 ERRORS_OF_LABELS: Answers = {status: ERRORS[status] for status in (401, 404, 429)}
-FAULT: Answers = {500: {"model": ErrorBody, "description": "a fault of the service"}}
-DESCRIPTION = """Classifies images with networks normalized by Batch Kalman Normalization. The caller chooses whose
-statistics normalize the image: `population` (those of the training images), `sample` (the image's own) or `expected`
-(those that the image would have met in training)."""
+FAULT: Answers = {500: {"model": ErrorBody, "description": "a bug in the service"}}
+DESCRIPTION = """Classifies images with networks that use Batch Kalman Normalization. A request chooses the statistics
+that normalize the image: `population` (averages from training), `sample` (the image's own) or `expected` (the average
+over all training groups that the image could have been in)."""
 
 log = logging.getLogger("bkn_zoo.service")
 Result = TypeVar("Result")
 
 
 class Service:
-    """What the routes share."""
+    """The state that the routes share."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -96,28 +96,30 @@ class Service:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, however early one matches
+        matches = [
+            hmac.compare_digest(digest, key) for key in self._keys
+        ]  # always compare all, so that the time does not depend on the key
         if not any(matches):
             raise KeyRefusedError("an API key is missing or wrong: send the header Authorization: Bearer KEY.")
 
     async def classify(self, request: Request, field: str, model: str | None = None) -> Classified:
-        """From a request to its answer, within the deadline and only as long as the client waits for it.
+        """Serve a request within the deadline, and only as long as the client waits.
 
         Args:
-            field: the image's name in JSON and in forms.
-            model: where the path names it.
+            field: the name of the image in JSON and in forms.
+            model: the model, if the path contains it.
         """
         async with self._until(self._deadline()):
-            image, options = await read_upload(request, field, self.decoders.work)
+            image, options = await read_upload(request, field, self.decoders.parse)
             loaded = await self.pool.get(options.model if model is None else model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
             return await _unless_gone(request, self._run(loaded, image, options))
 
     async def classify_several(self, request: Request) -> list[Classified | ServiceError]:
-        """The same for several images: of each, in their order, the answer or the error."""
+        """The same for several images: the result or error of each, in order."""
         deadline = self._deadline()
         async with self._until(deadline):
-            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.work)
+            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse)
             loaded = await self.pool.get(options.model)
             request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
@@ -128,7 +130,7 @@ class Service:
         return answers
 
     def count(self, error: ServiceError) -> None:
-        """Note what was refused."""
+        """Log and count refused images."""
         if error.status in (413, 415, 429, 503, 504):
             self.metrics.rejected.labels(error.code).inc()
 
@@ -137,13 +139,13 @@ class Service:
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """What takes longer, and what the library refuses, is an error of the service."""
+        """Turn timeouts and errors of the library into errors of the service."""
         try:
             async with asyncio.timeout_at(deadline):
                 yield
         except TimeoutError:
             seconds = self.settings.deadline
-            raise DeadlineError(f"no answer within {seconds:g} s: try again later, with a smaller image.") from None
+            raise DeadlineError(f"not finished within {seconds:g} s: try again later, with a smaller image.") from None
         except BknZooError as error:
             raise of_the_image(error) from None
 
@@ -154,7 +156,7 @@ class Service:
     async def _run_several(
         self, loaded: Loaded, images: list[bytes | ServiceError], options: Options, deadline: float
     ) -> list[Classified | ServiceError]:
-        """Few at a time, in one place of the queue, so that others' images come in between."""
+        """Process a few images at a time in one place of the queue, so that other requests come in between."""
         turns = asyncio.Semaphore(loaded.line.share)
 
         async def one(image: bytes | ServiceError) -> Classified | ServiceError:
@@ -191,20 +193,21 @@ class Service:
                 "statistics": statistics,
                 "engine": classifier.engine_name,
                 "uncertain": classifier.uncertain(best, statistics),
+                "drift": answer.drift,
                 "timing_ms": timing,
             }
         )
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled when the client has gone."""
+    """The result of `work`, which is cancelled if the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         patience.reschedule(asyncio.get_running_loop().time())
 
-    patience = asyncio.timeout(None)  # which ends when the client goes, not by the clock
+    patience = asyncio.timeout(None)  # ends when the client disconnects, not by the clock
     watching = asyncio.create_task(watch())
     try:
         async with patience:
@@ -218,20 +221,20 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
 
 
 def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
-    """The service as an ASGI application; `app.state.service` holds what it runs on.
+    """Create the service as an ASGI application, with its state in `app.state.service`.
 
     Args:
-        one_of_many: whether others answer meanwhile, so that it starts only once its models are warm.
+        one_of_many: whether other processes serve requests meanwhile, so that it starts only after loading its models.
     """
     service = Service(settings)
 
     async def start(app: FastAPI) -> None:
         await service.pool.start()
-        await asyncio.to_thread(app.openapi)  # which is kept: making it would block the loop
+        await asyncio.to_thread(app.openapi)  # cached, because creating it would block the loop
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # In the background, so that /health answers from the first moment.
+        # In the background, so that /health responds from the beginning.
         tasks = [asyncio.create_task(work) for work in (start(app), service.pool.watch(), service.pool.warm())]
         if one_of_many:
             await tasks[0]
@@ -277,7 +280,7 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    # Keys are checked by a call, since FastAPI takes as long for a dependency as for all else that it does.
+    # Keys are checked by a call, because a dependency takes FastAPI as long as everything else.
     @app.post("/v1/classify", openapi_extra=upload("image", form=True), response_model=Classified, responses=ERRORS)
     async def classify(request: Request) -> Response:
         """Classify an image: its bytes as the body, a form (`-F image=@photo.jpg`), or JSON with base64."""
@@ -304,7 +307,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         responses=ERRORS,
     )  # fmt: skip
     async def hugging_face(request: Request, name: str) -> Response:
-        """The same in the shape of the Hugging Face inference API, for `InferenceClient.image_classification`."""
+        """The same in the format of the Hugging Face inference API, for `InferenceClient.image_classification`."""
         service.check_key(request)
         answer = await service.classify(request, "inputs", name)
         return JSONResponse([prediction.model_dump() for prediction in answer.predictions])
@@ -313,26 +316,26 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 def _add_routes_about_the_service(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=Models, responses=ERRORS_OF_A_LIST)
     async def models(request: Request) -> Models:
-        """The models to choose from; the first is the default."""
-        service.check_key(request)  # before a thread is taken
+        """List the models. The first is the default."""
+        service.check_key(request)  # before a thread is used
         return Models.model_validate({"models": await asyncio.to_thread(service.pool.describe)})
 
     @app.get(
         "/v1/labels", response_model=Labels, responses=ERRORS_OF_LABELS, openapi_extra={"parameters": [MODEL_IN_QUERY]}
     )
     async def labels(request: Request) -> Labels:
-        """The names of the classes that a model knows, in the order of its outputs."""
+        """List the classes of a model, in the order of its outputs."""
         service.check_key(request)
         return Labels(**await asyncio.to_thread(service.pool.labels, request.query_params.get("model")))
 
     @app.get("/health/live", response_model=Health)
     async def live() -> Health:
-        """Answers as long as the process does."""
+        """Respond as long as the process runs."""
         return Health(status="live")
 
     @app.get("/health/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> Response:
-        """Whether requests are served now: the models are warm, and every engine is alive."""
+        """Whether requests are served now: the models are loaded, and every engine runs."""
         draining = service.edge.draining
         status = "draining" if draining else "failing" if service.pool.failing else "ready"
         status = status if service.pool.started or draining else "starting"

@@ -1,4 +1,4 @@
-"""A bounded queue in front of one model, and the threads that run what is in it."""
+"""A bounded queue for one model, and the threads that run its images."""
 
 import logging
 import math
@@ -22,20 +22,21 @@ from .metrics import Metrics
 
 log = logging.getLogger("bkn_zoo.service")
 
-FAILED = "the image could not be classified: try again, and if that fails too, tell the operator of this service."
+FAILED = "the image could not be classified: try again; if it fails again, tell the operator of this service."
 
 
 class Answer(NamedTuple):
-    """One image's scores, and how long it waited and ran."""
+    """The scores of one image, its time in the queue and in the engine, and its drift, if watched."""
 
     scores: Tensor
     queue_seconds: float
     inference_seconds: float
+    drift: float | None = None
 
 
 @dataclass(eq=False)
 class Call:
-    """One image on its way through the queue."""
+    """One image in the queue."""
 
     image: Tensor
     statistics: str
@@ -45,35 +46,37 @@ class Call:
     attempts: int = 0
 
     def begin(self) -> bool:
-        """Whether the caller still waits for it."""
+        """Whether the caller still waits."""
         self.attempts += 1
         return self.attempts > 1 or self.future.set_running_or_notify_cancel()
 
 
 class Line:
-    """The requests that wait for one model.
+    """The queue of one model.
 
-    Images of different statistics never share a batch. A batch that fails is run again image by image, so that one
-    image harms no other. A thread that died is replaced by `revive`, and what it was running is run once more.
+    Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one
+    image does not affect others. `revive` replaces a thread that died, and its images run once more.
 
     Args:
-        run: from images (n, 3, height, width) and a statistics mode to scores (n, classes).
-        length: most requests that wait; those that are running come on top.
-        max_batch, max_wait: most images of a batch, and the seconds that the first of them waits for others.
-        threads: batches that run at once.
+        run: a function from images (n, 3, height, width) and a statistics mode to scores (n, classes).
+        length: largest number of waiting requests, without those that are running.
+        max_batch, max_wait: largest batch, and the seconds that its first image waits for others.
+        threads: number of batches that run at once.
+        drift: a function from images to their drift scores.
     """
 
     def __init__(
         self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
         length: int, max_batch: int = 1, max_wait: float = 0.0, threads: int = 1,
+        drift: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.run, self.metrics = name, run, metrics
+        self.name, self.run, self.metrics, self.drift = name, run, metrics, drift
         self.length, self.max_batch, self.max_wait, self.threads = length, max_batch, max_wait, threads
         self._length = metrics.queue_length.labels(name)
         self.admitted = 0
         self.used = time.monotonic()
         self._calls: deque[Call] = deque()
-        self._running: dict[threading.Thread, list[Call]] = {}  # what each thread runs
+        self._running: dict[threading.Thread, list[Call]] = {}  # the images of each thread
         self._change = threading.Condition()
         self._closing = self._ended = False
         self._seconds_per_image = 0.0
@@ -86,15 +89,15 @@ class Line:
 
     @property
     def share(self) -> int:
-        """How many images of one request may be on their way at once: one is decoded while another runs.
+        """The number of images of one request that are processed at once: one is decoded while another runs.
 
-        Where many run at once they are more, but of a batch so few that others' images join them.
+        With several streams or batches there are more, but few enough that images of other requests join a batch.
         """
         return max(1 + self.threads, self.max_batch // 4)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue for a request, held from before it is decoded until its answer is there."""
+        """Reserve a place in the queue for a request, from before decoding until its response."""
         if self.admitted >= self.length + self.max_batch * self.threads:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
             raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)
@@ -105,17 +108,17 @@ class Line:
         finally:
             with self._change:
                 self.admitted -= 1
-                if self._closing:  # only then does the thread wait for places to be given back
+                if self._closing:  # only then does the thread wait for places to be returned
                     self._change.notify_all()
 
     def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
-        """Queue an image; cancelling the future takes it out again."""
+        """Queue an image. Cancelling the future removes it."""
         call = Call(image, statistics)
         call.future.add_done_callback(lambda future: self._withdraw(call) if future.cancelled() else None)
         with self._change:
             self._calls.append(call)
             self._noted()
-            if self._ended:  # a request that got this line just before it was closed is still served
+            if self._ended:  # a request that got this queue just before it was closed is still served
                 self._ended = False
                 self._start()
         return call.future
@@ -136,13 +139,13 @@ class Line:
                 self._start()
 
     def close(self) -> None:
-        """Let the threads end once every request with a place is served."""
+        """Let the threads end after every request with a place is served."""
         with self._change:
             self._closing = True
             self._noted()
 
     def join(self, seconds: float) -> None:
-        """Wait for that end, but not for ever."""
+        """Wait for the threads to end, with a time limit."""
         until = time.monotonic() + seconds
         while not self._ended and time.monotonic() < until:
             self.revive()
@@ -163,7 +166,7 @@ class Line:
             self._running[me] = []
 
     def _next_batch(self) -> list[Call]:
-        """Images of one mode, oldest first; none when the line is closed and everyone served."""
+        """Images of one mode, oldest first; none if the queue is closed and empty."""
         with self._change:
             while True:
                 batch = [call for call in self._calls if call.statistics == self._calls[0].statistics][: self.max_batch]
@@ -185,7 +188,8 @@ class Line:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
-        except BknZooError as error:  # the engine refuses the mode, which they have in common
+            drifts = [None] * len(batch) if self.drift is None else self.drift(images).tolist()
+        except BknZooError as error:  # the engine refuses the mode, which all images of the batch share
             for call in batch:
                 call.future.set_exception(of_the_image(error))
             return
@@ -201,10 +205,12 @@ class Line:
         self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
-        for call, row in zip(batch, scores, strict=True):
+        for call, row, drift in zip(batch, scores, drifts, strict=True):
+            if drift is not None:
+                self.metrics.drift.labels(self.name).observe(drift)
             self.metrics.confidence.labels(self.name, statistics).observe(row.max().item())
             self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
-            call.future.set_result(Answer(row, begun - call.entered, seconds))
+            call.future.set_result(Answer(row, begun - call.entered, seconds, drift))
 
     def _withdraw(self, call: Call) -> None:
         with self._change:

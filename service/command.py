@@ -1,4 +1,4 @@
-"""The command. A process that only supervises workers does not import what serving needs."""
+"""The command. A process that only supervises workers does not import the modules for serving."""
 
 import gc
 import os
@@ -13,9 +13,9 @@ from .workers import supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
+    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
     _open_standard_streams()
-    warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python shows none otherwise
+    warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python hides them by default
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
@@ -25,21 +25,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open those that are closed, as by `2>&-`: other files would get their numbers, and be written to."""
+    """Open closed standard streams (`2>&-`). Otherwise other files would get their numbers and be written to."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def serve(settings: Settings) -> int:
-    """The same in this process alone."""
-    gc.disable()  # nearly all that is imported stays: to look through it again and again takes half a second
+    """Serve in this process only."""
+    gc.disable()  # nearly all imported objects stay, and collecting them takes half a second each time
     try:
         from . import server
+
+        gc.freeze()
     finally:
         gc.enable()
     return server.serve(settings)

@@ -1,8 +1,9 @@
-"""The HTTP edge: one state machine per connection, and every limit on what its client may cost.
+"""The HTTP edge: one state machine per connection, with all limits on clients.
 
-h11 parses and writes HTTP. It is written in Python, so the work that one client can cause per turn of the event loop is
-bounded here: a head is parsed once it is complete and within its limits, a body is parsed in slices, and connections
-with more to parse share a few milliseconds per turn. `uploads` counts the bytes of bodies.
+h11 parses and writes HTTP. It is written in Python, so this module limits the work per client and turn of the event
+loop: headers are parsed when they are complete and within their limits, a body is parsed in slices, and connections
+    with
+more to parse share a few milliseconds per turn. `uploads` counts the bytes of bodies.
 """
 
 import asyncio
@@ -25,27 +26,27 @@ log = logging.getLogger("bkn_zoo.service")
 
 MAX_HEAD = 16_384  # bytes of the request line and all headers, with separators
 MAX_HEADERS = 100
-MAX_PIPELINED = 32  # requests in a row that arrived before the previous answer
+MAX_PIPELINED = 32  # requests in a row that arrived before the previous response
 SLICE = 8192  # bytes of a chunked body (or its trailers) that h11 gets at once
 WHOLE_SLICE = 262_144  # the same for a body with a length, which is a single event
 EVENTS = 16  # of h11 per slice; a request without chunks has three
 FREE_CHUNKS, MIN_CHUNK = 1000, 256  # after so many chunks, their average must be this many bytes
-LINGER = 3  # times `stall_seconds`: how long to read on after an answer that came before the end of its request
-LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between looks for the reset of a client that has gone
+LINGER = 3  # times `stall_seconds`: time to read on after a response that came before the end of its request
+LOOKS = (0.001, 0.01, 0.1, 0.5)  # seconds between checks for the reset of a disconnected client
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)  # of a target in absolute form
 NOT_HTTP = (
     f"this is not HTTP/1.1, or it has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them: "
-    "send a request such as /docs shows."
+    "see /docs for examples."
 )
-BROKEN_BODY = "the body is not framed as HTTP asks for: send Content-Length, or chunks of a sensible size."
+BROKEN_BODY = "the framing of the body is invalid: send Content-Length, or larger chunks."
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection, with at most one request at a time.
+    """The connection of one client, with at most one request at a time.
 
-    It waits for a head, or answers, or lingers: a connection that ends before all input is read goes on reading for a
-    while, because a reset could otherwise overtake the answer.
+    It waits for headers, or responds, or lingers: a connection that ends before all input is read continues to read for
+    a while, because a reset could otherwise overtake the response.
     """
 
     def __init__(self, edge: Edge, host: Host, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -57,13 +58,13 @@ class Connection(asyncio.Protocol):
         self.writable = asyncio.Event()
         self.writable.set()
         self.closing = False
-        self._input = bytearray()  # received, and not given to h11 yet
-        self._is_queued = False  # for a turn to parse it
-        self._is_hungry = True  # whether h11 has used all that it was given
-        self._heard = False  # whether any of the next head has come
+        self._input = bytearray()  # received, but not passed to h11 yet
+        self._is_queued = False  # waits for its turn to parse
+        self._is_hungry = True  # whether h11 has consumed its input
+        self._heard = False  # whether a part of the next headers has arrived
         self._in_a_row = 0
-        self._surplus = False  # whether input follows the last request, or something that was none
-        self._ended = False  # whether the client has ended its side
+        self._surplus = False  # whether input follows the last request, or an invalid one
+        self._ended = False  # whether the client has closed its sending side
         self._paused = False
         self._lingers_until: float | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -96,16 +97,16 @@ class Connection(asyncio.Protocol):
             self._parse()
 
     def eof_received(self) -> bool:
-        """Whether the connection stays open, because the client may still wait for an answer.
+        """Whether the connection stays open, because the client may still wait for a response.
 
-        All input is parsed by now, since reading is paused while any is left.
+        All input is parsed at this point, because reading is paused otherwise.
         """
         self._ended = True
         exchange = self.exchange
         if exchange is None or not exchange.whole or self._lingers_until is not None:
             return False
         if not exchange.started and exchange.scope["http_version"] == "1.1":
-            # A closed socket answers this with a reset; a client that still listens ignores it.
+            # A closed socket responds with a reset; a client that still listens ignores this.
             self.transport.write(self.http.send(CONTINUE) or b"")
             self._look(exchange, LOOKS)
         return True
@@ -143,7 +144,7 @@ class Connection(asyncio.Protocol):
     # Called by exchanges and by the edge
 
     def answered(self, exchange: Exchange) -> None:
-        """Go on to the next request, or end."""
+        """Continue with the next request, or end."""
         self.exchange = None
         if self.transport.is_closing():
             return
@@ -152,7 +153,7 @@ class Connection(asyncio.Protocol):
             return self._end(exchange.whole)
         if self._ended and not self._input:
             return self._close()
-        if self.http.trailing_data[0]:  # which is in the input again
+        if self.http.trailing_data[0]:  # moved back to the input
             self.http = h11.Connection(h11.SERVER, MAX_HEAD)
         else:
             self.http.start_next_cycle()
@@ -166,7 +167,7 @@ class Connection(asyncio.Protocol):
         self._parse()
 
     def update_reading(self) -> None:
-        """Read from the client, or leave it to the network to hold the client back."""
+        """Resume or pause reading. While paused, the network slows the client down."""
         full = self.exchange is not None and self.exchange.is_full
         pause = self._lingers_until is None and not self._surplus and (self._is_queued or full or self._is_ahead)
         if pause != self._paused and not self._ended and not self.transport.is_closing():
@@ -174,21 +175,21 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading() if pause else self.transport.resume_reading()
 
     def cut(self, reason: str) -> None:
-        """Close at once, whatever has not been sent yet."""
+        """Close at once, even if data was not sent yet."""
         self.edge.metrics.cut.labels(reason).inc()
         self.edge.awaited.pop(self, None)
-        self.host.connections.discard(self)  # so that it counts as room
+        self.host.connections.discard(self)  # so that its place is free
         self.transport.abort()
 
     # Parsing
 
     @property
     def _is_ahead(self) -> bool:
-        """Whether input has come before its turn."""
+        """Whether input has arrived before its turn."""
         return self.exchange is not None and self.exchange.whole and bool(self._input)
 
     def _parse(self) -> None:
-        """Parse a slice of the input; what is left waits for another turn."""
+        """Parse a slice of the input. The rest waits for another turn."""
         if self.transport.is_closing() or self._lingers_until is not None:
             return
         if self.exchange is None:
@@ -201,15 +202,15 @@ class Connection(asyncio.Protocol):
         self.update_reading()
 
     def _parse_head(self) -> bool:
-        """Begin a request if its head is complete; whether it did."""
+        """Begin a request if its headers are complete. Returns whether it began."""
         if self._input and not self._heard:
             self._heard = True
             self._wait(self.settings.head_seconds)
         found = END_OF_HEAD.search(self._input)
         end = found.end() if found else len(self._input)
-        # Checked before h11 sees it: every header takes Python microseconds.
+        # Checked before h11 parses it, because every header takes Python microseconds.
         is_long = end > MAX_HEAD or self._input.count(b"\n", 0, end) > MAX_HEADERS + 2
-        is_other = b"" < self._input[:1] <= b" "  # no method begins like this, but TLS does
+        is_other = b"" < self._input[:1] <= b" "  # not a method, but TLS begins like this
         if is_long or is_other or (self._ended and not found):
             self._refuse(MalformedRequestError(NOT_HTTP))
         elif found:
@@ -226,7 +227,7 @@ class Connection(asyncio.Protocol):
         return self.exchange is not None
 
     def _parse_body(self) -> bool:
-        """Parse a slice of the body; whether there is more to parse now."""
+        """Parse a slice of the body. Returns whether there is more to parse now."""
         exchange = self.exchange
         assert exchange is not None
         if self._is_hungry and self._input:
@@ -262,7 +263,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: h11.Request) -> None:
         names = [name for name, _ in request.headers]
-        # Of two lengths, a proxy may have believed the other; h11 would take the second.
+        # If there are two lengths, a proxy may have used the other one; h11 would use the second.
         two_lengths = b"content-length" in names and b"transfer-encoding" in names
         if two_lengths or request.http_version not in (b"1.0", b"1.1"):
             return self._refuse(MalformedRequestError(NOT_HTTP))
@@ -291,7 +292,7 @@ class Connection(asyncio.Protocol):
             "state": self.host.app_state.copy(),
         }
         last = self._in_a_row >= MAX_PIPELINED
-        # The page's own files are beside it only if its address ends with a slash.
+        # The files of the page are found only if its address ends with a slash.
         answer: Response | None = RedirectResponse(f"{root}/") if at_root else None
         if len(self.host.connections) > self.edge.most and path not in QUIET:
             answer, last = self._too_many(), True
@@ -306,7 +307,7 @@ class Connection(asyncio.Protocol):
         return respond(OverloadedError(f"{self.edge.most} connections are open: try again in a second.", 1))
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answer something that is not a request."""
+        """Respond to input that is not a valid request."""
         self.edge.metrics.requests.labels("any", "none", error.status).inc()
         log.info("no request", extra={"status": error.status, "error": error.message})
         body = bytes(respond(error).body)
@@ -318,7 +319,7 @@ class Connection(asyncio.Protocol):
     # Time limits and the end
 
     def _wait(self, seconds: float) -> None:
-        """Give the client so much time for its next step."""
+        """Set the time limit for the client's next step."""
         self.edge.awaited.setdefault(self)
         if self._patience is not None:
             self._patience.cancel()
@@ -337,7 +338,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _look(self, exchange: Exchange, pauses: tuple[float, ...]) -> None:
-        """Find out whether a client that has ended its side still listens."""
+        """Check whether a client that has closed its sending side still listens."""
         if self.exchange is not exchange or self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

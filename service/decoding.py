@@ -37,6 +37,7 @@ class Decoders:
         cores = usable_cores()
         self.max_pixels, self._deadline = settings.max_pixels, settings.deadline
         self._small = Lane("decoder", cores, cores, math.inf)
+        self._texts = Lane("parser", 1, 1, math.inf)  # one, since it competes with the event loop for Python's lock
         most = max(settings.max_pixels, cores * PIXELS_PER_CORE)
         # One core less, for everything else; and half of the places of a queue, for small images.
         self._slow = Lane("decoder of slow images", max(1, cores - 1), most, settings.queue_length // 2)
@@ -44,16 +45,16 @@ class Decoders:
 
     @property
     def busy(self) -> bool:
-        return self._small.busy or self._slow.busy
+        return any(lane.busy for lane in (self._small, self._texts, self._slow))
 
-    async def work(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do work on so many bytes of a client's input in a thread, small inputs first."""
-        return await self._small.run(1, BYTE * size, work, *arguments)
+    async def parse(self, size: int, parse: Callable[..., Result], *arguments: Any) -> Result:
+        """Parse so many bytes of text in a thread, small texts first."""
+        return await self._texts.run(1, BYTE * size, parse, *arguments)
 
     async def within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
         """The same, with an error for those that are more pixels than allowed together with those before them."""
         size = sum(len(image) for image in images if isinstance(image, bytes))
-        return await self.work(size, self._within, images)
+        return await self._small.run(1, BYTE * size, self._within, images)
 
     def _within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
         found: list[bytes | ServiceError] = []
@@ -73,7 +74,8 @@ class Decoders:
         return found
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
-        pixels, seconds, tensor = await self.work(len(image), self._prepare_if_cheap, classifier, image)
+        cheap = self._small.run(1, BYTE * len(image), self._prepare_if_cheap, classifier, image)
+        pixels, seconds, tensor = await cheap
         if tensor is None:
             wait = SLOWNESS * min(seconds, 1.0)
             tensor = await self._slow.run(pixels, wait, self._prepare_slowly, classifier, image)
@@ -99,8 +101,8 @@ class Decoders:
         return preprocess(square, replace(p, crop=1.0))  # it is cropped already
 
     def stop(self) -> None:
-        self._small.stop()
-        self._slow.stop()
+        for lane in (self._small, self._texts, self._slow):
+            lane.stop()
         while self._idle:
             self._idle.pop().stop()
 

@@ -1,4 +1,4 @@
-"""The same service on many machines, by Ray Serve: `serve deploy deploy/ray.yaml`, as docs/ray.md says."""
+"""The service on many machines, with Ray Serve: `serve deploy deploy/ray.yaml` (docs/ray.md)."""
 
 from typing import Any
 
@@ -9,26 +9,26 @@ from .app import create_app
 from .logs import set_up_logs
 from .settings import Settings, read_settings
 
-SPARE = 32  # requests that take no place in a queue: those for pages, health and metrics
+SPARE = 32  # requests without a place in a queue, for pages, health and metrics
 
 
 def application(arguments: dict[str, Any]) -> serve.Application:
-    """What `import_path` of a `serve deploy` file names.
+    """Build the application. `import_path` of a `serve deploy` file refers to this function.
 
     Args:
-        arguments: settings of the service (`queue_length: 64`), but for those of its own HTTP server, since Ray's proxy
-            takes its place. What is not among them comes from the environment of each replica: so should API keys.
+        arguments: settings of the service (`queue_length: 64`), without those of its HTTP server, which Ray's proxy
+            replaces. Other settings, including API keys, come from the environment of each replica.
     """
     settings = _settings(arguments)
-    # Ray must send a replica more than it has room for: only then is it the replica that refuses, with 429 and with a
-    # time to come back, rather than Ray's proxy that lets requests pile up.
+    # Ray must send a replica more requests than fit into its queue, so that the replica refuses them with 429 and
+    # Retry-After. Otherwise requests would pile up in Ray's proxy.
     most = settings.loaded_models * (settings.queue_length + max(settings.max_batch, settings.streams)) + SPARE
 
     def build() -> FastAPI:
         set_up_logs()
         return create_app(_settings(arguments), one_of_many=True)
 
-    # A function: an application that is built already cannot be sent to a replica.
+    # A function, because a built application cannot be sent to a replica.
     deployment = serve.deployment(
         serve.ingress(build)(Replica),
         name="bkn-zoo",
@@ -44,13 +44,13 @@ def application(arguments: dict[str, Any]) -> serve.Application:
 
 
 class Replica:
-    """What Ray asks a replica beside requests; it counts as started once the application has, with its models warm."""
+    """Ray's health check of a replica, which has started when its application has loaded its models."""
 
     app: FastAPI
 
     async def check_health(self) -> None:
         if self.app.state.service.pool.failing:
-            raise RuntimeError("an engine died, and did not come back")
+            raise RuntimeError("an engine died and was not replaced")
 
 
 def _settings(arguments: dict[str, Any]) -> Settings:

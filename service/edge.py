@@ -1,4 +1,4 @@
-"""What all connections of the service share: their number, which may be closed for others, turns to parse."""
+"""The state that all connections share: their number, idle connections that may be closed, and turns to parse."""
 
 import asyncio
 import time
@@ -13,20 +13,20 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .connections import Connection
 
-RESERVE = 16  # connections beyond the most, for health checks
+RESERVE = 16  # connections beyond the limit, for health checks
 SPARE_FILES = 64  # descriptors for the engines, the listener, the log and the page
 TURN = 0.002  # seconds per turn of the loop for connections that have more to parse
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the HTTP server lends to its connections.
+    """The parts of the HTTP server that connections use.
 
     Attributes:
         app: the ASGI application.
-        app_state: what its lifespan left for requests.
-        connections, tasks: those that a shutdown waits for.
-        headers: returns the headers of every answer, such as the date.
+        app_state: the state of its lifespan.
+        connections, tasks: connections and tasks that a shutdown waits for.
+        headers: returns the headers of every response, such as the date.
     """
 
     app: Any
@@ -37,12 +37,12 @@ class Host:
 
 
 class Edge:
-    """What all connections share.
+    """The state that all connections share.
 
     Attributes:
-        most: connections at once; more are accepted only for health checks.
-        awaited: connections whose client has to act next, the longest silent first.
-        draining: whether answers ask their clients to close the connection.
+        most: largest number of connections; more are accepted only for health checks.
+        awaited: connections that wait for their client, the longest silent first.
+        draining: whether responses ask clients to close the connection.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
@@ -54,12 +54,12 @@ class Edge:
         self._scheduled = False
 
     def make_room(self) -> None:
-        """Close the connection that has been silent for longest, if any is."""
+        """Close the connection that was silent for the longest time, if any."""
         if self.awaited:
             next(iter(self.awaited)).cut("made room")
 
     def parse_later(self, connection: "Connection") -> None:
-        """Let a connection go on parsing when it is its turn."""
+        """Queue a connection for its next turn to parse."""
         self._unparsed.append(connection)
         if not self._scheduled:
             self._scheduled = True
@@ -75,7 +75,7 @@ class Edge:
 
 
 def _files_allowed() -> int:
-    """How many descriptors this process may have; very many where nothing says so."""
+    """The largest number of file descriptors of this process; very large if there is no limit."""
     try:
         import resource
     except ImportError:  # Windows

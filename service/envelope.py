@@ -1,4 +1,4 @@
-"""What is around every request: its id, its log line, its metrics, and an answer whatever goes wrong inside."""
+"""Middleware around every request: its id, its log line, its metrics, and a response to every error inside."""
 
 import logging
 import re
@@ -15,8 +15,8 @@ from .metrics import Metrics
 log = logging.getLogger("bkn_zoo.service")
 
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # that are labels of metrics
-QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for all the time
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # labels of metrics
+QUIET = ("/health/live", "/health/ready", "/metrics")  # requested all the time
 SAFETY = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -35,9 +35,9 @@ class Envelope:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         method = scope["method"]
-        if method == "HEAD":  # answered like GET; `Exchange.send` leaves the body out
+        if method == "HEAD":  # handled like GET; `Exchange.send` omits the body
             scope = {**scope, "method": "GET"}
-        # Ranges of a page of a few kilobytes help nobody, and the framework answers bad ones in plain text.
+        # Ranges are useless for a page of a few kilobytes, and the framework responds to invalid ones in plain text.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         identity = given if ID.fullmatch(given) else uuid.uuid4().hex
@@ -57,11 +57,11 @@ class Envelope:
         try:
             await self.app(scope, receive, answer)
         except ClientDisconnect:
-            pass  # nobody reads an answer; it is counted as 499
+            pass  # the client has disconnected; counted as 499
         except Exception as error:
             if not isinstance(error, ServiceError):
                 log.exception("a request failed")
-            if status:  # too late for another answer: the connection is cut
+            if status:  # too late for another response, so the connection is closed
                 raise
             problem = error if isinstance(error, ServiceError) else InternalError(FAILED)
             await respond(problem)(scope, receive, answer)
@@ -76,4 +76,4 @@ class Envelope:
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
 
 
-FAILED = "something went wrong here: try again, and if that fails too, tell the operator of this service."
+FAILED = "an internal error occurred: try again; if it fails again, tell the operator of this service."

@@ -1,4 +1,4 @@
-"""Every status of the service but 200, in one place."""
+"""All error statuses of the service."""
 
 from fastapi.responses import JSONResponse
 
@@ -6,7 +6,7 @@ from bkn_zoo.errors import BknZooError, BrokenImageError, ImageFormatError, Imag
 
 
 class ServiceError(Exception):
-    """An answer other than 200: its status, a code for programs, a message that says what to do."""
+    """An error response: its status, a code for programs, and a message that says what to do."""
 
     status, code = 500, "internal"
 
@@ -52,7 +52,7 @@ class OverloadedError(ServiceError):
 
 
 class InternalError(ServiceError):
-    """A fault of the service, not of the request."""
+    """A bug in the service."""
 
 
 class UnavailableError(ServiceError):
@@ -63,7 +63,7 @@ class DeadlineError(ServiceError):
     status, code = 504, "deadline"
 
 
-CODES = {404: "not_found", 405: "method_not_allowed"}  # of those that the framework answers itself
+CODES = {404: "not_found", 405: "method_not_allowed"}  # errors of the framework itself
 OURS: list[tuple[type[BknZooError], type[ServiceError]]] = [
     (ImageFormatError, UnsupportedFormatError),
     (ImageTooLargeError, TooLargeError),
@@ -73,7 +73,7 @@ OURS: list[tuple[type[BknZooError], type[ServiceError]]] = [
 
 
 def of_the_image(error: BknZooError) -> ServiceError:
-    """What an error of the library that a request's image or parameters caused becomes."""
+    """The error response for an error of the library that the image or the parameters caused."""
     return next(answer for kind, answer in OURS if isinstance(error, kind))(str(error))
 
 

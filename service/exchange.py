@@ -1,4 +1,4 @@
-"""One request and its answer, as ASGI has them."""
+"""One request and its response, as ASGI messages."""
 
 import asyncio
 import http
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bkn_zoo.service")
 
-MAX_BUFFERED = 65_536  # bytes of a body that the application has not asked for yet
+MAX_BUFFERED = 65_536  # bytes of a body that the application has not read yet
 CLOSE = (b"connection", b"close")
 CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
 
 
 class Exchange:
-    """One request on a connection, and its answer.
+    """One request on a connection, and its response.
 
     Attributes:
-        whole: whether all of the request has come.
-        started: whether an answer has begun.
-        chunks, bytes: how many of its body have come.
+        whole: whether the request is complete.
+        started: whether the response has begun.
+        chunks, bytes: received chunks and bytes of its body.
     """
 
     def __init__(self, connection: "Connection", scope: dict[str, Any], last: bool, is_chunked: bool) -> None:
@@ -68,7 +68,7 @@ class Exchange:
         try:
             await app(self.scope, self.receive, self.send)
         except Exception:
-            log.exception("an answer was cut short")
+            log.exception("a response was cut short")
         finally:
             if not self._done and not self._gone:
                 self.connection.cut("failed")

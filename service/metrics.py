@@ -14,6 +14,8 @@ FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name for where proces
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
+DRIFTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
 
 class Metrics:
     """One set for each app; the process's own (memory, processor time, files) come with it.
@@ -53,6 +55,10 @@ class Metrics:
         self.confidence = Histogram(
             "bkn_confidence", "Probability of the likeliest class, per image: it falls when images change.",
             ["model", "statistics"], registry=registry, buckets=CONFIDENCES,
+        )  # fmt: skip
+        self.drift = Histogram(
+            "bkn_drift", "Share of usual images that are less unusual, per image: 0.5 on average until images change.",
+            ["model"], registry=registry, buckets=DRIFTS,
         )  # fmt: skip
         self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
         self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)

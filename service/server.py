@@ -27,6 +27,8 @@ from .logs import failed
 from .settings import Settings
 from .workers import listen
 
+SWITCH = 0.0005  # seconds after which threads that compute let the event loop go on: it waits so long for each socket
+
 
 class Server(uvicorn.Server):
     """uvicorn with our connections; it prints its address, drains when asked to stop, and stops without models.
@@ -103,6 +105,7 @@ def serve(settings: Settings) -> int:
     except BknZooError as error:
         return failed(error)
     server = Server(app, settings)
+    sys.setswitchinterval(SWITCH)
     # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
     failure: Exception | None = None

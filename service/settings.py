@@ -1,4 +1,4 @@
-"""What can be set, by a flag (--queue-length 8) or by its twin in the environment (BKN_ZOO_QUEUE_LENGTH=8)."""
+"""The settings of the service, as flags (--queue-length 8) or environment variables (BKN_ZOO_QUEUE_LENGTH=8)."""
 
 import re
 import warnings
@@ -18,7 +18,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 
 PREFIX, OLD_PREFIX = "BKN_ZOO_", "BKN_"
-"""Of the variables in the environment; the one of 0.1.0 is still read, with a warning."""
+"""Prefixes of environment variables. That of 0.1.0 is still read, with a warning."""
 
 Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
 
@@ -33,78 +33,92 @@ class _OldVariables(EnvSettingsSource):
 
 
 class Settings(BaseSettings):
-    """Settings of the service. A flag wins over the environment."""
+    """Settings of the service. A flag overrides the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True, allow_inf_nan=False
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 is every one that the machine has")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 listens on all addresses of the machine")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 chooses a free port")
     root_path: str = Field(
-        "", description="path under which a proxy shows the service, such as /bkn, whether or not it passes it on"
+        "",
+        description="path under which a proxy serves this service, such as /bkn; the proxy may remove it from requests",
     )
     workers: int = Field(
         1,
         ge=1,
-        description="processes that share the port and the cores; each has the models and the limits to itself",
+        description="processes that share the port and the cores; each has its own models and limits",
     )
     models: Listed = Field(
         [],
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
-        "first serves requests that name none; default: all that are bundled",
+        "first is the default model; default: all bundled checkpoints",
     )
     loaded_models: int = Field(
         2,
         ge=1,
-        description="how many models stay in memory; of those that --models names, so many are loaded at the start and "
-        "the others on first use; without --models, only the default is loaded at the start",
+        description="number of models in memory; this many of --models are loaded at the start, the others on first "
+        "use; without --models, only the default is loaded at the start",
     )
     engine: str = Field("auto", description=" or ".join(ENGINES))
     device: str = Field("auto", description="auto, cpu or cuda")
-    precision: str = Field("auto", description=f"{' or '.join(PRECISIONS)}; auto is the fastest that the hardware has")
+    precision: str = Field("auto", description=f"{' or '.join(PRECISIONS)}; auto is the fastest of the hardware")
     streams: int = Field(
         1,
         ge=1,
-        description="images that OpenVINO runs at once, each on its share of the cores: more a second where many ask, "
-        "but each takes longer; on a CPU only",
+        description="images that OpenVINO runs at once, each on its share of the cores: more images per second with "
+        "many clients, but each takes longer; on a CPU only",
     )
-    max_batch: int = Field(32, ge=1, description="most images in one batch; on a GPU only")
-    max_wait_ms: float = Field(4.0, ge=0, description="how long an image waits for others to join it; on a GPU only")
-    queue_length: int = Field(64, ge=1, description="most requests that wait for a model; more are refused with 429")
-    deadline: float = Field(30.0, gt=0, description="seconds after which a request is given up with 504")
+    max_batch: int = Field(32, ge=1, description="largest number of images in a batch; on a GPU only")
+    max_wait_ms: float = Field(
+        4.0, ge=0, description="milliseconds that an image waits for others to form a batch; on a GPU only"
+    )
+    queue_length: int = Field(
+        64, ge=1, description="largest number of requests in the queue of a model; more are refused with 429"
+    )
+    deadline: float = Field(30.0, gt=0, description="seconds after which a request is aborted with 504")
     drain_seconds: float = Field(
         5.0,
         ge=0,
-        description="seconds after SIGTERM in which /health/ready says 503 and requests are still served, so that a "
-        "balancer sees it in time; a second signal ends them",
+        description="seconds after SIGTERM in which /health/ready returns 503 and requests are still served, so that a "
+        "load balancer can react; a second signal ends them",
     )
-    head_seconds: float = Field(10.0, gt=0, description="seconds that the headers of a request may take")
+    head_seconds: float = Field(10.0, gt=0, description="time limit for the headers of a request, in seconds")
     stall_seconds: float = Field(
-        10.0, gt=0, description="seconds that a body may stay silent, or an answer unread, before it is given up"
+        10.0,
+        gt=0,
+        description="seconds without data of a body, or without reading a response, before a connection is closed",
     )
     idle_seconds: float = Field(75.0, gt=0, description="seconds that a connection stays open between two requests")
     max_connections: int = Field(
-        1000, ge=1, description="most connections at once; fewer where the limit of open files is low"
+        1000, ge=1, description="largest number of connections; fewer if the limit of open files is low"
     )
     stay_seconds: float = Field(
-        60.0, ge=0, description="seconds that a model which is asked for stays in memory before another takes its place"
+        60.0, ge=0, description="seconds that a model in use stays in memory before another can replace it"
     )
-    max_bytes: int = Field(10_000_000, ge=1, description="largest body of a request")
-    max_pixels: int = Field(50_000_000, ge=1, description="most pixels of an image")
+    max_bytes: int = Field(10_000_000, ge=1, description="largest size of a request body, in bytes")
+    max_pixels: int = Field(50_000_000, ge=1, description="largest number of pixels of an image")
     max_images: int = Field(
-        32, ge=1, description="most images of one request; --max-bytes and --max-pixels are for all of them together"
+        32,
+        ge=1,
+        description="largest number of images per request; --max-bytes and --max-pixels apply to all of them together",
     )
     max_held_bytes: int = Field(
         256_000_000,
         ge=1,
-        description="most bytes of bodies in memory at once, of all requests; half of them for unfinished ones",
+        description="largest number of bytes of all request bodies in memory; half of them for unfinished bodies",
+    )
+    usual_images: str = Field(
+        "",
+        description="folder of 20 or more typical images: if set, responses say how unusual an image is compared "
+        "with them (drift), at the cost of another pass in PyTorch",
     )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
         [],
-        description="if set, /v1 and /models ask for one of these, separated by commas; better set by BKN_ZOO_API_KEYS",
+        description="if set, /v1 and /models require one of these keys, separated by commas; prefer BKN_ZOO_API_KEYS",
     )
-    cors_origins: Listed = Field([], description="origins whose pages may call the service; none by default")
+    cors_origins: Listed = Field([], description="origins whose web pages may call the service; none by default")
 
     @classmethod
     def settings_customise_sources(
@@ -122,9 +136,9 @@ class Settings(BaseSettings):
     @classmethod
     def _check_keys(cls, value: Any) -> Any:
         if not str(value).strip(" ,"):
-            raise ValueError("it is set, but holds no key: set one, or leave it out")
+            raise ValueError("it is set, but contains no key: set one, or remove it")
         if not str(value).isascii():
-            raise ValueError("a key of other letters than ASCII's could not be sent in a header: choose another")
+            raise ValueError("a key may contain only ASCII characters, because it is sent in a header: choose another")
         return value
 
     @field_validator("port", mode="before")
@@ -149,7 +163,7 @@ class Settings(BaseSettings):
 
 
 def _in_one(arguments: list[str]) -> list[str]:
-    """With what follows --models as one argument, separated by commas, as shells' patterns do not give it."""
+    """Join the arguments after --models with commas, because a shell expands patterns to several arguments."""
     joined: list[str] = []
     for argument in arguments:
         named = (joined[-1:] and joined[-1].startswith("--models=")) or joined[-2:-1] == ["--models"]
@@ -161,7 +175,7 @@ def _in_one(arguments: list[str]) -> list[str]:
 
 
 def read_settings(arguments: list[str]) -> Settings:
-    """From flags and the environment; raises InputError in one sentence. --model is another name of --models."""
+    """Read the settings from flags and the environment. --model is another name of --models."""
     arguments = _in_one([re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments])
     try:
         return CliApp.run(Settings, cli_args=arguments)

@@ -1,9 +1,6 @@
 """From a request to the bytes of its images and the options that came with them."""
 
 import asyncio
-import binascii
-import json
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
@@ -14,6 +11,8 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from . import base64_json
+from .base64_json import decode_base64
 from .errors import (
     BadParameterError,
     MalformedRequestError,
@@ -28,15 +27,10 @@ from .settings import Settings
 
 FORM, JSON = "multipart/form-data", "application/json"
 OPTIONS = tuple(Options.model_fields)
-LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
-MAX_JSON_PARTS = 1000  # base64 has none; a million would keep Python, and so every other client, waiting
-PARTS_PER_IMAGE = 4  # a comma in the list and one in a data URI, and some
 MAX_NAMES = 32  # in a query or a JSON object: each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop, which others use, are not
-SMALL_JSON = 65_536  # bytes that are parsed on the event loop, which takes half a millisecond
-BASE64_SLICE = 2**16  # letters that are decoded at once, since that holds Python's lock
-
+SMALL_JSON = 32_768  # bytes that are parsed on the event loop
 
 Work = Callable[..., Awaitable[Any]]  # runs a function on so many bytes of input in a thread: (size, function, ...)
 
@@ -65,7 +59,7 @@ async def read_uploads(
     query, kind = _query(request), _kind(request)
     if kind == FORM:
         files, given = await _from_form(request, field, most)
-        images: list[bytes | ServiceError] = [_or_error(file) for file in files]
+        images: list[bytes | ServiceError] = [_or_error(bytes, file) for file in files]
     elif kind == JSON:
         images, given = await _parse_json(await _read(request), work, _several_images, field, most)
     else:
@@ -74,23 +68,23 @@ async def read_uploads(
 
 
 async def _parse_json(body: bytes, work: Work, parse: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes of a body: in a thread, unless that takes longer than the parsing."""
+    """What a function makes of a body: in a thread, unless the body is small."""
     return parse(body, *arguments) if len(body) <= SMALL_JSON else await work(len(body), parse, body, *arguments)
 
 
 def _one_image(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
-    found, given = _from_json(body, 1)
+    found, strings, given = _from_json(body)
     if not isinstance(found.get(field), str):
         raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
-    return _from_base64(found[field]), given
+    return decode_base64(found[field], strings), given
 
 
 def _several_images(body: bytes, field: str, most: int) -> tuple[list[bytes | ServiceError], dict[str, Any]]:
-    found, given = _from_json(body, most)
+    found, strings, given = _from_json(body)
     sources = found.get(field)
     if not isinstance(sources, list) or not 1 <= len(sources) <= most:
         raise MalformedRequestError(f"the request has no list {field!r} of 1 to {most} images: send that many.")
-    return [_or_error(source) for source in sources], given
+    return [_or_error(decode_base64, source, strings) for source in sources], given
 
 
 def _kind(request: Request) -> str:
@@ -140,9 +134,9 @@ def _image(image: bytes) -> bytes:
     return image
 
 
-def _or_error(source: Any) -> bytes | ServiceError:
+def _or_error(read: Callable[..., bytes], *arguments: Any) -> bytes | ServiceError:
     try:
-        return _image(source if isinstance(source, bytes) else _from_base64(source))
+        return _image(read(*arguments))
     except ServiceError as error:
         return error
 
@@ -171,16 +165,9 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
     return images, _chosen({name: text for name, text in form.items() if isinstance(text, str) and text != ""})
 
 
-def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a body of JSON with at most so many images holds, and the options in it."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS + PARTS_PER_IMAGE * most:
-        raise MalformedRequestError("the JSON has too many parts: send the image in base64, and the options.")
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise MalformedRequestError(
-            "the body is not valid JSON, as its type says: correct it, or send the image."
-        ) from None
+def _from_json(body: bytes) -> tuple[dict[str, Any], base64_json.Strings, dict[str, Any]]:
+    """What a body of JSON holds, its long strings, and the options in it."""
+    data, strings = base64_json.parse(body)
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
     if not isinstance(inner, dict):
@@ -188,19 +175,7 @@ def _from_json(body: bytes, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     for given in (found, inner):
         if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
             raise BadParameterError("function_to_apply: scores are softmax's here: say softmax, or leave it out.")
-    return found, _chosen(found) | _chosen(inner)
-
-
-def _from_base64(text: Any) -> bytes:
-    try:
-        letters = re.sub(r"^data:[^,]*,", "", text).encode("ascii").translate(LETTERS, b" \t\r\n")
-        letters += b"=" * (-len(letters) % 4)
-        if letters.find(b"=", 0, -2) >= 0:
-            raise ValueError("padding in the middle")
-        parts = range(0, len(letters), BASE64_SLICE)
-        return b"".join(binascii.a2b_base64(letters[k : k + BASE64_SLICE], strict_mode=True) for k in parts)
-    except (ValueError, TypeError):  # binascii.Error is a ValueError
-        raise MalformedRequestError("the image is not base64: encode the file's bytes.") from None
+    return found, strings, _chosen(found) | _chosen(inner)
 
 
 class Upload:

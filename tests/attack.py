@@ -4,9 +4,10 @@
     python tests/attack.py --minutes 30           chaos: all attackers at random, while workers are killed and stopped
     python tests/attack.py --costs                seconds per class of image, for service/costs.py
 
-The first writes results/attack.json. Each service runs with its default settings; while one is measured, the process of
-the other is stopped. A healthy client asks for one image at a time and for /health/live; a task in the service measures
-how much longer than 5 ms its event loop takes to come back. All load goes to this machine and stops by itself.
+The first writes results/attack.json after each measurement. The same command resumes; --again starts over. Services run
+with their default settings; while one is measured, the process of the other is stopped. A healthy client asks for one
+image at a time and for /health/live; a task in the service measures how much longer than 5 ms its event loop takes to
+come back. All load goes to this machine and stops by itself.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import os
 import platform
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +35,7 @@ from service_process import ROOT, ServiceProcess, save_small_checkpoint
 from watch import Watch
 
 OUTPUT = ROOT / "results" / "attack.json"
+NO_NUMBERS = ("run", "row", "service", "classify")
 BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds
 
 
@@ -73,54 +74,57 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, ima
         time.sleep(seconds)
     ended = time.monotonic()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
-    classify, live = [s for _, s in watch.classify], [s for _, s in watch.live]
     pauses = service.pauses(begun, ended) or [(math.nan, math.nan)]
-    return {
-        "classify_p50": percentile(classify, 0.5),
-        "classify_p99": percentile(classify, 0.99),
-        "classify_max": max(classify),
-        "live_max": max(live),
+    found = {
+        "classify": [round(s, 4) for _, s in watch.classify],
+        "live_max": max(s for _, s in watch.live),
         "pause_max": max(late for late, _ in pauses),
         "pause_max_computing": max(cpu for _, cpu in pauses),
         "sleeper_max": max(s for _, s in watch.pauses),
-        "answers": len(classify),
         "failed": sum(status != 200 for status, _ in [*watch.classify, *watch.live]),
         "attacks": sent,
         "metrics_grew_by": len(fetch(service.port, "/metrics")[1]) - before,
+        "load_average": os.getloadavg()[0],
     }
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def measure_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What was measured of each row, of both checkouts in turn, several times."""
+def measure_rows(args: argparse.Namespace, samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is not among the samples yet: each row, of both checkouts in turn, several times."""
     image = encoded(picture(side=200), "JPEG")
+    roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
+    known = {(sample["run"], sample["row"], sample["service"]) for sample in samples}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
-        services = {}
-        for which, root in roots.items():
-            services[which] = stack.enter_context(
-                Probed(root.resolve(), ROOT / "checkpoints", args.model, folder / which)
-            )
-            fetch(services[which].port, "/v1/classify", image)
-            services[which].process.send_signal(signal.SIGSTOP)
-        for name, (which, service) in product(["idle", *args.rows] * args.repeats, services.items()):
-            service.process.send_signal(signal.SIGCONT)
-            row = measure(service, None if name == "idle" else name, args.clients, args.seconds, image)
-            service.process.send_signal(signal.SIGSTOP)
-            found = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-            print(name, which, found, flush=True)
-            yield {"row": name, "service": which, **found}
+        services: dict[str, Probed] = {}
+        for key in product(range(args.repeats), ["idle", *args.rows], roots):
+            run, name, which = key
+            if key in known:
+                continue
+            if which not in services:
+                probed = Probed(roots[which].resolve(), ROOT / "checkpoints", args.model, folder / which)
+                services[which] = stack.enter_context(probed)
+                for _ in range(20):  # until everything is warm
+                    fetch(probed.port, "/v1/classify", image)
+            for other in services.values():
+                other.process.send_signal(signal.SIGCONT if other is services[which] else signal.SIGSTOP)
+            row = measure(services[which], None if name == "idle" else name, args.clients, args.seconds, image)
+            yield {"run": run, "row": name, "service": which, **row}
 
 
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each row and service, the median of every number."""
-    kinds = dict.fromkeys((sample["row"], sample["service"]) for sample in samples)
+    """Of each row and service: quantiles over all answers, and the worst of everything else."""
     found = []
-    for row, service in kinds:
+    for row, service in dict.fromkeys((sample["row"], sample["service"]) for sample in samples):
         chosen = [sample for sample in samples if (sample["row"], sample["service"]) == (row, service)]
-        numbers = {name: statistics.median(sample[name] for sample in chosen) for name in chosen[0]
-                   if name not in ("row", "service")}  # fmt: skip
-        found.append({"row": row, "service": service, "runs": len(chosen)} | numbers)
+        seconds = [second for sample in chosen for second in sample["classify"]]
+        worst = {name: max(sample[name] for sample in chosen) for name in chosen[0] if name not in NO_NUMBERS}
+        quantiles = {"classify_p50": percentile(seconds, 0.5), "classify_p99": percentile(seconds, 0.99),
+                     "classify_max": max(seconds, default=math.nan)}  # fmt: skip
+        about = {"row": row, "service": service, "runs": len(chosen), "answers": len(seconds)}
+        found.append(
+            about | quantiles | worst | {"within_bounds": all((quantiles | worst)[k] < v for k, v in BOUNDS.items())}
+        )
     return found
 
 
@@ -165,40 +169,46 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="run chaos for so long")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between disturbances of a worker in chaos")
-    parser.add_argument("--add", action="store_true", help="to the samples that are in the file already")
+    parser.add_argument("--again", action="store_true", help="measure everything anew")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
     if args.costs:
         costs()
         return 0
-    command = shlex.join(["python", "tests/attack.py", *sys.argv[1:]])
     if args.minutes:
         with tempfile.TemporaryDirectory() as folder:
             save_small_checkpoint(Path(folder) / "small")
             found = chaos(Path(folder), 60 * args.minutes, args.clients, args.every)
         wrong = problems(found)
-        record("chaos", command, found | {"problems": wrong})
+        record(args, "chaos", found | {"problems": wrong})
         print(json.dumps(found, indent=1), *wrong, sep="\n")
         return int(bool(wrong))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
-    samples = read_results().get("rows", {}).get("samples", []) if args.add else []
-    for sample in measure_rows(args):
+    samples = [] if args.again else read_results(args.output).get("rows", {}).get("samples", [])
+    for sample in measure_rows(args, samples):
         samples.append(sample)
-        record("rows", command, {"table": table(samples), "samples": samples})
+        print(sample, flush=True)
+        record(args, "rows", {"seconds": args.seconds, "clients": args.clients, "bounds": BOUNDS,
+                              "table": table(samples), "samples": samples})  # fmt: skip
     return 0
 
 
-def read_results() -> dict[str, Any]:
-    return json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+def read_results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def record(name: str, command: str, found: dict[str, Any]) -> None:
+def record(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
     """Write a part of the results, beside the others."""
+    command = shlex.join(
+        ["python", "tests/attack.py", *(argument for argument in sys.argv[1:] if argument != "--again")]
+    )
     versions = {package: version(package) for package in ("uvicorn", "h11", "fastapi", "pillow", "torch", "openvino")}
-    where = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-    results = read_results()
+    where = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
+             "nice": os.nice(0)}  # fmt: skip
+    results = read_results(args.output)
     results[name] = {"command": command, "hardware": where, "versions": versions, **found}
-    OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

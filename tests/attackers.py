@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cache, partial
 
 import numpy as np
@@ -130,14 +131,27 @@ def long_method() -> bytes:
     return head("".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=15_000)), "/health/live")
 
 
-def near_names() -> bytes:
-    names = {f"modal{k}": 1 for k in range(950)}
-    body = json.dumps({"image": "aGVsbG8=", **names}).encode()
+@cache
+def near_names(count: int = 960) -> list[str]:
+    """Names whose letters are those of an option, but whose order is just not near enough to be called misspelt.
+
+    They pass the quick tests of `difflib.get_close_matches`, so that each costs it a full comparison.
+    """
+    generator, names = random.Random(0), dict[str, None]()
+    while len(names) < count:
+        name = "".join(generator.sample("statistics", 10))
+        if not get_close_matches(name, ["statistics"], cutoff=0.7):
+            names[name] = None
+    return list(names)
+
+
+def near_names_in_json() -> bytes:
+    body = json.dumps({"image": "aGVsbG8=", **dict.fromkeys(near_names(), 1)}).encode()
     return post(body, "Content-Type: application/json")
 
 
-def near_query() -> bytes:
-    return post(b"x", target="/v1/classify?" + "&".join(f"modal{k}=1" for k in range(1000)))
+def near_names_in_query() -> bytes:
+    return post(b"x", target="/v1/classify?" + "&".join(f"{name}=1" for name in near_names()))
 
 
 def empty_headers() -> bytes:
@@ -157,8 +171,8 @@ ROWS: dict[str, Callable[[], bytes]] = {
     "3a TIFF of 32,768 strips": lambda: post(strips()),
     "3b planar TIFF": lambda: post(planar()),
     "3c progressive JPEG of noise": lambda: post(progressive()),
-    "4a near-miss names in JSON": near_names,
-    "4b near-miss names in a query": near_query,
+    "4a near-miss names in JSON": near_names_in_json,
+    "4b near-miss names in a query": near_names_in_query,
     "5 empty headers": empty_headers,
     "6 base64 in JSON, 9.9 MB": large_json,
     "7 WebP of 49 megapixels": lambda: post(large_webp()),

@@ -2,21 +2,15 @@
 
 import dataclasses
 import gc
-import importlib.util
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 gc.disable()  # until all is imported
 
 import pytest
 import torch
-from torch import nn
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported: lets test_kernels.py run them here
@@ -34,38 +28,39 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 
 
 SLOW = (
-    "test_engines.py", "test_service_workers.py", "test_kernels.py", "test_practice.py", "test_replication.py",
-    "test_models.py", "test_hub.py", "test_conversion.py", "test_readme.py", "test_training.py", "test_fit.py",
-    "test_service_load.py", "test_checkpoints.py", "test_export.py", "test_page.py", "test_train.py",
-    "test_libraries.py", "test_service.py", "test_service_strangers.py", "test_service_bad_input.py", "test_layer.py",
-    "test_batch.py", "test_pretrained.py", "test_wheel.py", "test_kept_graphs.py", "test_pooling.py", "test_cards.py",
-    "test_cli.py", "test_progress.py", "test_memory.py", "test_running.py", "test_house.py",
+    "test_service_edge.py", "test_conversion.py", "test_engines.py", "test_kernels.py", "test_practice.py",
+    "test_hub.py", "test_readme.py", "test_fit.py", "test_service_workers.py", "test_prior.py", "test_train.py",
+    "test_training.py", "test_models.py", "test_checkpoints.py", "test_service_load.py", "test_libraries.py",
+    "test_page.py", "test_service_bad_input.py", "test_service_strangers.py", "test_usability.py", "test_export.py",
+    "test_shift.py", "test_layer.py", "test_service.py", "test_wheel.py", "test_kept_graphs.py", "test_cli.py",
+    "test_batch.py", "test_pretrained.py", "test_other_systems.py", "test_cards.py", "test_pooling.py",
+    "test_report.py", "test_progress.py", "test_site.py", "test_memory.py", "test_running.py", "test_house.py",
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Slow files go first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is imported by now stays: to look through it again and again takes a tenth of all time."""
     gc.freeze()
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     gc.unfreeze()  # or libraries would say at the end that it leaks
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Let Ctrl-C reach the tests and all that they start: a shell has what runs in the background ignore it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         with suppress(ValueError):  # not the main thread, which alone may set handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def hasten_triton_s_interpreter() -> None:
+def hasten_triton_s_interpreter():
     """Leave out what takes it half of its time for nothing.
 
     It checks every sum of integers for overflow, and drops what it finds unless it debugs; and it looks through all of
@@ -83,7 +78,7 @@ def hasten_triton_s_interpreter() -> None:
     builder.options = options
     prepared = set()
 
-    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+    def call(function, *arguments, **named):
         if function.fn not in prepared:
             patch(function.fn)
             prepared.add(function.fn)
@@ -96,21 +91,8 @@ if kernels.HAS_TRITON and not torch.cuda.is_available():
     hasten_triton_s_interpreter()
 
 
-@pytest.fixture(scope="session")
-def load_script() -> Callable[[str], ModuleType]:
-    """A file of scripts/ by its name, as a module of its own each time."""
-
-    def load(name: str) -> ModuleType:
-        spec: Any = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "scripts" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
 @pytest.fixture(scope="module")
-def shallow_network() -> Iterator[None]:
+def shallow_network():
     """The small network has a few layers for the tests of a file, which make, train or compile it often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._networks, "inception_cifar", shallow)
@@ -118,18 +100,18 @@ def shallow_network() -> Iterator[None]:
 
 
 @pytest.fixture
-def whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_network(monkeypatch):
     """For a test in such a file that needs it as it is."""
     monkeypatch.setitem(registry._networks, "inception_cifar", inception_cifar)
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed():
     torch.manual_seed(0)
 
 
 @torch.no_grad()
-def scatter(module: nn.Module) -> None:
+def scatter(module):
     """Move the parameters of every norm off their starting values, which hide terms (A = 0, gamma = 1, beta = 0)."""
     for layer in module.modules():
         if isinstance(layer, RunningNorm | GroupNorm2d):
@@ -142,7 +124,7 @@ def scatter(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def remember_something(layer: nn.Module) -> None:
+def remember_something(layer):
     """Give a layer running statistics other than those it starts with, and BRN a step at which its limits are wide."""
     if isinstance(layer, RunningNorm):
         for mean, var, least in (
@@ -157,15 +139,15 @@ def remember_something(layer: nn.Module) -> None:
 
 
 @pytest.fixture(scope="session")
-def away_from_start() -> Callable[[nn.Module], None]:
+def away_from_start():
     return scatter
 
 
 @pytest.fixture(scope="session")
-def make_norm() -> Callable[..., nn.Module]:
+def make_norm():
     """Makes a norm of a kind ("bkn", "bn", "brn", "gn") with nothing at its starting value, in float64 unless told."""
 
-    def make(kind: str, channels: int, below: int | None = None, dtype=torch.float64, **options: Any) -> nn.Module:
+    def make(kind, channels, below=None, dtype=torch.float64, **options):
         layer = NORMS[kind](channels, below, **options)
         scatter(layer)
         remember_something(layer)
@@ -175,8 +157,8 @@ def make_norm() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def make_belief() -> Callable[..., Belief]:
-    def make(groups: int, channels: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Belief:
+def make_belief():
+    def make(groups, channels, dtype=torch.float64, requires_grad=False):
         mean, var = torch.randn(groups, channels, dtype=dtype), torch.rand(groups, channels, dtype=dtype) + 0.2
         return Belief(mean.requires_grad_(requires_grad), var.requires_grad_(requires_grad))
 

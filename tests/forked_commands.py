@@ -21,7 +21,6 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +37,7 @@ class Answer:
 class Commands:
     """Runs commands in a folder, one after another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         # Without the tests' Triton interpreter, which only costs time here.
         kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(
@@ -47,18 +46,18 @@ class Commands:
             env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
-    def __call__(self, *arguments: Any, send: tuple[tuple[int, float | str], ...] = (), **environment: str) -> Answer:
+    def __call__(self, *arguments, send=(), **environment):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"arguments": [str(a) for a in arguments], "send": send, "environment": environment}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return Answer(**json.loads(self._process.stdout.readline()))
 
-    def close(self) -> None:
+    def close(self):
         self._process.communicate(timeout=60)
 
 
-def answer(request: dict[str, Any], output: Path) -> dict[str, Any]:
+def answer(request, output):
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -79,7 +78,7 @@ def answer(request: dict[str, Any], output: Path) -> dict[str, Any]:
     return {"code": code, "output": output.read_text(), "seconds": seconds}
 
 
-def _be_the_command(request: dict[str, Any], output: Path) -> None:
+def _be_the_command(request, output):
     """Never returns."""
     signal.signal(signal.SIGINT, _interrupt)
     os.environ |= request["environment"]
@@ -87,7 +86,7 @@ def _be_the_command(request: dict[str, Any], output: Path) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     sys.argv = ["bkn-zoo", *request["arguments"]]
-    code: Any = 1
+    code = 1
     try:
         code = main()
     except SystemExit as stop:
@@ -104,7 +103,7 @@ def _be_the_command(request: dict[str, Any], output: Path) -> None:
         os._exit(code or 0)
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number, frame):
     """As Python does, but for a command that has ended: its process would have, too."""
     while frame is not None and frame.f_code is not ended.__code__:
         frame = frame.f_back

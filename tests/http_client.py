@@ -3,9 +3,8 @@
 import json
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Reply(NamedTuple):
@@ -16,40 +15,38 @@ class Reply(NamedTuple):
     body: bytes
     seconds: float
 
-    def json(self) -> Any:
+    def json(self):
         return json.loads(self.body)
 
     @property
-    def error(self) -> tuple[int, str]:
+    def error(self):
         """Status and code."""
         return self.status, self.json()["error"]["code"]
 
-    def scores(self) -> dict[str, float]:
+    def scores(self):
         return {prediction["label"]: prediction["score"] for prediction in self.json()["predictions"]}
 
 
-def head(method: str, target: str, *headers: str) -> bytes:
+def head(method, target, *headers):
     return "\r\n".join([f"{method} {target} HTTP/1.1", "Host: a", *headers, "", ""]).encode("latin-1")
 
 
-def request(
-    target: str = "/v1/classify", body: bytes = b"", *headers: str, method: str = "POST", length: object = None
-) -> bytes:
+def request(target="/v1/classify", body=b"", *headers, method="POST", length=None):
     """A request with a length, on a connection of its own."""
     told = len(body) if length is None else length
     return head(method, target, "Connection: close", f"Content-Length: {told}", *headers) + body
 
 
-def post(body: bytes, *headers: str, target: str = "/v1/classify") -> bytes:
+def post(body, *headers, target="/v1/classify"):
     """A request after which the connection stays open."""
     return head("POST", target, f"Content-Length: {len(body)}", *headers) + body
 
 
-def chunked(*headers: str) -> bytes:
+def chunked(*headers):
     return head("POST", "/v1/classify", "Transfer-Encoding: chunked", *headers)
 
 
-def form(*files: tuple[str, bytes | str], **fields: bytes | str) -> tuple[bytes, str]:
+def form(*files, **fields):
     """A multipart body, in which bytes are files, and its content type."""
     parts = []
     for name, value in (*files, *fields.items()):
@@ -59,11 +56,11 @@ def form(*files: tuple[str, bytes | str], **fields: bytes | str) -> tuple[bytes,
     return b"\r\n".join(parts) + b"\r\n--xyz--\r\n", "multipart/form-data; boundary=xyz"
 
 
-def connect(port: int, timeout: float = 60.0) -> socket.socket:
+def connect(port, timeout=60.0):
     return socket.create_connection(("127.0.0.1", port), timeout)
 
 
-def read(connection: socket.socket, count: int | None = 1, heads: Sequence[bool] = ()) -> list[Reply]:
+def read(connection, count=1, heads=()):
     """So many answers, or all until the service closes the connection.
 
     Args:
@@ -87,7 +84,7 @@ def read(connection: socket.socket, count: int | None = 1, heads: Sequence[bool]
     return found
 
 
-def send(port: int, data: bytes, ends: bool = False, timeout: float = 60.0) -> Reply:
+def send(port, data, ends=False, timeout=60.0):
     """The first answer to some bytes, even where it comes before all of them are sent.
 
     Args:

@@ -15,12 +15,11 @@ import pickle
 import re
 import resource
 import shlex
-import signal
 import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,24 +47,24 @@ WEIGHTS = {name for name in FILES if name.startswith("model")}
 ZOO_NAME = "inception_cifar_bkn.cifar10"
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))  # small, since every case runs them
 REAL_SLEEP = time.sleep
-waits: list[float] = []
-messages: list[str] = []
+waits = []
+messages = []
 register(num_classes=10)(shallow)
 bundled = load_folder(FOLDER)
 with torch.inference_mode():
     EXPECTED = {mode: bundled(IMAGES, mode) for mode in MODES}
 
 Case = Callable[[], None]
-ONLINE: list[Case] = []
-OFFLINE: list[Case] = []
+ONLINE = []
+OFFLINE = []
 
 
-def online(case: Case) -> Case:
+def online(case):
     ONLINE.append(case)
     return case
 
 
-def offline(case: Case) -> Case:
+def offline(case):
     OFFLINE.append(case)
     return case
 
@@ -73,17 +72,17 @@ def offline(case: Case) -> Case:
 # Orders to the server, and what came of a call.
 
 
-def tell(path: str, message: Any = None) -> Any:
+def tell(path, message=None):
     data = None if message is None else json.dumps(message).encode()
     with urllib.request.urlopen(f"{ENDPOINT}/-/{path}", data) as answer:
         return json.loads(answer.read() or b"null")
 
 
-def order(**fault: Any) -> None:
+def order(**fault):
     tell("faults", [fault] if fault else [])
 
 
-def copy(name: str, files: dict[str, bytes] | None = None, remove: Any = ()) -> str:
+def copy(name, files=None, remove=()):
     """A repository like the published one, under a name that no cache knows; returns its commit."""
     encoded = {path: base64.b64encode(data).decode() for path, data in (files or {}).items()}
     return tell("copy", {"from": REPOSITORY, "to": f"owner/{name}", "files": encoded, "remove": [*remove]})["commit"]
@@ -99,11 +98,11 @@ class Outcome:
     waits: list[float] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def asked(self, start: str) -> list[str]:
+    def asked(self, start):
         return [request for request in self.requests if request.startswith(start)]
 
 
-def attempt(call: Callable[..., Any], *arguments: Any, log: bool = True, **options: Any) -> Outcome:
+def attempt(call, *arguments, log=True, **options):
     waits.clear()
     seen = len(tell("log")) if log else 0
     outcome = Outcome()
@@ -116,15 +115,15 @@ def attempt(call: Callable[..., Any], *arguments: Any, log: bool = True, **optio
     return outcome
 
 
-def load(name: str, **options: Any) -> Outcome:
+def load(name, **options):
     return attempt(from_pretrained, name, log="HF_HUB_OFFLINE" not in os.environ, **options)
 
 
-def push(name: str, **options: Any) -> Outcome:
+def push(name, **options):
     return attempt(hub.push_to_hub, options.pop("folder", FOLDER), f"owner/{name}", **options)
 
 
-def command(*arguments: str) -> Outcome:
+def command(*arguments):
     """What `bkn-zoo` prints, as `value`; it ends well, or `error` is what it exits with."""
     output, seen = io.StringIO(), len(tell("log"))
     argv = mock.patch.object(sys, "argv", ["bkn-zoo", *arguments])
@@ -134,7 +133,7 @@ def command(*arguments: str) -> Outcome:
     return Outcome(output.getvalue(), Exception(code) if code else None, output.getvalue(), [], tell("log")[seen:])
 
 
-def assert_loaded(outcome: Outcome, revision: str | None = None) -> None:
+def assert_loaded(outcome, revision=None):
     """The bundled checkpoint's outputs, bit for bit, from a commit."""
     assert outcome.error is None, outcome.trace
     model = outcome.value
@@ -145,7 +144,7 @@ def assert_loaded(outcome: Outcome, revision: str | None = None) -> None:
     assert revision in (None, model.revision), (revision, model.revision)
 
 
-def assert_refused(outcome: Outcome, kind: str, *words: str) -> None:
+def assert_refused(outcome, kind, *words):
     """One sentence of the expected kind that holds the words, and nothing of the client's behind it."""
     message = str(outcome.error)
     assert type(outcome.error).__name__ == kind, outcome.trace
@@ -155,12 +154,12 @@ def assert_refused(outcome: Outcome, kind: str, *words: str) -> None:
     assert "huggingface_hub" not in outcome.trace, outcome.trace
 
 
-def snapshot(name: str) -> set[str]:
+def snapshot(name):
     return {path.name for path in HOME.glob(f"hub/models--owner--{name}/snapshots/*/*")}
 
 
 @contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
+def environment(**variables):
     with mock.patch.dict(os.environ, variables):
         yield
 
@@ -169,12 +168,12 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 @online
-def the_client_is_not_imported_with_the_package() -> None:
+def the_client_is_not_imported_with_the_package():
     assert not CLIENT_WAS_IMPORTED
 
 
 @online
-def publishing_is_one_verified_commit() -> None:
+def publishing_is_one_verified_commit():
     arguments = ("publish", str(FOLDER), "--namespace", "owner", "--results", str(FOLDER.parent / "results"))
     dry = command(*arguments, "--dry-run")
     for name, path in FILES.items():
@@ -200,7 +199,7 @@ def publishing_is_one_verified_commit() -> None:
 
 
 @online
-def a_folder_of_save_pretrained_has_its_short_card() -> None:
+def a_folder_of_save_pretrained_has_its_short_card():
     bkn_zoo.save_pretrained(bundled, "plain/saved")
     plain = command("publish", "plain/saved", "--namespace", "owner")
     repository = tell("repositories/owner/saved")
@@ -210,7 +209,7 @@ def a_folder_of_save_pretrained_has_its_short_card() -> None:
 
 
 @online
-def a_checkpoint_loads_by_id_tag_commit_and_short_name() -> None:
+def a_checkpoint_loads_by_id_tag_commit_and_short_name():
     commit = tell(f"repositories/{REPOSITORY}")["branches"]["main"]
     by_id = load(REPOSITORY)
     assert_loaded(by_id, commit)
@@ -230,18 +229,7 @@ def a_checkpoint_loads_by_id_tag_commit_and_short_name() -> None:
 
 
 @online
-def a_trained_checkpoint_answers_from_the_hub_as_from_the_tree() -> None:
-    published = command("publish", ZOO_NAME, "--namespace", "zoo")
-    assert "verified by downloading it" in published.value
-    photo = Image.radial_gradient("L").convert("RGB")
-    names = (ZOO_NAME, f"zoo/{ZOO_NAME}")
-    ours, theirs = (bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo, top_k=10) for name in names)
-    assert ours.predictions == theirs.predictions
-    assert (ours.revision, len(theirs.revision or "")) == (None, 40)
-
-
-@online
-def a_converted_network_goes_to_the_hub_and_back() -> None:
+def a_converted_network_goes_to_the_hub_and_back():
     model = bkn_zoo.create_model("timm:test_resnet", 4)
     model.statistics_batch_size = 2
     model.train()(torch.randn(4, 3, 64, 64))
@@ -255,10 +243,10 @@ def a_converted_network_goes_to_the_hub_and_back() -> None:
 
 
 @online
-def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again() -> None:
+def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again():
     for status, kind, words, waited in (
         (401, "HubAccessError", ["401", "HF_TOKEN"], []),
-        (403, "HubAccessError", ["403", "ask the repository's owner"], []),
+        (403, "HubAccessError", ["403", "ask the owner"], []),
         (404, "HubNotFoundError", ["owner/status-404", "correct the name"], []),
         (429, "HubUnavailableError", ["429", "try again in some minutes"], [1, 2]),
         (500, "HubUnavailableError", ["500", "try again later"], [1, 2]),
@@ -290,7 +278,7 @@ def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again() -> None:
 
 
 @online
-def a_token_opens_private_repositories_and_a_bad_one_is_named() -> None:
+def a_token_opens_private_repositories_and_a_bad_one_is_named():
     assert push("secret", private=True).error is None
     for token, words in (
         ("hf_wrongwrongwrong", "valid token"), ("hf_illegal\x07token", "valid token"), ("hf_fünf", "characters"),
@@ -309,7 +297,7 @@ def a_token_opens_private_repositories_and_a_bad_one_is_named() -> None:
 
 
 @online
-def a_shard_that_is_cut_off_is_resumed_or_refused() -> None:
+def a_shard_that_is_cut_off_is_resumed_or_refused():
     from huggingface_hub import constants
 
     copy("cut")
@@ -320,14 +308,14 @@ def a_shard_that_is_cut_off_is_resumed_or_refused() -> None:
     assert [request for request in once.requests if request.endswith("bytes=1000-")]
     copy("half")
     order(pattern="GET /storage/", after=1, times=999, cut=0)
-    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "stopped half-way", "try again")
+    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "transfer stopped", "try again")
     order()
     assert "config.json" in snapshot("half")
     assert len(snapshot("half")) < len(WEIGHTS) + 1
 
 
 @online
-def a_flipped_byte_is_refused_and_not_kept() -> None:
+def a_flipped_byte_is_refused_and_not_kept():
     for part, place in (("header", 9), ("tensor", -1)):
         copy(f"flip-{part}")
         order(pattern=f"GET /storage/{sha256(FOLDER / SHARDS[1])}", flip=place)
@@ -336,14 +324,14 @@ def a_flipped_byte_is_refused_and_not_kept() -> None:
 
 
 @online
-def odd_repositories_are_refused_and_nothing_of_them_is_run() -> None:
+def odd_repositories_are_refused_and_nothing_of_them_is_run():
     config = json.loads((FOLDER / "config.json").read_text())
     index = json.loads((FOLDER / "model.safetensors.index.json").read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], "../../../outside.safetensors")
     ran = HOME / "ran"
 
     class Exploit:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return (Path.touch, (ran,))
 
     strange = {"pytorch_model.bin": pickle.dumps({"fc.weight": Exploit()})}
@@ -377,7 +365,7 @@ def odd_repositories_are_refused_and_nothing_of_them_is_run() -> None:
 
 
 @online
-def all_files_are_of_one_commit_even_if_the_revision_moves() -> None:
+def all_files_are_of_one_commit_even_if_the_revision_moves():
     first = copy("moving")
     second = copy("moving", {"notes.txt": b"a further commit"})
     order(pattern="GET /api/models/owner/moving/revision/main", move="owner/moving")
@@ -390,7 +378,7 @@ def all_files_are_of_one_commit_even_if_the_revision_moves() -> None:
 
 
 @online
-def a_full_disk_is_named_and_leaves_nothing_broken() -> None:
+def a_full_disk_is_named_and_leaves_nothing_broken():
     copy("large")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond it fails as on a full disk
@@ -398,51 +386,13 @@ def a_full_disk_is_named_and_leaves_nothing_broken() -> None:
         full = load("owner/large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(full, "HubError", "no room for owner/large", str(HOME), "HF_HOME")
+    assert_refused(full, "HubError", "no space for owner/large", str(HOME), "HF_HOME")
     assert full.waits == []
     assert_loaded(load("owner/large"))
 
 
 @online
-def two_processes_can_download_at_once() -> None:
-    copy("shared")
-    children = []
-    for _ in range(2):
-        child = os.fork()
-        if child == 0:
-            time.sleep = REAL_SLEEP
-            with contextlib.suppress(BaseException):
-                assert_loaded(Outcome(from_pretrained("owner/shared")))
-                os._exit(0)
-            os._exit(1)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-
-
-@online
-def a_killed_upload_is_invisible_and_can_be_repeated() -> None:
-    # The files of all these repositories are in the server's storage already, unless their content is new.
-    tell("forget", [sha256(path) for name, path in FILES.items() if name.endswith(".safetensors")])
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reader, 1)
-        attempt(hub.push_to_hub, FOLDER, "owner/killed")
-        os._exit(0)
-    order(pattern="POST /owner/killed.git/info/lfs/verify", kill=child)  # when one file at least has arrived
-    os.write(writer, b"x")
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    order()
-    assert_refused(load("owner/killed"), "CheckpointError", "holds no config.json")
-    repeated = push("killed")
-    assert len(repeated.value.changes) == len(FILES)
-    sent = {request.split("/")[2].split()[0] for request in repeated.asked("PUT")}
-    assert len(sent) < sum(name.endswith(".safetensors") for name in FILES)  # the rest only
-    assert_loaded(load("owner/killed"))
-
-
-@online
-def an_upload_that_fails_or_is_cut_off_can_be_repeated() -> None:
+def an_upload_that_fails_or_is_cut_off_can_be_repeated():
     order(pattern="POST /api/models/owner/failing/commit", times=99, status=500)
     assert_refused(push("failing"), "HubUnavailableError", "500", "owner/failing", "try again")
     order(pattern="POST /api/models/owner/failing/commit", status=412)
@@ -456,7 +406,7 @@ def an_upload_that_fails_or_is_cut_off_can_be_repeated() -> None:
 
 
 @online
-def other_files_of_a_network_replace_the_old_ones_and_tags_stay() -> None:
+def other_files_of_a_network_replace_the_old_ones_and_tags_stay():
     """The same network in one file, over the one in shards; then tags and pull requests."""
     whole = FOLDER.parent / "whole" / FOLDER.name
     bkn_zoo.save_pretrained(bundled, whole)
@@ -473,7 +423,7 @@ def other_files_of_a_network_replace_the_old_ones_and_tags_stay() -> None:
     assert_refused(both, "InputError", "pull request cannot be tagged")
     order(pattern="GET /storage/", flip=-1)
     unverified = attempt(hub.verify_published, whole, "owner/replaced", second.commit)
-    assert_refused(unverified, "DamagedFileError", "is not what was sent")
+    assert_refused(unverified, "DamagedFileError", "differs from the local file")
     order()
     assert_loaded(load("owner/replaced"), second.commit)
     assert_loaded(load("owner/replaced@v1"), first)
@@ -482,7 +432,7 @@ def other_files_of_a_network_replace_the_old_ones_and_tags_stay() -> None:
 
 
 @online
-def training_ends_on_the_hub_if_asked() -> None:
+def training_ends_on_the_hub_if_asked():
     """A network of two classes of small images, from files to the Hub."""
     tree = FOLDER.parent / "photos"
     for label, value in (("dark", 60), ("light", 200)):
@@ -516,14 +466,9 @@ def training_ends_on_the_hub_if_asked() -> None:
     assert (len(repository["commits"]), repository["tags"]) == (3, {})  # the Hub's own first one, and two of ours
     assert repository["branches"]["main"] != first
 
-    command("publish", "runs/photos/photos", "--namespace", "owner", "--name", "pictures")
-    pictures = tell("repositories/owner/pictures")
-    named = pictures["commits"][pictures["branches"]["main"]]
-    assert named["README.md"] == repository["commits"][first]["README.md"]  # its own card
-
 
 @online
-def the_documents_examples_run_as_written() -> None:
+def the_documents_examples_run_as_written():
     """Those that are marked as run here, in order and in one namespace per document."""
     marked = re.compile(r"^```python\n(# not run by the tests: test_hub\.py .*?)^```$", re.MULTILINE | re.DOTALL)
     hub.push_to_hub(FOLDER, "your-name/my_network", tag="v1")
@@ -531,14 +476,14 @@ def the_documents_examples_run_as_written() -> None:
     for document in ("guide.md", "hub.md"):
         blocks = marked.findall((Path(__file__).parent.parent / "docs" / document).read_text())
         assert blocks, document
-        namespace: dict[str, Any] = {"bkn_zoo": bkn_zoo, "model": bundled}
+        namespace = {"bkn_zoo": bkn_zoo, "model": bundled}
         with contextlib.redirect_stdout(io.StringIO()):
             for block in blocks:
                 exec(block, namespace)
 
 
 @online
-def without_a_connection_the_cache_serves() -> None:
+def without_a_connection_the_cache_serves():
     tell("stop", {})
     assert_loaded(attempt(from_pretrained, REPOSITORY, log=False))
     refused = attempt(from_pretrained, "owner/never-asked", log=False)
@@ -552,7 +497,7 @@ def without_a_connection_the_cache_serves() -> None:
 
 
 @offline
-def a_cached_checkpoint_loads_offline() -> None:
+def a_cached_checkpoint_loads_offline():
     assert_loaded(load(REPOSITORY))
     assert_loaded(load(f"{REPOSITORY}@{TAG}"))
     unknown = load("owner/never-asked")
@@ -561,12 +506,12 @@ def a_cached_checkpoint_loads_offline() -> None:
 
 
 @offline
-def a_half_downloaded_checkpoint_is_never_loaded() -> None:
-    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "not all of it")
+def a_half_downloaded_checkpoint_is_never_loaded():
+    assert_refused(load("owner/half"), "HubUnavailableError", "owner/half", "not completely in the cache")
 
 
-def run(cases: list[Case]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def run(cases):
+    results = {}
     for case in cases:
         try:
             results[case.__name__] = case()
@@ -575,7 +520,7 @@ def run(cases: list[Case]) -> dict[str, Any]:
     return results | {"messages": messages}
 
 
-def main() -> None:
+def main():
     time.sleep = waits.append  # type: ignore[assignment]  # waiting is recorded, not done
     output = Path(sys.argv[2])
     reader, writer = os.pipe()

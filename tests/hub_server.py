@@ -13,16 +13,11 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
-import signal
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 MAIN = "main"
@@ -37,7 +32,7 @@ class Blob:
     sha256: str | None
 
     @property
-    def etag(self) -> str:
+    def etag(self):
         return self.sha256 or self.oid
 
 
@@ -48,7 +43,7 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def resolve(self, revision: str) -> str | None:
+    def resolve(self, revision):
         if revision in self.commits:
             return revision
         return self.branches.get(revision) or self.tags.get(revision)
@@ -65,7 +60,7 @@ class Fault:
         status: answered instead, with `headers`.
         cut: bytes of the answer's body (or of an upload) after which the connection is closed.
         flip: place of a byte of the body that is changed.
-        kill: process that is ended instead of being answered.
+
         move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
@@ -76,14 +71,14 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
     flip: int | None = None
-    kill: int | None = None
+
     move: str | None = None
 
 
 class Answer(Exception):  # noqa: N818 - not an error: how a handler answers, from any depth
     """An HTTP answer."""
 
-    def __init__(self, status: int = 200, body: Any = b"", **headers: str) -> None:
+    def __init__(self, status=200, body=b"", **headers):
         self.status = status
         self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -94,22 +89,22 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path, token: str) -> None:
+    def __init__(self, root, token):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root, self.token = root, token
-        self.repositories: dict[str, Repository] = {}
-        self.faults: list[Fault] = []
-        self.log: list[str] = []  # "METHOD /path", with " +token" where one came, and the range asked for
+        self.repositories = {}
+        self.faults = []
+        self.log = []  # "METHOD /path", with " +token" where one came, and the range asked for
         self.lock = threading.Lock()
-        self.connections: list[socket.socket] = []
+        self.connections = []
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.storage = f"http://localhost:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """A client that goes away is nothing to report."""
 
-    def take_fault(self, request: str) -> Fault:
+    def take_fault(self, request):
         with self.lock:
             for fault in self.faults:
                 if re.search(fault.pattern, request):
@@ -120,27 +115,27 @@ class HubServer(ThreadingHTTPServer):
                         return fault
         return Fault("")
 
-    def store(self, data: bytes, lfs: bool) -> Blob:
+    def store(self, data, lfs):
         sha256 = hashlib.sha256(data).hexdigest() if lfs else None
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(data)}\n".encode()
         blob = Blob(git_oid(pointer if lfs else data), len(data), sha256)
         (self.root / blob.etag).write_bytes(data)
         return blob
 
-    def create(self, name: str, private: bool = False) -> Repository:
+    def create(self, name, private=False):
         repository = self.repositories[name] = Repository(private)
         attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
         self.commit(repository, {".gitattributes": self.store(attributes, lfs=False)})
         return repository
 
-    def commit(self, repository: Repository, files: dict[str, Blob], branch: str = MAIN) -> str:
+    def commit(self, repository, files, branch=MAIN):
         names = json.dumps([len(repository.commits), sorted((path, blob.oid) for path, blob in files.items())])
         commit = hashlib.sha1(names.encode()).hexdigest()
         repository.commits[commit] = files
         repository.branches[branch] = commit
         return commit
 
-    def add(self, name: str, files: dict[str, bytes], remove: tuple[str, ...] = ()) -> str:
+    def add(self, name, files, remove=()):
         """A commit made without the client, as a test's starting point or as an attacker's."""
         repository = self.repositories.get(name) or self.create(name)
         tree = dict(repository.commits[repository.branches[MAIN]])
@@ -148,7 +143,7 @@ class HubServer(ThreadingHTTPServer):
         return self.commit(repository, {path: blob for path, blob in tree.items() if path not in remove})
 
 
-def git_oid(data: bytes) -> str:
+def git_oid(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -158,19 +153,19 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
 
-    def setup(self) -> None:
+    def setup(self):
         super().setup()
         self.server.connections.append(self.connection)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.route()
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
-    def route(self) -> None:
+    def route(self):
         self.url = urlsplit(self.path)
         request = f"{self.command} {unquote(self.url.path)}"
         has_token = "Authorization" in self.headers
@@ -178,8 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             at = self.headers.get("Range", "")
             self.server.log.append(request + (" +token" if has_token else "") + (f" {at}" if at else ""))
         self.fault = self.server.take_fault(request)
-        if self.fault.kill is not None:
-            os.kill(self.fault.kill, signal.SIGKILL)
+
         self.body = self.read_body()
         if self.body is None:
             self.close_connection = True
@@ -199,11 +193,10 @@ class Handler(BaseHTTPRequestHandler):
             repository = self.server.repositories[self.fault.move]
             repository.branches[MAIN] = next(iter(repository.commits))
 
-    def read_body(self) -> bytes | None:
+    def read_body(self):
         """The request's body; None if a fault cuts it off."""
-        limit = self.fault.cut if self.command == "PUT" else None
-        if limit is not None:
-            self.rfile.read(limit)
+        if self.fault.cut is not None and self.command == "PUT":
+            self.rfile.read(self.fault.cut)
             return None
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -214,8 +207,8 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def send(self, answer: Answer) -> None:
-        body: bytes | bytearray = answer.body
+    def send(self, answer):
+        body = answer.body
         if self.fault.flip is not None and body:
             body = bytearray(body)
             body[self.fault.flip] ^= 1
@@ -235,27 +228,25 @@ class Handler(BaseHTTPRequestHandler):
 
     # What requests share.
 
-    def json(self) -> Any:
+    def json(self):
         return json.loads(self.body or b"{}")
 
-    def check_token(self, needed: bool) -> bool:
+    def check_token(self, needed):
         given = self.headers.get("Authorization")
         if given not in (None, f"Bearer {self.server.token}"):
-            raise Answer(
-                401, {"error": "Invalid credentials"}, X_Error_Message="Invalid credentials in Authorization header"
-            )
+            raise Answer(401, X_Error_Message="Invalid credentials in Authorization header")
         if needed and given is None:
-            raise Answer(401, {"error": "Unauthorized"}, X_Error_Message="Unauthorized")
+            raise Answer(401, X_Error_Message="Unauthorized")
         return given is not None
 
-    def repository(self, name: str, write: bool = False) -> Repository:
+    def repository(self, name, write=False):
         allowed = self.check_token(write)
         repository = self.server.repositories.get(name)
         if repository is None or (repository.private and not allowed):
             raise Answer(404 if allowed else 401, {"error": "not found"}, X_Error_Code="RepoNotFound")
         return repository
 
-    def revision(self, repository: Repository, revision: str) -> str:
+    def revision(self, repository, revision):
         commit = repository.resolve(revision)
         if commit is None:
             raise Answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
@@ -263,37 +254,35 @@ class Handler(BaseHTTPRequestHandler):
 
     # Questions.
 
-    def info(self, name: str, revision: str = MAIN) -> None:
+    def info(self, name, revision=MAIN):
         repository = self.repository(name)
         commit = self.revision(repository, revision)
         siblings = [{"rfilename": path} for path in repository.commits[commit]]
         about = {"_id": "0", "id": name, "modelId": name, "sha": commit, "private": repository.private, "tags": []}
         raise Answer(body=about | {"siblings": siblings, "downloads": 0, "likes": 0})
 
-    def tree(self, name: str, revision: str) -> None:
+    def tree(self, name, revision):
         repository = self.repository(name)
         entries = []
         for path, blob in sorted(repository.commits[self.revision(repository, revision)].items()):
-            entry: dict[str, Any] = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
+            entry = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
             if blob.sha256:
                 entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}
             entries.append(entry)
         raise Answer(body=entries)
 
-    def refs(self, name: str) -> None:
+    def refs(self, name):
         repository = self.repository(name)
 
-        def shown(kind: str, refs: dict[str, str]) -> list[dict[str, str]]:
+        def shown(kind, refs):
             return [{"name": n, "ref": f"refs/{kind}/{n}", "targetCommit": c} for n, c in refs.items()]
 
-        branches = {n: c for n, c in repository.branches.items() if not n.startswith("refs/")}
-        raise Answer(
-            body={"branches": shown("heads", branches), "converts": [], "tags": shown("tags", repository.tags)}
-        )
+        branches = shown("heads", {n: c for n, c in repository.branches.items() if not n.startswith("refs/")})
+        raise Answer(body={"branches": branches, "converts": [], "tags": shown("tags", repository.tags)})
 
     # Downloads.
 
-    def resolve(self, name: str, revision: str, path: str) -> None:
+    def resolve(self, name, revision, path):
         repository = self.repository(name)
         commit = self.revision(repository, revision)
         blob = repository.commits[commit].get(path)
@@ -302,21 +291,16 @@ class Handler(BaseHTTPRequestHandler):
         if blob.sha256 is None:
             # The Hub sends small files on to a cache of its own, by a relative path.
             raise Answer(307, X_Repo_Commit=commit, Location=f"/api/resolve-cache/models/{name}/{commit}/{path}")
-        raise Answer(
-            302,
-            X_Repo_Commit=commit,
-            X_Linked_Size=str(blob.size),
-            X_Linked_ETag=f'"{blob.sha256}"',
-            ETag='"storage"',
-            Location=f"{self.server.storage}/storage/{blob.sha256}",
-        )
+        linked = {"X-Linked-Size": str(blob.size), "X-Linked-ETag": f'"{blob.sha256}"'}
+        location = f"{self.server.storage}/storage/{blob.sha256}"
+        raise Answer(302, X_Repo_Commit=commit, ETag='"storage"', Location=location, **linked)
 
-    def resolve_cache(self, name: str, commit: str, path: str) -> None:
+    def resolve_cache(self, name, commit, path):
         blob = self.repository(name).commits[commit][path]
         data = (self.server.root / blob.etag).read_bytes()
         raise Answer(200, data, X_Repo_Commit=commit, ETag=f'"{blob.etag}"')
 
-    def storage(self, key: str) -> None:
+    def storage(self, key):
         data = (self.server.root / key).read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if asked is None:
@@ -326,7 +310,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # Uploads.
 
-    def create(self) -> None:
+    def create(self):
         self.check_token(needed=True)
         asked = self.json()
         name = f"{asked['organization'] or 'owner'}/{asked['name']}"
@@ -336,27 +320,25 @@ class Handler(BaseHTTPRequestHandler):
         self.server.create(name, asked.get("visibility") == "private")
         raise Answer(body=answer)
 
-    def validate_yaml(self) -> None:
+    def validate_yaml(self):
         raise Answer(body={"errors": [], "warnings": []})
 
-    def preupload(self, name: str, revision: str) -> None:
+    def preupload(self, name, revision):
         repository = self.repository(name, write=True)
         there = repository.commits[self.revision(repository, revision)]
         files = []
         for file in self.json()["files"]:
             mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
-            blob = there.get(file["path"])
-            files.append(
-                {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": blob.etag if blob else None}
-            )
+            oid = there[file["path"]].etag if file["path"] in there else None
+            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         raise Answer(body={"files": files})
 
-    def lfs_batch(self, name: str) -> None:
+    def lfs_batch(self, name):
         self.repository(name, write=True)
         objects = []
         for asked in self.json()["objects"]:
             oid, size = asked["oid"], asked["size"]
-            answer: dict[str, Any] = {"oid": oid, "size": size}
+            answer = {"oid": oid, "size": size}
             if not (self.server.root / oid).exists():
                 answer["actions"] = {
                     "upload": {"href": f"{self.server.storage}/upload/{oid}"},
@@ -365,19 +347,19 @@ class Handler(BaseHTTPRequestHandler):
             objects.append(answer)
         raise Answer(body={"transfer": "basic", "objects": objects})
 
-    def upload(self, oid: str) -> None:
+    def upload(self, oid):
         if hashlib.sha256(self.body or b"").hexdigest() != oid:
             raise Answer(400, {"error": "the content is not that of its name"})
         (self.server.root / oid).write_bytes(self.body or b"")
         raise Answer()
 
-    def lfs_verify(self, name: str) -> None:
+    def lfs_verify(self, name):
         self.repository(name, write=True)
         asked = self.json()
         path = self.server.root / asked["oid"]
         raise Answer(200 if path.exists() and path.stat().st_size == asked["size"] else 404)
 
-    def make_commit(self, name: str, revision: str) -> None:
+    def make_commit(self, name, revision):
         repository = self.repository(name, write=True)
         tree = dict(repository.commits[self.revision(repository, revision)])
         for line in (self.body or b"").splitlines():
@@ -395,13 +377,13 @@ class Handler(BaseHTTPRequestHandler):
         as_request = "create_pr" in parse_qs(self.url.query)
         branch = "refs/pr/1" if as_request else revision
         commit = self.server.commit(repository, tree, branch)
-        answer: dict[str, Any] = {"success": True, "commitOid": commit, "hookOutput": ""}
+        answer = {"success": True, "commitOid": commit, "hookOutput": ""}
         answer["commitUrl"] = f"{self.server.endpoint}/{name}/commit/{commit}"
         if as_request:
             answer["pullRequestUrl"] = f"{self.server.endpoint}/{name}/discussions/1"
         raise Answer(body=answer)
 
-    def tag(self, name: str, revision: str) -> None:
+    def tag(self, name, revision):
         repository = self.repository(name, write=True)
         tag = self.json()["tag"]
         if tag in repository.tags:
@@ -411,11 +393,11 @@ class Handler(BaseHTTPRequestHandler):
 
     # Orders of tests, from processes other than the server's.
 
-    def order_faults(self) -> None:
+    def order_faults(self):
         self.server.faults = [Fault(**fault) for fault in self.json()]
         raise Answer()
 
-    def copy_repository(self) -> None:
+    def copy_repository(self):
         asked = self.json()
         there = self.server.repositories[asked["from"]]
         contents = there.commits[there.branches[MAIN]]
@@ -423,22 +405,22 @@ class Handler(BaseHTTPRequestHandler):
         files |= {path: base64.b64decode(data) for path, data in asked.get("files", {}).items()}
         raise Answer(body={"commit": self.server.add(asked["to"], files, tuple(asked.get("remove", ())))})
 
-    def forget(self) -> None:
+    def forget(self):
         for key in self.json():
             (self.server.root / key).unlink()
         raise Answer()
 
-    def show_repository(self, name: str) -> None:
+    def show_repository(self, name):
         repository = self.server.repositories[name]
-        commits = {
+        etags = {
             commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
         }
-        raise Answer(body=vars(repository) | {"commits": commits})
+        raise Answer(body=vars(repository) | {"commits": etags})
 
-    def show_log(self) -> None:
+    def show_log(self):
         raise Answer(body=self.server.log)
 
-    def stop(self) -> None:
+    def stop(self):
         self.server.shutdown()
         self.server.server_close()
         for connection in self.server.connections:
@@ -450,7 +432,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 NAME, REVISION = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
-ROUTES: list[tuple[str, str, Callable[..., None]]] = [
+ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", f"/api/models/{NAME}", Handler.info),

@@ -1,17 +1,15 @@
 """Folders of small images, one for each class, for tests of training, evaluation and classification."""
 
-from pathlib import Path
-
 import numpy as np
 from PIL import Image
 
 
-def write_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (20, 20)) -> None:
+def write_image(path, colour, size=(20, 20)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
 
 
-def write_tree(root: Path, per_class: int = 6, classes: tuple[str, ...] = ("apple", "bean")) -> Path:
+def write_tree(root, per_class=6, classes=("apple", "bean")):
     """Every image of a colour of its own: the class in red, its number in green."""
     for label, name in enumerate(classes):
         for k in range(per_class):
@@ -19,7 +17,7 @@ def write_tree(root: Path, per_class: int = 6, classes: tuple[str, ...] = ("appl
     return root
 
 
-def write_noise(root: Path, size: tuple[int, int] = (20, 16), **classes: int) -> Path:
+def write_noise(root, size=(20, 16), **classes):
     """As many images of noise of each class as `classes` says; the classes differ in brightness."""
     rng = np.random.default_rng(0)
     for label, (name, count) in enumerate(classes.items()):

@@ -1,12 +1,10 @@
 """The service within the process of the tests, asked as one that is a process of its own."""
 
 import threading
-from typing import Self
 
 from service_process import LONG, Running, until
 
-from service.app import Service, create_app
-from service.batching import Line
+from service.app import create_app
 from service.server import Server
 from service.settings import read_settings
 
@@ -14,22 +12,22 @@ from service.settings import read_settings
 class LocalService(Running):
     """The service within this process, run by a thread, so that its engine can be slowed and killed."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags):
         settings = read_settings(["--engine", "torch", "--device", "cpu", "--port", "0", *flags])
         self.app = create_app(settings)
-        self.service: Service = self.app.state.service
+        self.service = self.app.state.service
         self._server = Server(self.app, settings)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self._thread.start()
         until(lambda: self._server.started and self.service.pool.started, "a start")
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._server.should_exit = True
         self._thread.join(LONG)
 
-    def line(self, name: str = "first") -> Line:
+    def line(self, name="first"):
         return self.service.pool._loaded[name].line

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 import time
-from typing import Any
 
 import uvicorn
 
@@ -13,7 +12,7 @@ from service.command import main
 PAUSE = 0.005  # seconds for which the task sleeps
 
 
-async def probe(path: str) -> None:
+async def probe(path):
     """Append lines: when it went to sleep, by how much too long it slept, and how long the loop computed meanwhile."""
     with open(path, "a", buffering=1) as log:
         while True:
@@ -22,8 +21,8 @@ async def probe(path: str) -> None:
             log.write(f"{wall} {time.monotonic() - wall - PAUSE} {time.thread_time() - cpu}\n")
 
 
-def with_probe(main_loop: Any) -> Any:
-    async def run(server: Any) -> None:
+def with_probe(main_loop):
+    async def run(server):
         task = asyncio.create_task(probe(os.environ["ATTACK_PROBE"]))
         await main_loop(server)
         task.cancel()

@@ -11,14 +11,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-from http_client import Reply, request, send
+from http_client import request, send
 
 import bkn_zoo
 from bkn_zoo.images import Preprocessing
@@ -28,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback
 
 
-def save_small_checkpoint(folder: Path, label_names: list[str] | None = None, seed: int = 0, size: int = 32) -> None:
+def save_small_checkpoint(folder, label_names=None, seed=0, size=32):
     """Write a network for small images and ten classes that has learned nothing, but whose answers tell much apart.
 
     Images, modes and seeds differ in their scores by far more than a rounding error.
@@ -56,21 +54,21 @@ class Running:
     port: int
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, target: str = "/v1/classify", body: bytes | None = None, method: str = "", **headers: str) -> Reply:
+    def ask(self, target="/v1/classify", body=None, method="", **headers):
         """The answer on a connection of its own; Content_Type="a/b" is a header."""
         lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         chosen = method or ("GET" if body is None else "POST")
         return send(self.port, request(target, body or b"", *lines, method=chosen))
 
-    def at_once(self, *requests: bytes) -> list[Reply]:
+    def at_once(self, *requests):
         """The answers to many requests that are sent together."""
         with ThreadPoolExecutor(len(requests)) as clients:
             return list(clients.map(partial(send, self.port), requests))
 
-    def metric(self, line: str) -> float:
+    def metric(self, line):
         found = re.search(rf"^{re.escape(line)} (\S+)$", self.ask("/metrics").body.decode(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
@@ -95,10 +93,10 @@ class ServiceProcess(Running):
     command: tuple[str, ...] = (sys.executable, "-m", "service")
 
     def __init__(
-        self, checkpoints: Path, *flags: str, command: tuple[str, ...] = (), environment: dict[str, str] | None = None,
-        ready_within: float = 3 * LONG,
-        is_ready: Callable[[Self], bool] = lambda service: service.ask("/health/ready").status == 200,
-    ) -> None:  # fmt: skip
+        self, checkpoints, *flags, command = (), environment = None,
+        ready_within = 3 * LONG,
+        is_ready = lambda service: service.ask("/health/ready").status == 200,
+    ):  # fmt: skip
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if "--models" in flags else ("--models", ",".join(names))
         self.port, self._is_ready, self._ready_within = free_port(), is_ready, ready_within
@@ -110,7 +108,7 @@ class ServiceProcess(Running):
         self._environment = inherited | here | (environment or {})
         self._log = Path()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         descriptor, name = tempfile.mkstemp(suffix=".log", prefix="service-")
         self._log = Path(name)
         try:
@@ -128,7 +126,7 @@ class ServiceProcess(Running):
             raise
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind, error, trace):
         with contextlib.suppress(ProcessLookupError):  # where it has stopped, with all that it started
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -136,39 +134,39 @@ class ServiceProcess(Running):
             error.add_note(f"The log of the service ends with:\n{self.log()[-4000:]}")
         self._log.unlink(missing_ok=True)
 
-    def stop(self, within: float = 40.0) -> int:
+    def stop(self, within=40.0):
         """Ask it to stop (SIGTERM) and return its exit code; raises subprocess.TimeoutExpired if it goes on."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(within)
 
-    def log(self) -> str:
+    def log(self):
         """What it has written to standard output and standard error, while it runs or once stopped."""
         return self._log.read_text(errors="replace")
 
-    def lines(self, **fields: object) -> list[dict[str, Any]]:
+    def lines(self, **fields):
         """The lines of the log that have these fields."""
         found = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
         return [line for line in found if fields.items() <= line.items()]
 
-    def memory(self) -> float:
+    def memory(self):
         """Resident, in MB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
 
-    def workers(self) -> set[int]:
+    def workers(self):
         """Those that have said that they serve, and live."""
         said = map(int, re.findall(r"by process (\d+)", self.log()))
         return {pid for pid in said if Path(f"/proc/{pid}").exists()}
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = LONG) -> None:
+def until(condition, what, seconds=LONG):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.01)
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

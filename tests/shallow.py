@@ -2,13 +2,19 @@
 
 from torch import nn
 
+from bkn_zoo import list_models
 from bkn_zoo.models.inception import Inception, MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
-from bkn_zoo.models.network import Branch, Network
-from bkn_zoo.models.registry import NormFactory
+from bkn_zoo.models.network import Branch
+
+NETWORKS = [name for name in list_models() if "lite1" not in name and "lite2" not in name]
+"""Of which there is but one: EfficientNet-Lite1 and 2 are Lite0 with more blocks."""
+
+KINDS = [name for name in NETWORKS if name.endswith("_bkn") or name.startswith("inception_cifar_")]
+"""Every network with BKN, and every norm in the smallest network."""
 
 
-def shallow(make_norm: NormFactory, num_classes: int) -> Network:
+def shallow(make_norm, num_classes):
     """The small network with two branches of its first block, one of them with a pooling, and poolings for the others.
 
     What is left has the names that it has there, and all that the rest has.

@@ -25,21 +25,21 @@ from bkn_zoo.training.step import make_step
 DEVICE = torch.device(NAME)
 
 
-def network(name: str = "inception_cifar_bkn", group: int = 2) -> bkn_zoo.Network:
+def network(name="inception_cifar_bkn", group=2):
     torch.manual_seed(0)
     model = bkn_zoo.create_model(name).to(DEVICE).to(memory_format=torch.channels_last)
     model.statistics_batch_size = group
     return model
 
 
-def batches(count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(count, size=16):
     source = torch.Generator().manual_seed(0)
     images = torch.randn(count, size, 3, 32, 32, generator=source)
     labels = torch.randint(10, (count, size), generator=source)
     return [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
 
 
-def train(how: str, steps: int = 20, accumulate: int = 1):
+def train(how, steps=20, accumulate=1):
     """Losses of each step, and the network: the learning rate changes, gradients come in `accumulate` parts."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
@@ -77,12 +77,9 @@ def test_twenty_steps_are_the_same_as_launched_ones(how):
     for (name, buffer), other in zip(model.named_buffers(), launched.buffers(), strict=True):
         assert (buffer - other).double().norm() <= 2e-2 * other.double().norm(), name
     assert model.conv.norm.num_batches_tracked == 20
-
-
-@gpu_only
-def test_accumulated_gradients_are_captured():
-    losses = [train(how, steps=8, accumulate=2)[0] for how in ("captured", "launched")]
-    assert_close(*losses, rtol=1e-3, atol=1e-3)
+    if how == "captured":  # accumulated gradients, too
+        losses = [train(each, steps=8, accumulate=2)[0] for each in (how, "launched")]
+        assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=gpu_only)])

@@ -1,24 +1,26 @@
 """Checkpoint folders: what is stored comes back, what is damaged is refused, and nothing is ever half-written."""
 
+import itertools
 import json
 import math
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import torchvision
-from torch import Tensor, nn
+from huggingface_hub import ModelCard
+from shallow import KINDS
+from torch import nn
 
 import bkn_zoo
-from bkn_zoo import BknZooError, CheckpointError, InputError, Network, UnknownNameError
+from bkn_zoo import BknZooError, CheckpointError, InputError, UnknownNameError
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
@@ -33,6 +35,7 @@ from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm
 from bkn_zoo.publishing.cards import checkpoint_card
 
+WEIGHTS = "model.safetensors"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL, NORM = "inception_cifar_bkn", "inception_a.branches.1.1.norm"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -41,13 +44,13 @@ pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_golden_inputs() -> Iterator[None]:
+def small_golden_inputs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "GOLDEN_SIZE", 32)
         yield
 
 
-def randomize(module: nn.Module) -> None:
+def randomize(module):
     """Give every norm statistics and parameters that differ from their starting values."""
     generator = torch.Generator().manual_seed(1)
     for name, tensor in module.state_dict().items():
@@ -59,35 +62,35 @@ def randomize(module: nn.Module) -> None:
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
 
 
-def make(name: str = SMALL, **options: Any) -> Network:
+def make(name=SMALL, **options):
     torch.manual_seed(0)
     model = bkn_zoo.create_model(name, **options)
     randomize(model)
     return model
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
+def state(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def rounded(model: Network) -> dict[str, Tensor]:
+def rounded(model):
     return {name: x.half().float() if x.ndim >= 2 else x for name, x in model.state_dict().items()}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def stored(folder):
     files = folder.glob("model*.safetensors")
     return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
 
 
-def kalman(model: nn.Module) -> list[BatchKalmanNorm]:
+def kalman(model):
     return [m for m in model.modules() if isinstance(m, BatchKalmanNorm) and m.prior_features is not None]
 
 
-def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_tensors(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
@@ -95,7 +98,7 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def saved(tmp_path_factory):
     """The files of one good checkpoint."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_pretrained(make(), folder, preprocessing=CIFAR, label_names=[f"class {i}" for i in range(10)])
@@ -103,7 +106,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folder(saved: dict[str, bytes], tmp_path: Path) -> Path:
+def folder(saved, tmp_path):
     """A good checkpoint that a test may damage."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -112,20 +115,20 @@ def folder(saved: dict[str, bytes], tmp_path: Path) -> Path:
     return folder
 
 
-def config(*missing: str, **changes: object) -> Damage:
+def config(*missing, **changes):
     """Edit config.json."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         data = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({name: data[name] for name in data if name not in missing}))
 
     return edit
 
 
-def weights(**changes: Tensor | None) -> Damage:
+def weights(**changes):
     """Replace, add or (None) remove tensors."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         path = folder / "model.safetensors"
         given = {name.replace("__", "."): x for name, x in changes.items()}
         tensors = safetensors.torch.load(path.read_bytes()) | given
@@ -135,17 +138,17 @@ def weights(**changes: Tensor | None) -> Damage:
     return edit
 
 
-def file(name: str, change: bytes | Callable[[bytes], bytes]) -> Damage:
+def file(name, change):
     """Write a file, or change its bytes."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         path = folder / name
         path.write_bytes(change if isinstance(change, bytes) else change(path.read_bytes()))
 
     return edit
 
 
-def assert_refused(folder: Path, *words: str) -> None:
+def assert_refused(folder, *words):
     """One sentence that holds the words."""
     with pytest.raises(CheckpointError) as caught:
         from_pretrained(folder)
@@ -158,8 +161,8 @@ def assert_refused(folder: Path, *words: str) -> None:
 # What is stored comes back.
 
 
-@pytest.mark.parametrize("name", sorted({*bkn_zoo.list_models("*_bkn"), *bkn_zoo.list_models("inception_cifar_*")}))
-def test_what_is_saved_comes_back_in_stored_precision(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
     before, random = state(model), torch.get_rng_state()
@@ -182,14 +185,14 @@ def test_what_is_saved_comes_back_in_stored_precision(name: str, tmp_path: Path)
     assert verify_golden(folder).keys() == set(MODES)
 
 
-def test_a_loaded_model_keeps_labels_and_preprocessing(folder: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_keeps_labels_and_preprocessing(folder, tmp_path):
     save_pretrained(from_pretrained(folder), tmp_path / "again" / folder.name)
     before, after = contents(folder), contents(tmp_path / "again" / folder.name)
     for name in ("config.json", "model.safetensors", "README.md"):
         assert after[name] == before[name]
 
 
-def test_accuracy_and_training_are_not_taken_over(tmp_path: Path) -> None:
+def test_accuracy_and_training_are_not_taken_over(tmp_path):
     about = {"accuracy": {"sample": {"top1": 71.25, "top5": 90}}, "training": {"epochs": 3, "data": ["CIFAR-10"]}}
     save_pretrained(make(), tmp_path / "a", **about, default_statistics="sample")
     loaded = from_pretrained(tmp_path / "a")
@@ -199,15 +202,15 @@ def test_accuracy_and_training_are_not_taken_over(tmp_path: Path) -> None:
     assert again.accuracy == again.training == {}
 
 
-def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path: Path) -> None:
+def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path):
     model, folder = make(), tmp_path / "checkpoint"
 
-    def measure(stored: Network) -> tuple[dict[str, dict[str, float]], str]:
+    def measure(stored):
         assert not folder.exists()
         assert_same_tensors(stored.state_dict(), rounded(model))
         return {"sample": {"top1": 50.5}}, "# Measured\n"
 
-    def fail(stored: Network) -> Any:
+    def fail(stored):
         raise InputError("there are no images.")
 
     save_pretrained(model, folder, measure=measure)
@@ -221,7 +224,7 @@ def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_weights_as_stored_run_as_those_in_float32(folder: Path, name: str) -> None:
+def test_weights_as_stored_run_as_those_in_float32(folder, name):
     """In the service: half the memory, and the same answers, whatever becomes of the file."""
     if name == "openvino":
         pytest.importorskip("openvino")
@@ -237,18 +240,13 @@ def test_weights_as_stored_run_as_those_in_float32(folder: Path, name: str) -> N
         assert torch.equal(create_engine(stored, name)(images, mode), create_engine(usual, name)(images, mode)), mode
 
 
-def test_precision_and_layout_of_a_model_do_not_matter(tmp_path: Path) -> None:
+def test_precision_layout_and_autocast_do_not_matter(folder, tmp_path):
     save_pretrained(make().double().to(memory_format=torch.channels_last), tmp_path / "double")
-    save_pretrained(make(), tmp_path / "float")
-    assert contents(tmp_path / "double")["model.safetensors"] == contents(tmp_path / "float")["model.safetensors"]
-    assert all(x.dtype != torch.float64 for x in from_pretrained(tmp_path / "double").state_dict().values())
-
-
-def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder: Path, tmp_path: Path) -> None:
+    assert contents(tmp_path / "double")[WEIGHTS] == contents(folder)[WEIGHTS]
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            loaded = from_pretrained(folder)
+            loaded = from_pretrained(tmp_path / "double")
             save_pretrained(loaded, tmp_path / "again")
     finally:
         torch.set_default_dtype(torch.float32)
@@ -256,7 +254,7 @@ def test_the_caller_s_default_precision_and_autocast_do_not_matter(folder: Path,
     assert max(verify_golden(tmp_path / "again").values()) < 1e-5
 
 
-def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path: Path) -> None:
+def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path):
     model = make()
     model.get_submodule(NORM).set_gain(1)
     save_pretrained(model, tmp_path / "new")
@@ -267,7 +265,7 @@ def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path: Path) -> Non
     assert loaded.get_submodule(NORM).gain == 1
 
 
-def test_norm_options_are_stored(tmp_path: Path) -> None:
+def test_norm_options_are_stored(tmp_path):
     save_pretrained(make("inception_cifar_brn", warmup=12), tmp_path / "brn")
     loaded = from_pretrained(tmp_path / "brn")
     assert loaded.norm_options == {"warmup": 12, "r_steps": 40_000, "d_steps": 25_000}  # defaults may change one day
@@ -275,7 +273,7 @@ def test_norm_options_are_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_network")
-def test_weights_beyond_the_limit_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_the_limit_are_sharded(tmp_path, monkeypatch):
     limit, folder = 1_200_000, tmp_path / "sharded"
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
     model = make(shared_process_noise=False)
@@ -292,39 +290,25 @@ def test_weights_beyond_the_limit_are_sharded(tmp_path: Path, monkeypatch: pytes
     assert_same_tensors(from_pretrained(folder).state_dict(), rounded(model))
 
 
-def test_the_golden_file_holds_an_input_and_its_outputs(folder: Path) -> None:
+def test_golden_file_holds_an_input_and_its_outputs(folder):
     golden = safetensors.torch.load_file(folder / "golden.safetensors")
     assert golden["input"].shape == (1, 3, 32, 32)  # the preprocessing's
     model = from_pretrained(folder)
     for mode in MODES:
         torch.testing.assert_close(model(golden["input"], statistics=mode).detach(), golden[mode])
     assert max(verify_golden(folder).values()) < 1e-4
-    for damage, words in [
-        (file("golden.safetensors", safetensors.torch.save({"input": golden["input"]})), "holds input instead of"),
-        (file("golden.safetensors", safetensors.torch.save(golden | {"sample": torch.zeros(1, 3)})), r"sample is \(1"),
-        (file("golden.safetensors", safetensors.torch.save(golden)[:-1]), "truncated"),
-        (
-            file("golden.safetensors", safetensors.torch.save(golden | {"expected": -golden["expected"]})),
-            "expected output",
-        ),
+    for damaged, words in [
+        ({"input": golden["input"]}, "holds input instead of"),
+        (golden | {"sample": torch.zeros(1, 3)}, r"sample is \(1"),
+        (golden | {"expected": -golden["expected"]}, "expected output"),
     ]:
-        damage(folder)
+        safetensors.torch.save_file(damaged, folder / "golden.safetensors")
         with pytest.raises(CheckpointError, match=rf"golden\.safetensors.*{words}"):
             verify_golden(folder)
 
 
-def test_the_card_has_metadata_for_the_hub_and_can_be_given(tmp_path: Path, folder: Path) -> None:
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(folder / "README.md")
-    assert (card.data.pipeline_tag, card.data.library_name) == ("image-classification", "bkn_zoo")
-    assert SMALL in card.data.tags
-    save_pretrained(make(), tmp_path / "given", card="# Mine\n")
-    assert (tmp_path / "given" / "README.md").read_text() == "# Mine\n"
-
-
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
-def test_what_is_said_of_a_training_is_free(folder: Path, training: dict[str, Any]) -> None:
+def test_what_is_said_of_a_training_is_free(folder, training):
     save_pretrained(make(), folder, training=training, card="# mine\n")
     model = bkn_zoo.from_pretrained(folder)
     assert model.config.recipe == {}
@@ -334,7 +318,7 @@ def test_what_is_said_of_a_training_is_free(folder: Path, training: dict[str, An
 # Complete or absent.
 
 
-def test_a_checkpoint_replaces_an_older_one_entirely(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_replaces_an_older_one_entirely(folder, monkeypatch):
     model = make("inception_cifar_gn", num_classes=3)
     monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", 10**6)
     save_pretrained(model, folder)
@@ -345,67 +329,44 @@ def test_a_checkpoint_replaces_an_older_one_entirely(folder: Path, monkeypatch: 
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
-    import bkn_zoo
-    from bkn_zoo.checkpoints import folder as checkpoints
-    from bkn_zoo.models import registry
-    from shallow import shallow
+def killed_at(step, model, folder):
+    """Whether a process that writes a checkpoint was killed at a step, before which it is not done."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    steps = itertools.count()
 
-    registry._networks["inception_cifar"] = shallow
-    checkpoints._outputs = lambda model, images: {"population": torch.zeros(1, 2)}
-    real = {name: getattr(os, name) for name in ("fsync", "rename")}
-    model = bkn_zoo.create_model("inception_cifar_gn", num_classes=2)
+    def dying(function, *arguments):
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*arguments)
 
-    def die_at(step):
-        calls = iter(range(100))
-        def wrap(function):
-            def call(*args):
-                if next(calls) == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                function(*args)
-            return call
-        for name, function in real.items():
-            setattr(os, name, wrap(function))
-
-    def steps_of(root, before):
-        for step in range(100):
-            folder = Path(root) / f"step_{step}"
-            before(folder)
-            child = os.fork()
-            if child == 0:
-                die_at(step)
-                bkn_zoo.save_pretrained(model, folder)
-                os._exit(0)
-            status = os.waitpid(child, 0)[1]
-            if status == 0:
-                return step
-            assert os.WTERMSIG(status) == signal.SIGKILL, status
-
-    save_old = lambda folder: bkn_zoo.save_pretrained(model, folder, training={"old": True})
-    print(steps_of(sys.argv[1] + "/replace", save_old), steps_of(sys.argv[1] + "/fresh", lambda folder: None))
-"""
+    os.fsync, os.rename = partial(dying, os.fsync), partial(dying, os.rename)
+    try:
+        save_pretrained(model, folder)
+    finally:
+        os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+def killed(tmp_path_factory):
     """Per situation, the folders that a process was writing when it was killed at one step after another."""
-    root = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    steps = dict(zip(("replace", "fresh"), map(int, result.stdout.split()), strict=True))
-    return {name: [root / name / f"step_{i}" for i in range(count + 1)] for name, count in steps.items()}
+    root, model = tmp_path_factory.mktemp("killed"), make("inception_cifar_gn", num_classes=2)
+    threads, folders = torch.get_num_threads(), {"fresh": [], "replace": []}
+    torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_outputs", lambda model, images: {"population": torch.zeros(1, 2)})
+        for situation, found in folders.items():
+            while not found or killed_at(len(found) - 1, model, found[-1]):
+                found.append(root / situation / f"step_{len(found)}")
+                if situation == "replace":
+                    save_pretrained(model, found[-1], training={"old": True})
+    torch.set_num_threads(threads)
+    return folders
 
 
 @pytest.mark.parametrize("situation", ["fresh", "replace"])
-def test_a_killed_process_leaves_a_folder_complete_or_absent(
-    situation: str, killed: dict[str, list[Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_a_folder_complete_or_absent(situation, killed, monkeypatch):
     outcomes = []
     for folder in killed[situation]:
         if folder.exists():
@@ -421,46 +382,31 @@ def test_a_killed_process_leaves_a_folder_complete_or_absent(
     assert [name for name in list_checkpoints() if name.startswith("step_")] == sorted(complete)
 
 
-@pytest.mark.parametrize(
-    ("function", "error"), [("fsync", OSError(28, "No space left")), ("rename", OSError(39, "Directory not empty"))]
-)
-def test_a_failing_save_leaves_the_old_checkpoint_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: OSError
-) -> None:
-    before, real = contents(folder), getattr(os, function)
+@pytest.mark.parametrize("fails", ["fsync", "rename", 0, 1, 2])
+def test_save_that_fails_or_is_interrupted_leaves_one_checkpoint(folder, monkeypatch, fails):
+    """The old one after an error; that or the new one after Ctrl-C between any two renames."""
+    before, count = contents(folder), 0
+    real = {name: getattr(os, name) for name in ("fsync", "rename")}
 
-    def refuse(source: Path | int, *rest: Path) -> None:
-        if isinstance(source, int) or source.suffix == ".tmp":
-            raise error
-        real(source, *rest)
-
-    monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(CheckpointError, match=error.strerror):
-        save_pretrained(make(), folder)
-    assert contents(folder) == before
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-@pytest.mark.parametrize("renamed", [0, 1, 2])
-def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
-) -> None:
-    rename, count = os.rename, 0
-
-    def interrupt(source: Path, target: Path) -> None:
+    def refuse(name, source, *rest):
         nonlocal count
-        if count != renamed:
-            rename(source, target)
-            count += 1
-        if count == renamed:
+        if name == fails and (isinstance(source, int) or source.suffix == ".tmp"):
+            raise OSError(28, "No space left")
+        if count != fails:
+            real[name](source, *rest)
+            count += name == "rename"
+        if count == fails:
             count = -9
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "rename", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    for name in real:
+        monkeypatch.setattr(os, name, partial(refuse, name))
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match="No space left" if isinstance(fails, str) else None):
         save_pretrained(make(), folder)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    bkn_zoo.from_pretrained(folder)
+    if isinstance(fails, str):
+        assert contents(folder) == before
+    from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +419,7 @@ def test_ctrl_c_leaves_the_old_checkpoint_or_the_new_one(
         (lambda folder: (folder.rename(f"{folder}.old"), folder.write_text("mine")), "is a file"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_not_replaced(folder: Path, prepare: Damage, words: str) -> None:
+def test_what_is_not_a_checkpoint_is_not_replaced(folder, prepare, words):
     prepare(folder)
     before = sorted(folder.iterdir()) if folder.is_dir() else folder.read_text()
     with pytest.raises(CheckpointError, match=words):
@@ -481,8 +427,11 @@ def test_what_is_not_a_checkpoint_is_not_replaced(folder: Path, prepare: Damage,
     assert before == (sorted(folder.iterdir()) if folder.is_dir() else folder.read_text())
 
 
-def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder: Path, tmp_path: Path) -> None:
-    assert f"`{SMALL}` with 10 classes" in (folder / "README.md").read_text()
+def test_card_is_replaced_if_it_is_short_or_another_is_given(folder, tmp_path):
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.pipeline_tag, card.data.library_name) == ("image-classification", "bkn_zoo")
+    assert SMALL in card.data.tags
+    assert f"`{SMALL}` with 10 classes" in card.text
     renamed = folder.rename(tmp_path / "renamed")
     save_pretrained(make(), renamed)  # over the short card of another name, which says nothing more than the new one
     file("README.md", b"# What I found out\n")(renamed)
@@ -490,7 +439,7 @@ def test_a_card_is_replaced_if_it_is_short_or_another_is_given(folder: Path, tmp
     assert (renamed / "README.md").read_text() == "# What I found out since\n"
 
 
-def filled(name: str, value: float) -> Callable[[Network], object]:
+def filled(name, value):
     return lambda model: model.state_dict()[name].fill_(value)
 
 
@@ -498,107 +447,83 @@ def filled(name: str, value: float) -> Callable[[Network], object]:
     ("change", "options", "words"),
     [
         (filled("fc.weight", math.nan), {}, "fc.weight is not finite"),
-        (filled("fc.bias", math.inf), {}, "fc.bias is not finite"),
         (filled("conv.norm.running_var", math.inf), {}, "conv.norm.running_var is not finite"),
         (filled("fc.weight", 7e4), {}, "fc.weight reaches 7e.04, too large for torch.float16"),
-        (filled(f"{NORM}.raw_gain", math.nan), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.raw_gain", -math.inf), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.weight", 3e38), {}, "population output is not finite"),
         (lambda model: setattr(model, "fc", nn.Linear(1000, 3)), {}, r"fc\.weight is \(3, 1000\), but .*\(10, 1000\)"),
-        (id, {"label_names": ["cat", "dog"]}, "label_names holds 2 names, but num_classes is 10"),
+        (id, {"label_names": ["cat", "dog"]}, "label_names has 2 names, but num_classes is 10"),
         (id, {"label_names": "ten".ljust(10)}, "label_names"),
         (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
-        (id, {"accuracy": {"top1": 71.0}}, "key of accuracy is 'top1'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
-        (id, {"training": {"loss": math.nan}}, "config.json cannot hold"),
-        (id, {"training": {"path": Path("x")}}, "config.json cannot hold"),
+        (id, {"training": {"loss": math.nan}}, "config.json cannot store"),
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(change: Any, options: dict, words: str, tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_is_not_saved(change, options, words, tmp_path):
     model = make()
     change(model)
     with pytest.raises(InputError if options else CheckpointError, match=words):
         save_pretrained(model, tmp_path / "checkpoint", **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrapped_network_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a Sequential cannot be saved"):
-        save_pretrained(nn.Sequential(make()), tmp_path / "checkpoint")  # type: ignore[arg-type]
+        save_pretrained(nn.Sequential(model), tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"size": 0}, "preprocessing.size is 0"),
         ({"size": True}, "preprocessing.size is True"),
         ({"size": 4097}, "preprocessing.size is 4097, but must be a whole number of 1 to 4096"),
-        ({"native_size": 10**7}, "preprocessing.native_size is 10000000"),
         ({"native_size": 1.5}, "preprocessing.native_size is 1.5"),
         ({"mean": (0.5,)}, "preprocessing.mean"),
         ({"std": (0.1, 0.0, 0.1)}, "preprocessing.std"),
         ({"interpolation": "sinc"}, "preprocessing.interpolation is 'sinc'"),
     ],
 )
-def test_impossible_preprocessing_is_refused(changes: dict, words: str) -> None:
+def test_impossible_preprocessing_is_refused(changes, words):
     with pytest.raises(InputError, match=words):
         Preprocessing(**({"size": 32, "mean": (0, 0, 0), "std": (1, 1, 1)} | changes))
 
 
 # What is damaged is refused.
-
-
-WEIGHTS = "model.safetensors"
-FIELDS = ("format_version", "architecture", "norm", "norm_options", "num_classes", "statistics_batch_size")
+INDEX = f"{WEIGHTS}.index.json"
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
-DAMAGES: list[tuple[Damage, list[str]]] = [
+DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
-    (config(num_classes=11), ["config.json", "label_names holds 10 names, but num_classes is 11"]),
-    (config(num_classes="10"), ["config.json", "num_classes is '10'"]),
+    (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
     (config(num_classes=True), ["config.json", "num_classes is True"]),
-    (config(num_classes=10**15, label_names=None), ["config.json", f"num_classes is {10**15}, but no tensor"]),
     (config(num_classes=10**400, label_names=None), ["config.json", "num_classes is 1000", "but no tensor"]),
     (config(label_names=[1] * 10), ["config.json", "label_names"]),
     (config(architecture="vgg_bkn"), ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
     (config(architecture=["resnet101_bkn"]), ["config.json", "architecture"]),
-    (config(architecture="inception_cifar_gn", norm="gn", norm_options={}), [WEIGHTS, "in excess"]),
+    (
+        config(architecture="inception_cifar_gn", norm="gn", norm_options={}),
+        [WEIGHTS, "which the network does not have"],
+    ),
     (config(norm="gn"), ["config.json", "norm is 'gn'", "'bkn'"]),
-    (config(norm_options={"shared": 1}), ["config.json", "does not take the options 'shared'"]),
-    (config(norm_options=None), ["config.json", "norm_options is None"]),
+    (config(norm_options={"shared": 1}), ["config.json", "does not have the options 'shared'"]),
     (config(statistics_batch_size=0), ["config.json", "statistics_batch_size is 0"]),
     (config(default_statistics="batch"), ["config.json", "default_statistics is 'batch'", "expected"]),
     (config(accuracy={"batch": {}}), ["config.json", "accuracy is 'batch'"]),
-    (config(accuracy=[]), ["config.json", "accuracy is []"]),
     (config(training="long"), ["config.json", "training is 'long'"]),
     (config(versions={"torch": 2}), ["config.json", "versions"]),
     (config(sha256={WEIGHTS: 2}), ["config.json", "sha256"]),
-    (config(preprocessing=[32]), ["config.json", "preprocessing is [32]"]),
     (config(preprocessing={"size": 32}), ["config.json", "preprocessing.mean is missing"]),
     (config(preprocessing=PIXELS | {"mean": [0, 0, 10**400]}), ["preprocessing.mean"]),
-    (config(preprocessing=PIXELS | {"size": 10**7}), ["preprocessing.size is 10000000"]),
     (config(format_version=2, new_field=1), ["config.json", "format_version is 2", "upgrade"]),
-    (config(format_version="1"), ["config.json", "format_version is '1'"]),
-    *((config(field), ["config.json", f"{field} is missing"]) for field in (*FIELDS, "default_statistics")),
-    *(
-        (file("config.json", text), ["config.json", "JSON"])
-        for text in (b"", b'{"format_version": 1,', b"[1]", b"null", b'{"num_classes": NaN}', b"[" * 10**5, b"\xff")
-    ),
+    *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
+    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
     (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint holds no model.safetensors"]),
-    (weights(fc__bias=None), [WEIGHTS, "lacks fc.bias"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
-    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "holds fc.scale in excess"]),
+    (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
-    (weights(**{COUNT: torch.ones(1, dtype=torch.int64)}), [WEIGHTS, "num_batches_tracked is (1,)"]),
     (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
     (weights(**{COUNT: torch.tensor(1.5)}), [WEIGHTS, "num_batches_tracked is stored as torch.float32"]),
-    *(
-        (file(WEIGHTS, lambda data, length=length: data[:length]), [WEIGHTS, "truncated"])
-        for length in (0, 4, 100, 20_000, -1)
-    ),
+    *((file(WEIGHTS, lambda data, end=end: data[:end]), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
     *(  # in the header, or in a tensor, where nothing else would notice it
         (file(WEIGHTS, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at:][1:]), [WEIGHTS])
         for at in (8, 200, -1)
@@ -608,12 +533,12 @@ DAMAGES: list[tuple[Damage, list[str]]] = [
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value[-1] if isinstance(value, list) else "")
-def test_a_damaged_checkpoint_is_refused(folder: Path, damage: Damage, words: list[str]) -> None:
+def test_a_damaged_checkpoint_is_refused(folder, damage, words):
     damage(folder)
     assert_refused(folder, *words)
 
 
-def test_fields_that_a_newer_version_wrote_are_warned_of(folder: Path) -> None:
+def test_fields_that_a_newer_version_wrote_are_warned_of(folder):
     config(colour="red", preprocessing=PIXELS | {"shape": "round"})(folder)
     with pytest.warns(UserWarning) as caught:  # noqa: PT030, more than one
         assert from_pretrained(folder).config.preprocessing.size == 32
@@ -622,7 +547,7 @@ def test_fields_that_a_newer_version_wrote_are_warned_of(folder: Path) -> None:
     assert any(text.startswith(f"{folder}/config.json: the field colour is ignored") for text in told)
 
 
-def test_weights_of_another_checkpoint_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_checkpoint_are_refused(folder, tmp_path):
     save_pretrained(bkn_zoo.create_model(SMALL), tmp_path / "other", preprocessing=CIFAR)
     file(WEIGHTS, (tmp_path / "other" / WEIGHTS).read_bytes())(folder)
     assert_refused(folder, str(folder / WEIGHTS), "SHA-256", "config.json")
@@ -630,8 +555,8 @@ def test_weights_of_another_checkpoint_are_refused(folder: Path, tmp_path: Path)
     assert from_pretrained(folder).config.sha256 == {}
 
 
-def test_a_network_that_memory_does_not_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(*_: object, **__: object) -> None:
+def test_a_network_that_memory_does_not_hold_is_refused(folder, monkeypatch):
+    def allocate(*_, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. Error code 12 (Cannot allocate memory)")
 
     monkeypatch.setattr(checkpoints, "build", allocate)
@@ -639,7 +564,7 @@ def test_a_network_that_memory_does_not_hold_is_refused(folder: Path, monkeypatc
 
 
 @pytest.fixture
-def closed(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def closed(request, folder, monkeypatch):
     """A file of the checkpoint, or all of it, that may not be read, by its relative path: pytest's own are closed, too.
 
     Root, as which tests may run, may read everything, and is somebody else meanwhile.
@@ -659,35 +584,31 @@ def closed(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("closed", ["", "config.json", WEIGHTS], indirect=True)
-def test_what_may_not_be_read_is_refused(closed: Path) -> None:
+def test_what_may_not_be_read_is_refused(closed):
     assert_refused(Path("checkpoint"), str(closed), "cannot be read (Permission denied): check its permissions")
 
 
+@dataclass
 class Exploit:
     """Unpickled, it leaves a file behind."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth", WEIGHTS])
-@pytest.mark.parametrize("writer", ["torch", "torch_legacy", "pickle"])
-def test_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str, writer: str) -> None:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", WEIGHTS])
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     (folder / WEIGHTS).unlink()
-    exploit = {"fc.weight": Exploit(tmp_path / "ran")}
-    if writer == "pickle":
-        (folder / name).write_bytes(pickle.dumps(exploit))
-    else:
-        torch.save(exploit, folder / name, _use_new_zipfile_serialization=writer == "torch")
+    write({"fc.weight": Exploit(tmp_path / "ran")}, folder / name)
     assert_refused(folder, name, "a pickle", "convert it with safetensors")
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     """The checkpoint with its weights in two files, one of which is outside and in a folder within as well."""
     tensors = stored(folder)
     (folder / WEIGHTS).unlink()
@@ -702,8 +623,8 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
-def index(**files: str) -> Damage:
-    def edit(data: bytes) -> bytes:
+def index(**files):
+    def edit(data):
         whole = json.loads(data)
         whole["weight_map"] |= {f"fc.{name}": file for name, file in files.items()}
         return json.dumps(whole).encode()
@@ -712,27 +633,22 @@ def index(**files: str) -> Damage:
 
 
 OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/x.safetensors", "model\\x.safetensors")
+DAMAGED_SHARDS = [
+    *(
+        (index(weight=name, bias=name), ["index.json", repr(name), "not a file of weights in this folder"])
+        for name in (*OUTSIDE, "pytorch_model.bin", "..", "")
+    ),
+    (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
+    (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
+    (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
+    (index(bias=SHARDS[0]), [SHARDS[0], "does not contain the tensors"]),
+    *((file(INDEX, text), [INDEX]) for text in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
+    (file(WEIGHTS, b""), [f"contains both {WEIGHTS} and {INDEX}"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        *(
-            (index(weight=name, bias=name), ["index.json", repr(name), "not a file of weights in this folder"])
-            for name in (*OUTSIDE, "pytorch_model.bin", "..", "")
-        ),
-        (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
-        (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
-        (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-        (index(bias=SHARDS[0]), [SHARDS[0], "does not hold the tensors"]),
-        *(
-            (file(f"{WEIGHTS}.index.json", text), [f"{WEIGHTS}.index.json"])
-            for text in (b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')
-        ),
-        (file(WEIGHTS, b""), ["holds both model.safetensors and model.safetensors.index.json"]),
-    ],
-)
-def test_damaged_shards_and_indices_are_refused(sharded: Path, damage: Damage, words: list[str]) -> None:
+@pytest.mark.parametrize(("damage", "words"), DAMAGED_SHARDS)
+def test_damaged_shards_and_indices_are_refused(sharded, damage, words):
     assert from_pretrained(sharded).name == SMALL
     damage(sharded)
     assert_refused(sharded, *words)
@@ -742,7 +658,7 @@ def test_damaged_shards_and_indices_are_refused(sharded: Path, damage: Damage, w
 
 
 @pytest.fixture
-def places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def places(folder, tmp_path, monkeypatch):
     """A source tree's checkpoints and a folder in the environment variable, with one checkpoint each."""
     source, named = tmp_path / "source", tmp_path / "named"
     for place, name in ((source, "a.tree"), (named, "b.named")):
@@ -753,9 +669,7 @@ def places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     return source, named
 
 
-def test_names_are_found_in_the_source_tree_and_in_the_named_folders(
-    places: tuple[Path, Path], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_found_in_the_tree_and_in_named_folders(places, tmp_path, folder, monkeypatch):
     (places[0] / ".a.tree.0123.tmp").symlink_to(folder)
     (places[0] / "empty").mkdir()
     assert list_checkpoints() == ["a.tree", "b.named"]
@@ -772,8 +686,8 @@ def test_names_are_found_in_the_source_tree_and_in_the_named_folders(
 
 
 @pytest.mark.usefixtures("places")
-def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(path: Path | str) -> None:
+def test_unreadable_place_is_not_taken_for_empty(monkeypatch):
+    def forbid(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", forbid)  # root, as which tests may run, may read everything
@@ -781,7 +695,7 @@ def test_a_place_that_may_not_be_read_is_not_taken_for_empty(monkeypatch: pytest
         list_checkpoints()
 
 
-def test_a_name_that_exists_twice_is_refused(places: tuple[Path, Path], folder: Path) -> None:
+def test_a_name_that_exists_twice_is_refused(places, folder):
     (places[1] / "a.tree").symlink_to(folder)
     with pytest.raises(CheckpointError, match=f"{places[1] / 'a.tree'} and {places[0] / 'a.tree'}"):
         from_pretrained("a.tree")
@@ -791,7 +705,7 @@ def test_a_name_that_exists_twice_is_refused(places: tuple[Path, Path], folder: 
 
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("name", ["c.unknown", "", "owner_repo", "./nowhere", "owner/re/po", ".nowhere", "/nowhere"])
-def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
+def test_a_name_or_path_that_does_not_exist_lists_what_does(name):
     with pytest.raises(BknZooError, match=r"choose from a\.tree, b\.named") as caught:
         find(name)
     is_path = "/" in name or name.startswith(".")
@@ -800,10 +714,8 @@ def test_a_name_or_path_that_does_not_exist_lists_what_does(name: str) -> None:
 
 
 @pytest.mark.usefixtures("places")
-def test_create_model_loads_checkpoints_by_their_names() -> None:
+def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(UnknownNameError, match=f"the name of a checkpoint: pass pretrained=True, or take '{SMALL}'"):
-        bkn_zoo.create_model(f"{SMALL}.tree")
     wanted = from_pretrained("a.tree")
     loaded = bkn_zoo.create_model("a.tree", pretrained=True)
     assert torch.equal(loaded(images), wanted(images))
@@ -812,34 +724,24 @@ def test_create_model_loads_checkpoints_by_their_names() -> None:
     assert other.config.preprocessing == wanted.config.preprocessing
     heads = {name for name, tensor in other.state_dict().items() if not torch.equal(tensor, wanted.state_dict()[name])}
     assert heads == {"fc.weight", "fc.bias"}
-    with pytest.raises(InputError, match="leave out initial_gain"):
-        bkn_zoo.create_model("a.tree", pretrained=True, initial_gain=0.1)
-    with pytest.raises(UnknownNameError, match=r"several checkpoints of .*: name one of a\.tree, b\.named"):
-        bkn_zoo.create_model(SMALL, pretrained=True)
-    with pytest.raises(UnknownNameError, match="no checkpoint of inception_cifar_gn"):
-        bkn_zoo.create_model("inception_cifar_gn", pretrained=True)
-
-
-def test_create_model_finds_the_one_checkpoint_of_a_network(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for name, options, words in [
+        (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"),
+        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "leave out initial_gain"),
+        (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
+        ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
+    ]:
+        with pytest.raises((InputError, UnknownNameError), match=words):
+            bkn_zoo.create_model(name, **options)
     monkeypatch.delenv("BKN_ZOO_CHECKPOINTS")
     assert bkn_zoo.create_model(SMALL, pretrained=True).config.preprocessing == CIFAR
 
 
-def test_a_folder_is_taken_by_relative_path_string_or_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder.parent)
-    for path in (folder.name, f"./{folder.name}", str(folder), folder, Path(folder.name)):
-        assert isinstance(from_pretrained(path).config, Config)
-    save_pretrained(make(), "relative/new")
-    assert verify_golden("relative/new")
-
-
-def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_checkpoint_or_a_run_is_taken_by_any_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(make(), "runs/mine/mine")
-    for path in ("runs/mine", "runs/mine/", Path("runs/mine"), "runs/mine/mine"):
+    for path in ("runs/mine", "./runs/mine/", Path("runs/mine"), "runs/mine/mine", tmp_path / "runs" / "mine" / "mine"):
         assert find(path).resolve() == tmp_path / "runs" / "mine" / "mine"
+        assert isinstance(from_pretrained(path).config, Config)
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
     assert find("runs/mine") == Path("runs/mine")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -853,12 +755,12 @@ def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path: Path, monkeypatch
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
 
 
-def assert_same_outputs(actual: Tensor, expected: Tensor) -> None:
+def assert_same_outputs(actual, expected):
     assert expected.std() > 0.01
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_resnet101_takes_torchvision_s_weights_and_trains_on() -> None:
+def test_resnet101_takes_torchvision_s_weights_and_trains_on():
     torch.manual_seed(0)
     theirs = torchvision.models.resnet101(weights=None).eval()
     randomize(theirs)
@@ -879,7 +781,7 @@ def test_resnet101_takes_torchvision_s_weights_and_trains_on() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
+def test_a_bkn_network_starts_from_its_bn_twin(shared):
     twin, model = make("inception_cifar_bn").eval(), make(shared_process_noise=shared).eval()
     twin.conv.norm.running_var[0] = twin.get_submodule(NORM).running_var[0] = 0  # dead channels
     before = model.get_submodule(NORM).process_noise.detach().clone()
@@ -900,7 +802,7 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])
-def test_image_statistics_that_bn_never_kept_are_derived(named: bool) -> None:
+def test_image_statistics_that_bn_never_kept_are_derived(named):
     plain = {name: x for name, x in make("inception_cifar_bn").state_dict().items() if ".image_" not in name}
     fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
     model = make()
@@ -916,15 +818,13 @@ def test_image_statistics_that_bn_never_kept_are_derived(named: bool) -> None:
     ("change", "words"),
     [
         (lambda state: state.pop("fc.bias"), "lacks fc.bias"),
-        (lambda state: state.pop("conv.norm.running_var"), "lacks conv.norm.running_var"),
         (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
-        (lambda state: state.update(epoch=3), "holds epoch in excess"),
-        (lambda state: state.update({f"{NORM}.raw_gain": torch.ones(())}), "raw_gain in excess"),
+        (lambda state: state.update(epoch=3), "contains epoch, which the network does not have"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
         (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
 )
-def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change: Callable[[dict], object], words: str) -> None:
+def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     given, model = make("inception_cifar_bn").state_dict(), make()
     given["hidden.bias"] = torch.ones(1000)  # what must not arrive
     before = state(model)
@@ -932,9 +832,5 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change: Callable[[
     with pytest.raises(CheckpointError, match=words):
         load_batchnorm_weights(model, given)
     assert_same_tensors(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("norm", ["brn", "gn"])
-def test_bn_weights_do_not_go_into_other_norms(norm: str) -> None:
-    with pytest.raises(InputError, match="take its _bkn twin"):
-        load_batchnorm_weights(make(f"inception_cifar_{norm}"), make("inception_cifar_bn").state_dict())
+    with pytest.raises(InputError, match="use the _bkn network"):
+        load_batchnorm_weights(make("inception_cifar_gn"), make("inception_cifar_bn").state_dict())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """A folder with two checkpoints, of which `small` is the better default."""
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("checkpoints")
-    about: Any = {
+    about = {
         "preprocessing": Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
         "label_names": LABELS,
         "training": {"recipe": {"dataset": "cifar10"}},
@@ -47,13 +47,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def only_these_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def only_these_checkpoints(root, monkeypatch):
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", root / "none")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(root))
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """Three images, one of them deeper, and files that a walk passes by."""
     folder = tmp_path_factory.mktemp("photos")
     (folder / "deep" / "er").mkdir(parents=True)
@@ -74,15 +74,15 @@ class Output(NamedTuple):
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: object) -> Output:
+def call(capsys):
+    def run(*arguments):
         torch_too = ["--engine", "torch"] if arguments[0] in ("classify", "compare") else []
         return Output(cli.main([*map(str, arguments), *torch_too]), *capsys.readouterr())
 
     return run
 
 
-def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path, root: Path) -> None:
+def test_a_file_is_classified_by_the_default_checkpoint(call, photos, root):
     found = call("classify", photos / "b.PNG")
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
@@ -91,7 +91,7 @@ def test_a_file_is_classified_by_the_default_checkpoint(call: Any, photos: Path,
     assert lines[1:] == [f"  {p.score:.4f}  {p.label}" for p in expected]
 
 
-def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
+def test_folders_are_walked_in_order(call, photos):
     found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
     rows = list(csv.reader(io.StringIO(found.out)))
     assert rows[0] == ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
@@ -101,10 +101,10 @@ def test_folders_are_walked_in_order(call: Any, photos: Path) -> None:
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
-    assert (found.code, found.err) == (0, f"bkn-zoo: not taken for images in {photos}, by their names: 1 .txt\n")
+    assert (found.code, found.err) == (0, f"bkn-zoo: files in {photos} that are not images, by their names: 1 .txt\n")
 
 
-def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
+def test_json_says_what_was_used(call, photos, root):
     found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
     first, second = json.loads(found.out)
     assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
@@ -118,7 +118,7 @@ def test_json_says_what_was_used(call: Any, photos: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path, tmp_path: Path, format: str) -> None:
+def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path, format):
     broken, empty = tmp_path / "broken.png", tmp_path / "empty"
     broken.write_bytes((photos / "b.PNG").read_bytes()[:100])
     empty.mkdir()
@@ -128,28 +128,19 @@ def test_bad_files_are_named_and_good_ones_still_printed(call: Any, photos: Path
     assert str(photos / "b.PNG") in found.out
     assert "broken" not in found.out
     complaints = found.err.splitlines()
-    assert len(complaints) == 4
     for complaint, name in zip(complaints, (tmp_path / "none.jpg", empty, broken, photos / "notes.txt"), strict=True):
         assert complaint.startswith("bkn-zoo: ")
         assert str(name) in complaint
-
-
-def test_when_no_file_is_good_the_output_is_still_well_formed(call: Any, photos: Path, tmp_path: Path) -> None:
     found = call("classify", photos / "notes.txt", "--format", "json")
     assert (found.code, json.loads(found.out)) == (1, [])
-    found = call("classify", tmp_path)
-    assert (found.code, found.out) == (1, "")
-    assert found.err == f"bkn-zoo: {tmp_path} holds no images: name a folder that does.\n"
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_a_progress_bar_shows_for_several_files_on_a_terminal(
-    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_shows_for_several_files_on_a_terminal(call, photos, monkeypatch):
     for sources, shown in (([photos], True), ([photos / "b.PNG"], False)):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -157,7 +148,7 @@ def test_a_progress_bar_shows_for_several_files_on_a_terminal(
         assert ("3/3" in terminal.getvalue()) is shown
 
 
-def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, root: Path) -> None:
+def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
     found = call("compare", photos / "b.PNG", "--top-k", 2)
     assert (found.code, found.err) == (0, "")
     title, modes, times, *rows = found.out.splitlines()
@@ -171,30 +162,22 @@ def test_compare_shows_the_three_modes_side_by_side(call: Any, photos: Path, roo
         assert f"{best.score:.4f}  {best.label}" in rows[0]
 
 
-def test_list_shows_what_is_here(call: Any) -> None:
+def test_list_shows_what_is_here_and_names_what_is_damaged(call, root, tmp_path, monkeypatch):
     found = call("list")
     header, small, bare = found.out.splitlines()
     assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
     assert bare.split() == ["bare", "inception_cifar_gn", "3", "-", "population", "-"]
     assert small.split() == ["small", "(default)", "inception_cifar_bkn", "6", "cifar10", "sample", "71.2"]
     assert (found.code, found.err) == (0, "")
-
-
-def test_list_names_a_damaged_checkpoint_and_shows_the_others(
-    call: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", f"{root}{os.pathsep}{tmp_path}")
-    found = call("list")
-    assert found.code == 1
-    assert "small" in found.out
-    assert "damaged" in found.err
+    damaged = call("list")
+    assert (damaged.code, damaged.out) == (1, found.out)
+    assert "damaged" in damaged.err
 
 
-def test_without_checkpoints_the_remedy_is_named(
-    call: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_the_remedy_is_named(call, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
     found = call("list")
     assert (found.code, found.out) == (0, "")
@@ -204,7 +187,7 @@ def test_without_checkpoints_the_remedy_is_named(
     assert "BKN_ZOO_CHECKPOINTS" in found.err
 
 
-def test_info_describes_a_checkpoint(call: Any, root: Path) -> None:
+def test_info_describes_a_checkpoint(call, root):
     found = call("info", "small", "--format", "json")
     facts = json.loads(found.out)
     model = bkn_zoo.from_pretrained(root / "small")
@@ -228,55 +211,43 @@ MISUSES = (
 
 
 @pytest.mark.parametrize("arguments", MISUSES)
-def test_misuse_exits_with_2_and_the_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_exits_with_2_and_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments.split())
     assert caught.value.code == 2
     assert "usage: bkn-zoo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--log-level", "info"], ["--log-level=info"], []])
-def test_log_level_shows_what_the_package_logs(
-    option: list[str], call: Any, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "warning")
-    assert call("info", root / "small").code == 0
-    assert caplog.text == ""
-    monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "" if option else "info")
-    assert call(*option, "info", root / "small").code == 0
-    assert f"small is in {root / 'small'}" in caplog.text
-    assert {record.name for record in caplog.records} == {"bkn_zoo.checkpoints.locate"}
+def test_log_level_shows_what_the_package_logs(call, root, caplog, monkeypatch):
+    for variable, option, shown in (("warning", [], False), ("info", [], True), ("", ["--log-level", "info"], True)):
+        caplog.clear()
+        monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", variable)
+        assert call(*option, "info", root / "small").code == 0
+        assert (f"small is in {root / 'small'}" in caplog.text) is shown
+        assert {record.name for record in caplog.records} <= {"bkn_zoo.checkpoints.locate"}
     monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
     assert call("list").code == 2
     logging.getLogger("bkn_zoo").setLevel(logging.NOTSET)
 
 
-@pytest.fixture
-def no_such_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hub's answer to whatever is not on this machine."""
-
-    def refuse(repository: str, *options: object) -> None:
-        raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
-
-    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
-
-
-@pytest.mark.usefixtures("no_such_repository")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["classify", "b.PNG", "--model", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
-        (["info", "nothing"], 2, "unknown checkpoint 'nothing': choose from bare, small"),
-        (["classify", "b.PNG", "--model", "owner/repo"], 1, "there is no repository owner/repo: correct the name."),
-        (["classify", "b.PNG", "--model", "bare"], 1, "bare does not say how its images are preprocessed"),
-        (["compare", "notes.txt"], 1, "notes.txt is in no known image format"),
+        ("classify b.PNG --model nothing", 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        ("info nothing", 2, "unknown checkpoint 'nothing': choose from bare, small"),
+        ("classify b.PNG --model owner/repo", 1, "there is no repository owner/repo: correct the name."),
+        ("classify b.PNG --model bare", 1, "bare does not say how its images are preprocessed"),
+        ("compare notes.txt", 1, "notes.txt is in no known image format"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(
-    call: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
-) -> None:
+def test_what_cannot_be_used_is_told_in_one_line(call, photos, monkeypatch, arguments, code, words):
+    def refuse(repository, *options):
+        """The Hub's answer to whatever is not on this machine."""
+        raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
+
+    monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
     monkeypatch.chdir(photos)
-    found = call(*arguments)
+    found = call(*arguments.split())
     assert (found.code, found.out, found.err.count("\n")) == (code, "", 1)
     assert found.err.startswith("bkn-zoo: ")
     assert words in found.err
@@ -286,7 +257,7 @@ OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "pu
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OWN)], ids=str)
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
     assert caught.value.code == 0
@@ -296,21 +267,7 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-def test_serve_hands_its_arguments_to_the_service(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, way_in, asked = types.ModuleType("bkn_zoo_service"), types.ModuleType("bkn_zoo_service.__main__"), []
-
-    def main(arguments: list[str]) -> int:
-        asked.append(arguments)
-        return 3
-
-    way_in.main = main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "bkn_zoo_service", service)
-    monkeypatch.setitem(sys.modules, "bkn_zoo_service.__main__", way_in)
-    assert call("serve", "--port", "1", "--help").code == 3
-    assert asked == [["--port", "1", "--help"]]
-
-
-def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
     for name in ("bkn_zoo_service.__main__", "service.__main__"):
         monkeypatch.setitem(sys.modules, name, None)
     found = call("serve")
@@ -319,8 +276,8 @@ def test_serve_without_its_packages_says_what_to_install(call: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch, twice: bool) -> None:
-    def interrupt() -> None:
+def test_an_interruption_is_silent(call, monkeypatch, twice):
+    def interrupt():
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bkn_zoo.cli.show.list_checkpoints", interrupt)
@@ -330,7 +287,7 @@ def test_an_interruption_is_silent(call: Any, monkeypatch: pytest.MonkeyPatch, t
     assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
 
 
-def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Path, tmp_path: Path, root: Path) -> None:
+def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, root):
     """In a true process: more lines than the first reader of the pipe wants."""
     odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
     with open(odd, "wb") as file:
@@ -348,7 +305,7 @@ def test_the_command_itself_survives_a_closed_pipe_and_odd_file_names(photos: Pa
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
-def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_whose_reader_has_gone_ends_as_it_says(monkeypatch):
     gone, pipe = os.pipe()
     os.close(gone)
     monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda _: types.SimpleNamespace(main=lambda _: 0))
@@ -357,22 +314,13 @@ def test_a_service_whose_address_was_read_ends_as_well_as_it_says(monkeypatch: p
         assert cli.main(["serve"]) == 0
 
 
-def test_a_broken_pipe_of_something_else_is_told() -> None:
-    def run() -> int:
-        raise BrokenPipeError("of a worker")
-
-    with pytest.raises(BrokenPipeError, match="of a worker"):
-        cli.ended("bkn-zoo", run)
-
-
-@pytest.mark.parametrize("arguments", [["-c", COMMAND, "--version"], ["scripts/study.py", "replication", "--list"]])
-def test_a_reader_who_has_gone_is_no_error(arguments: list[str]) -> None:
-    """Whatever is printed at the end only, and by whatever of the commands and scripts."""
+def test_reader_who_has_gone_is_no_error():
+    """Whatever is printed at the end only."""
     gone, pipe = os.pipe()
     os.close(gone)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, *arguments], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
+        [sys.executable, "-c", COMMAND, "--version"], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
         cwd=Path(__file__).parent.parent, env=buffered | {"PYTHONPATH": "."},
     )  # fmt: skip
     os.close(pipe)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from gpu import capture, gpu_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -50,7 +51,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10),
     "vovnet": lambda: timm.create_model("ese_vovnet19b_slim_dw", num_classes=10),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* only converted:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:RuntimeWarning")
 
 
 @torch.no_grad()
@@ -165,7 +166,7 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> No
     start_near_population(converted)
     again = convert(FAMILIES["resnet"]()).eval()
     again.load_state_dict(converted.state_dict())
-    with pytest.raises(InputError, match="must lie in"):
+    with pytest.raises(InputError, match="choose a number from 0 to 1"):
         start_near_population(again, gain=-0.1)
     network = bkn_zoo.create_model("timm:test_resnet", num_classes=10).eval()
     network.load_state_dict(converted.state_dict())
@@ -180,7 +181,7 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> No
 
 def test_an_untrained_network_has_no_population_to_start_from() -> None:
     for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):
-        with pytest.raises(InputError, match=r"pass a pretrained one that bkn_zoo\.convert made"):
+        with pytest.raises(InputError, match=r"pass a pretrained network from bkn_zoo\.convert"):
             start_near_population(network)
 
 
@@ -386,7 +387,7 @@ def test_unknown_operations_are_guessed_and_reported() -> None:
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
-    assert "guess: cumsum in the network itself: taken to pass on" in str(converted.report)
+    assert "guess: cumsum in the network itself: assumed to pass on" in str(converted.report)
     inner = Block(lambda m, x: m.deeper(x), deeper=Block(lambda m, x: torch.cumsum(x, 2)))
     converted = plan_of(lambda m, x: torch.cumsum(m.n2(m.inner(m.n1(m.c1(x)))), 2), **layers, inner=inner)
     assert [guess.split(":")[0] for guess in converted.report.guesses] == ["cumsum in inner.deeper (a Block)"]
@@ -455,7 +456,7 @@ def test_a_norm_of_parameters_is_left() -> None:
     block.table = nn.Parameter(torch.randn(5, 4))
     converted = convert(block)
     prove(block, converted, torch.randn(4, 3, 6, 6))
-    assert notes(converted)["n2"] == "left: called on something whose channels are not known"
+    assert notes(converted)["n2"] == "left: its input has unknown channels"
 
 
 FRAMES: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -531,7 +532,7 @@ def test_rows_that_attend_within_an_image_stay_with_it(way: str) -> None:
         torch.testing.assert_close(converted(images, statistics="sample"), torch.cat(alone))
 
 
-INTERLEAVED = "left: the rows of its input are not one image after another"
+INTERLEAVED = "left: the rows of its input are not grouped by image"
 
 
 @pytest.mark.parametrize(
@@ -570,7 +571,7 @@ def test_a_part_gets_images_where_the_whole_has_them_in_turn() -> None:
         return m.part(v.transpose(0, 1).reshape(images * frames, *sizes)).mean((2, 3)).view(frames, images, -1).mean(0)
 
     original = Block(forward, part=small())
-    with pytest.raises(ConversionError, match=r"not one image after another.*only=NAME"):
+    with pytest.raises(ConversionError, match=r"not grouped by image.*only=NAME"):
         convert(original)
     for example in (None, torch.randn(2, 3, 3, 8, 8)):
         converted = convert(original, only="part", example=example)
@@ -680,7 +681,7 @@ def test_frozen_norms_stay_and_beliefs_pass_them() -> None:
     converted = convert(stir(model))
     rows = {row.norm: row for row in converted.report.rows}
     assert rows["3"].note == "left: frozen: in evaluation mode"
-    assert rows["5"].note == "left: frozen: its weight takes no gradient"
+    assert rows["5"].note == "left: frozen: its weight has no gradient"
     assert rows["9"].priors == {"1": 4}
     assert rows["9"].path == ("2", "4", "6", "8")
     assert isinstance(converted.get_submodule("3"), nn.BatchNorm2d)
@@ -709,7 +710,7 @@ def test_norms_that_do_more_than_normalize_are_left() -> None:
         "n3": "left: a Louder, which does more than normalize",
         "n4": "left: never called",
         "n5": "left: has parametrized weights",
-        "n6": "left: its forward was replaced by another",
+        "n6": "left: its forward was replaced",
     }
     prove(model, converted, torch.randn(2, 3, 8, 8))
 
@@ -834,7 +835,7 @@ def test_gradients_of_a_recomputed_part_are_exact(backward_each: bool) -> None:
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
     network = staged(reentrant=True)
-    with pytest.raises(InputError, match=r"body\.1 is run again .* use_reentrant=False"):
+    with pytest.raises(InputError, match=r"body\.1 is recomputed .* use_reentrant=False"):
         network(IMAGES[0]).sum().backward()
 
 
@@ -884,6 +885,34 @@ def test_replicas_in_threads_give_what_the_network_gives() -> None:
     torch.testing.assert_close([found[0], found[1]], wanted)
 
 
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_distributed_step_is_the_plain_one(reentrant: bool | None) -> None:
+    plain, inner = staged(), staged(reentrant)
+    wanted = gradients(plain, plain)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        found = gradients(inner, nn.parallel.DistributedDataParallel(inner))
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(dict(inner.named_buffers()), dict(plain.named_buffers()))
+
+
+@gpu_only
+def test_a_cuda_graph_of_a_converted_network_replays_it() -> None:
+    plain, captured, images = staged().cuda(), staged().cuda(), IMAGES.cuda()
+
+    def step() -> dict[str, Tensor]:
+        captured.zero_grad()
+        captured(images[0]).square().sum().backward()
+        return {name: p.grad for name, p in captured.named_parameters()}
+
+    graph, found = capture(step)
+    graph.replay()
+    plain(images[0]).square().sum().backward()
+    torch.testing.assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+
+
 def test_other_entry_points_are_calls_of_their_own() -> None:
     network, images = staged().eval(), IMAGES[0]
     for mode in MODES:
@@ -894,7 +923,7 @@ def test_other_entry_points_are_calls_of_their_own() -> None:
             again = network.top(x + network.body(x)).mean((2, 3))
         torch.testing.assert_close(again, features)
     torch.testing.assert_close(network.body(network.stem(images)).shape, torch.Size([4, 4, 8, 8]))
-    with pytest.raises(InputError, match=r"stem\.1 was called outside of a call .* network\.one_call"):
+    with pytest.raises(InputError, match=r"stem\.1 was called outside a call .* network\.one_call"):
         network.train().stem(images)
 
 
@@ -909,7 +938,7 @@ def test_another_path_than_the_example_is_reported_once() -> None:
     network = link(convert(model)).train()
     network.use = False
     images = torch.randn(2, 3, 6, 6)
-    with pytest.warns(RuntimeWarning, match=r"n2 gets no belief from n1 .* another path .* with such an example"):
+    with pytest.warns(RuntimeWarning, match=r"n2 receives no belief from n1 .* another path .* with such an example"):
         first = network(images)
     with warnings.catch_warnings(action="error"):
         torch.testing.assert_close(network(images), first)
@@ -934,7 +963,7 @@ def test_an_error_in_a_call_leaves_nothing_behind() -> None:
         with pytest.raises((RuntimeError, InputError)):
             network(bad)
     torch.testing.assert_close(network(IMAGES[0]), wanted)
-    with pytest.raises(InputError, match="outside of a call"):
+    with pytest.raises(InputError, match="outside a call"):
         network.stem(IMAGES[0])
 
 
@@ -1106,7 +1135,7 @@ def test_an_image_s_statistics_before_training_are_warned_of() -> None:
         convert(small(), default_statistics="expected", statistics_batch_size=2)
         link(convert(small())).eval()(images, statistics="sample")
         convert(nn.Sequential(conv(3, 4), norm(4))).eval()(images, statistics="sample")
-    words = [str(w.message) for w in said if "only converted" in str(w.message)]
+    words = [str(w.message) for w in said if "converted but not trained" in str(w.message)]
     assert [text.split(" ")[0] for text in words] == ["statistics='sample'", "statistics='expected'"]
     assert all("start_near_population" in text for text in words)
 
@@ -1151,7 +1180,7 @@ class Weighted(nn.Module):
         (lambda: nn.Sequential(conv(3, 4), norm(4), nn.Linear(4, 4, device="meta")), "cpu and meta"),
         (lambda: convert(small()), "already"),
         (lambda: nn.Sequential(nn.LazyConv2d(4, 1), nn.LazyBatchNorm2d()), "lazy"),
-        (lambda: norm(4), "is a batch norm itself"),
+        (lambda: norm(4), "is itself a batch norm"),
         (lambda: nn.Sequential(conv(3, 4), norm(4)).requires_grad_(False).append(conv(4, 4)), "frozen"),
         (lambda: 3, "torch.nn.Module"),
         (lambda: nn.DataParallel(small()), ".module"),
@@ -1160,8 +1189,8 @@ class Weighted(nn.Module):
         (lambda: with_attribute(2 * torch.ones(2, requires_grad=True)), "because of its 3.kept"),
         (lambda: with_attribute(threading.Lock()), "because of its 3.kept"),
         (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
-        (with_forward, "was replaced by another"),
-        (Weighted, "an input called statistics"),
+        (with_forward, "was replaced"),
+        (Weighted, "an input statistics"),
         (lambda: Block(lambda m, x: m.body(x["image"]), body=small()), "convert(model, example=inputs)"),
     ],
     ids=[
@@ -1189,7 +1218,7 @@ def test_bad_input_is_refused_and_left_alone(model: Callable[[], Any], words: st
 
 
 def test_a_wrong_example_or_part_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConversionError, match=r"does not take the example: it fails at .*: correct the example"):
+    with pytest.raises(ConversionError, match=r"does not accept the example and fails at .*: correct the example"):
         convert(small(), example=torch.randn(2, 5, 8, 8))
     with pytest.raises(UnknownNameError, match="has no part 'body': choose from stem, body_, top"):
         convert(Block(lambda m, x: x, stem=small(), body_=small(), top=small()), only="body")
@@ -1218,10 +1247,10 @@ def test_names_of_a_converted_network_are_refused(name: str) -> None:
     for value in given:
         model = Block(lambda m, x: m.body(x), body=small())
         setattr(model, name, value)
-        with pytest.raises(ConversionError, match=f"Block has something called {name}, .*: rename it"):
+        with pytest.raises(ConversionError, match=f"Block has an attribute {name}, .*: rename it"):
             convert(model)
         if name == "report":  # which the whole has beside its part
-            with pytest.raises(ConversionError, match="called report"):
+            with pytest.raises(ConversionError, match="an attribute report"):
                 convert(model, only="body")
         else:
             assert getattr(convert(model, only="body"), name) is not None

@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +13,14 @@ import torch
 import torch.nn.functional as F
 from image_trees import write_image, write_noise, write_tree
 from PIL import Image
-from torch import Tensor
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.training import official
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
-from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
 from bkn_zoo.training.decoded import Squares
 from bkn_zoo.training.recipes import Augmentation
 
@@ -33,12 +30,12 @@ PLAIN = Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 CIFAR10 = "cifar-10-batches-py"
 
 
-def pickled(path: Path, content: Any) -> None:
+def pickled(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(content, protocol=3))  # the oldest that writes bytes without a call, as Python 2 did
 
 
-def write_cifar10(root: Path, per_file: int = 4) -> np.ndarray:
+def write_cifar10(root, per_file=4):
     """The five training files and the test file; returns all pixels, (files, images, 3072)."""
     pixels = np.random.default_rng(0).integers(0, 256, (6, per_file, 3072), dtype=np.uint8)
     for k, name in enumerate([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]):
@@ -48,13 +45,13 @@ def write_cifar10(root: Path, per_file: int = 4) -> np.ndarray:
     return pixels
 
 
-def array_data(count: int = 40, side: int = 16, classes: int = 4, preprocessing: Preprocessing = PLAIN) -> Data:
+def array_data(count=40, side=16, classes=4, preprocessing=PLAIN):
     images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
     everything = ArrayImages(images, torch.arange(count) % classes)
     return Data("toy", everything, everything, everything, [str(k) for k in range(classes)], preprocessing)
 
 
-def splits_of(images: FileImages) -> set[str]:
+def splits_of(images):
     """The folders above those of the classes."""
     return {path.parent.parent.name for path in images.paths}
 
@@ -62,7 +59,7 @@ def splits_of(images: FileImages) -> set[str]:
 # Official layouts
 
 
-def test_cifar10_keeps_labels_channels_and_rows(tmp_path: Path) -> None:
+def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
     pixels = write_cifar10(tmp_path)
     data = load_data("cifar10", tmp_path)
     assert data.label_names == [f"class {k}" for k in range(10)]
@@ -78,7 +75,7 @@ def test_cifar10_keeps_labels_channels_and_rows(tmp_path: Path) -> None:
         assert [every[tuple(image.flatten().tolist())] for image in split.images] == split.labels.tolist()
 
 
-def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
+def test_cifar100_takes_the_fine_labels(tmp_path):
     pixels = np.zeros((10, 3072), dtype=np.uint8)
     pixels[:, 0] = np.arange(10)
     content = {b"data": pixels, b"fine_labels": list(range(90, 100)), b"coarse_labels": [1] * 10}
@@ -93,7 +90,7 @@ def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
 
 
 class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, ("broken_into",)
 
 
@@ -111,9 +108,7 @@ ZEROS = {b"data": np.zeros((4, 3072), dtype=np.uint8)}
     ],
     ids=["malicious", "labels", "names", "truncated", "missing"],
 )
-def test_unusable_cifar_file_is_named_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: Any, says: str
-) -> None:
+def test_unusable_cifar_file_is_named_and_runs_nothing(tmp_path, monkeypatch, file, content, says):
     monkeypatch.chdir(tmp_path)
     write_cifar10(tmp_path)
     path = tmp_path / CIFAR10 / file
@@ -129,7 +124,7 @@ def test_unusable_cifar_file_is_named_and_runs_nothing(
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     identifiers = ["n02", "n01"]  # in the official file they are not sorted either
     for label, identifier in enumerate(identifiers):
         for k in range(5):
@@ -142,7 +137,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tiny_imagenet_is_numbered_as_wnids(tiny: Path) -> None:
+def test_tiny_imagenet_is_numbered_as_wnids(tiny):
     """And tested on its annotated images."""
     data = load_data("tiny_imagenet", tiny, size=128, validation=0.2)
     assert data.label_names == ["goldfish", "tench"]
@@ -152,9 +147,6 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny: Path) -> None:
     for split in (data.train, data.validation, data.test):
         assert ((split.images[:, 0].float().mean((1, 2)) > 100) == split.labels.bool()).all()
         assert (split.images[:, 2] > 200).all()
-
-
-def test_tiny_imagenet_in_grey_and_with_a_shared_name(tiny: Path) -> None:
     Image.new("L", (64, 64), 77).save(tiny / "val" / "images" / "val_0.JPEG")  # as some of the official ones are
     (tiny / "words.txt").write_text("n01\tcrane, a bird\nn02\tcrane\n")
     data = load_data("tiny_imagenet", tiny)
@@ -162,14 +154,21 @@ def test_tiny_imagenet_in_grey_and_with_a_shared_name(tiny: Path) -> None:
     assert (data.test.images[1] == 77).all()
 
 
-@pytest.mark.parametrize("line", ["val_0.JPEG\tn99\t0\t0\t9\t9", "nonsense", ""])
-def test_tiny_imagenet_annotation_of_unknown_class_is_refused(tiny: Path, line: str) -> None:
-    (tiny / "val" / "val_annotations.txt").write_text(f"val_1.JPEG\tn01\t0\t0\t9\t9\n{line}\n")
-    with pytest.raises(InputError, match=rf"val_annotations.txt has '{line[:4]}.*of no class in wnids.txt"):
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*a class that wnids.txt lacks"),
+        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*a class that wnids.txt lacks"),
+        *((file, None, "does not exist") for file in ("wnids.txt", "words.txt", "val/val_annotations.txt")),
+    ],
+)
+def test_tiny_imagenet_names_an_unusable_official_file(tiny, file, text, says):
+    (tiny / file).write_text(text) if text else (tiny / file).unlink()
+    with pytest.raises(InputError, match=f"{Path(file).name} {says}"):
         load_data("tiny_imagenet", tiny)
 
 
-def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny, monkeypatch):
     for k, path in enumerate(sorted(tiny.rglob("*.JPEG"))):
         write_image(path, (20 * k, 10, 240), (64, 64))
     alone = load_data("tiny_imagenet", tiny)
@@ -182,7 +181,7 @@ def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny: Path, monkeyp
 
 
 @pytest.mark.parametrize("bad", ["not an image", "of another size"])
-def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny: Path, capsys: pytest.CaptureFixture[str], bad: str) -> None:
+def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny, capsys, bad):
     path = tiny / "train" / "n01" / "images" / "n01_2.JPEG"
     write_image(path, (1, 2, 3), (64, 65))
     if bad == "not an image":
@@ -192,17 +191,10 @@ def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny: Path, capsys: pytest.Cap
     assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 4]
 
 
-@pytest.mark.parametrize("file", ["wnids.txt", "words.txt", "val/val_annotations.txt"])
-def test_tiny_imagenet_names_a_missing_official_file(tiny: Path, file: str) -> None:
-    (tiny / file).unlink()
-    with pytest.raises(InputError, match=f"{Path(file).name} does not exist"):
-        load_data("tiny_imagenet", tiny)
-
-
-def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path: Path) -> None:
+def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path):
     data, decoded = array_data(), list[int]()
 
-    def decode() -> Data:
+    def decode():
         decoded.append(1)
         return data
 
@@ -221,14 +213,17 @@ def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path: Path) -> 
 # Trees of files
 
 
-def test_tree_without_splits_has_no_test_images(tmp_path: Path) -> None:
-    write_tree(tmp_path)
+def test_tree_without_splits_has_no_test_images(tmp_path):
+    write_tree(tmp_path, classes=("apple", "train"))
     (tmp_path / ".cache").mkdir()
     (tmp_path / "apple" / "notes.txt").write_text("not an image")
+    (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
+    write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
+    write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
     data = load_data("folder", tmp_path, validation=0.25)
-    assert (data.label_names, data.preprocessing.size) == (["apple", "bean"], 224)
+    assert (data.label_names, data.preprocessing.size) == (["apple", "train"], 224)
     assert (len(data.train), len(data.validation), data.test, len(data.split("all"))) == (8, 4, None, 12)
-    with pytest.raises(InputError, match="no test images of their own"):
+    with pytest.raises(InputError, match="has no test images"):
         data.split("test")
     assert [data.label_names.index(path.parent.name) for path in data.train.paths] == data.train.labels
 
@@ -236,18 +231,19 @@ def test_tree_without_splits_has_no_test_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "validation", "test"),
     [
-        *((("train", name), "train", name) for name in ("val", "valid", "validation", "dev", "eval")),
-        *((("train", name, "test"), name, "test") for name in ("val", "valid", "validation", "eval")),
-        (("Train", "Val", "Test"), "Val", "Test"),
-        (("training", "VALIDATION", "testing"), "VALIDATION", "testing"),
+        *((("train", name), "train", name) for name in ("val", "valid", "dev", "eval")),
+        *((("train", name, "test"), name, "test") for name in ("val", "validation", "eval")),
+        (("training", "VALIDATION", "Testing"), "VALIDATION", "Testing"),
         (("train", "dev", "eval"), "dev", "eval"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_splits_are_found_by_their_names(tmp_path: Path, names: tuple[str, ...], validation: str, test: str) -> None:
-    """Beside a test set val is what choices are made on; alone it is the test set."""
+def test_splits_are_found_by_their_names(tmp_path, names, validation, test):
+    """Beside a test set val is what choices are made on; alone, or beside unlabelled images, it is the test set."""
     for per_class, split in enumerate(names, start=2):
         write_tree(tmp_path / split, per_class)
+    if len(names) == 2:
+        write_image(tmp_path / "test" / "0.png", (1, 2, 3))
     data = load_data("folder", tmp_path)
     assert data.label_names == ["apple", "bean"]
     found = [splits_of(images) for images in (data.train, data.validation, data.test)]
@@ -256,35 +252,18 @@ def test_splits_are_found_by_their_names(tmp_path: Path, names: tuple[str, ...],
     assert data.held_out == (len(names) == 2)
 
 
-def test_unlabelled_test_images_are_no_test_set(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        write_tree(tmp_path / split)
-    write_image(tmp_path / "test" / "0.png", (1, 2, 3))
-    data = load_data("folder", tmp_path)
-    assert splits_of(data.test) == {"val"}
-    assert data.held_out
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_classes_that_are_not_trained_on_are_refused(tmp_path: Path, split: str) -> None:
+def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
     write_tree(tmp_path / "train")
     write_tree(tmp_path / split)
     (tmp_path / split / "notes").mkdir()
     load_data("folder", tmp_path)
     write_tree(tmp_path / split, classes=("corn", "date"))
-    with pytest.raises(InputError, match=rf"{split} holds classes that .*train lacks \(corn, date\): add them there"):
+    with pytest.raises(InputError, match=rf"{split} has classes that .*train lacks \(corn, date\): add them there"):
         load_data("folder", tmp_path)
 
 
-def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
-    write_tree(tmp_path)
-    (tmp_path / "apple" / "._0.png").write_bytes(b"what a Mac leaves on foreign disks")
-    write_image(tmp_path / "apple" / ".ipynb_checkpoints" / "0.png", (1, 2, 3))
-    write_image(tmp_path / "__MACOSX" / "apple" / "0.png", (1, 2, 3))
-    assert len(load_data("folder", tmp_path).split("all")) == 12
-
-
-def test_other_files_are_counted_and_links_followed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     photos = write_tree(tmp_path / "photos")
     load_data("folder", photos)
     assert capsys.readouterr().err == ""
@@ -302,53 +281,40 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path: Path, capsys:
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
     assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
-    said = f"not taken for images in {photos}, by their names: 1 without a suffix, 2 .heic\n"
+    said = f"files in {photos} that are not images, by their names: 1 without a suffix, 2 .heic\n"
     assert capsys.readouterr().err == said
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean holds no images \(not taken .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean contains no images \(files in .* 2 \.heic\): add some"):
         load_data("folder", photos)
 
 
-def test_class_may_be_called_train(tmp_path: Path) -> None:
-    write_tree(tmp_path, classes=("bus", "train"))
-    assert load_data("folder", tmp_path).label_names == ["bus", "train"]
-
-
-def test_validation_split_is_disjoint_and_always_the_same(tmp_path: Path) -> None:
-    write_tree(tmp_path, per_class=20)
+def test_validation_split_is_drawn_by_class_and_always_the_same(tmp_path):
+    for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
+        write_tree(tmp_path, per_class=count, classes=(name,))
     first = load_data("folder", tmp_path)
     torch.manual_seed(99)
     second = load_data("folder", tmp_path)
     assert (first.train.paths, first.validation.paths) == (second.train.paths, second.validation.paths)
-    assert len(first.validation) == 4
-    assert len({*first.train.paths, *first.validation.paths}) == len(first.train) + 4 == 40
-    assert first.validation.paths != sorted(first.train.paths + first.validation.paths)[:4]  # drawn, not the first
-
-
-def test_every_class_has_images_on_both_sides(tmp_path: Path) -> None:
-    for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
-        write_tree(tmp_path, per_class=count, classes=(name,))
-    data = load_data("folder", tmp_path, validation=0.1)
-    assert data.label_names == ["few", "many", "only", "some"]
-    assert torch.tensor(data.validation.labels).bincount(minlength=4).tolist() == [1, 3, 0, 1]
-    assert torch.tensor(data.train.labels).bincount(minlength=4).tolist() == [1, 27, 1, 3]
+    assert len({*first.train.paths, *first.validation.paths}) == len(first.train) + 5 == 37
+    assert torch.tensor(first.validation.labels).bincount(minlength=4).tolist() == [1, 3, 0, 1]
+    assert first.validation.paths[1:4] != sorted(path for path in first.split("all").paths if "many" in str(path))[:3]
 
 
 # Batches
 
 
-def batches(data: Data, epoch: int = 0, seed: int = 3, augmentation: Augmentation | None = None, **more: Any) -> Any:
+def batches(data, epoch=0, seed=3, augmentation=None, **more):
     chosen = augmentation or Augmentation(crop=0.2, colour=0.3, mixup=0.4, cutmix=1.0)
     return list(training_batches(data, 8, epoch, seed, chosen, CPU, **more))
 
 
-def same(first: list[Any], second: list[Any]) -> bool:
+def same(first, second):
     return all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
 
 
-def assert_own_labels(batch: Batch) -> None:
+def assert_own_labels(batch):
     """Of images of `write_tree`, whose red says their class."""
     red = batch.images[:, 0, 8, 8] * 0.229 + 0.485
     assert ((red > 100 / 255).long() == batch.targets.argmax(1)).all()
@@ -356,13 +322,13 @@ def assert_own_labels(batch: Batch) -> None:
 
 
 @pytest.fixture(params=["array", "files"])
-def data(request: pytest.FixtureRequest, tmp_path: Path) -> Data:
+def data(request, tmp_path):
     if request.param == "array":
         return array_data()
     return load_data("folder", write_noise(tmp_path, (24, 20), a=25, b=25), size=16)
 
 
-def test_batches_depend_on_seed_epoch_and_number_alone(data: Data) -> None:
+def test_batches_depend_on_seed_epoch_and_number_alone(data):
     first = batches(data)
     torch.manual_seed(77)
     assert len(first) == 5
@@ -372,36 +338,31 @@ def test_batches_depend_on_seed_epoch_and_number_alone(data: Data) -> None:
     assert same(first[2:], batches(data, skip=2))
 
 
-def test_batches_and_ranks_are_varied_by_their_own_draws() -> None:
-    data = array_data(count=32)
-    data.train.images[:] = data.train.images[:1].clone()  # so that nothing but the variation differs
-    augmentation = Augmentation(crop=0.2, colour=0.3)
-    first, second = (found.images for found in batches(data, augmentation=augmentation)[:2])
-    other_rank = batches(data, augmentation=augmentation, ranks=2, rank=1)[0].images
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other_rank)
-    assert not torch.equal(first[0], first[1])
-
-
-def test_ranks_share_an_epoch_without_overlap() -> None:
+def test_ranks_share_an_epoch_and_vary_images_by_themselves():
     data = array_data(count=37)
     data.train.images[:] = torch.arange(37, dtype=torch.uint8).view(-1, 1, 1, 1)
 
-    def numbers(rank: int, ranks: int, batch: int) -> list[list[int]]:
+    def numbers(rank, ranks, batch):
         found = training_batches(data, batch, 0, 0, STILL, CPU, rank=rank, ranks=ranks)
         mean, std = PLAIN.mean[0], PLAIN.std[0]
         return [((b.images[:, 0, 0, 0] * std + mean) * 255).round().long().tolist() for b in found]
 
     shares = [numbers(rank, 3, 4) for rank in range(3)]
     assert [len(share) for share in shares] == [3, 3, 3]
-    seen = [number for share in shares for batch in share for number in batch]
-    assert len(seen) == len(set(seen)) == 36
     # Together they train on what one process would have trained on, step by step.
     whole = numbers(0, 1, 12)
+    assert len({number for step in whole for number in step}) == 36
     assert [[number for share in shares for number in share[step]] for step in range(3)] == whole
+    data = array_data(count=32)
+    data.train.images[:] = data.train.images[:1].clone()  # so that nothing but the variation differs
+    augmentation = Augmentation(crop=0.2, colour=0.3)
+    first, second = (found.images for found in batches(data, augmentation=augmentation)[:2])
+    other_rank = batches(data, augmentation=augmentation, ranks=2, rank=1)[0].images
+    for other in (second, other_rank, first.roll(1, 0)):
+        assert not torch.equal(first, other)
 
 
-def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path: Path) -> None:
+def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     found = batches(data, augmentation=STILL)
     for batch in found:
@@ -410,7 +371,7 @@ def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_files_are_decoded_once(tmp_path: Path, workers: int) -> None:
+def test_files_are_decoded_once(tmp_path, workers):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     first = batches(data, workers=workers)
     for path in data.train.paths:
@@ -418,7 +379,7 @@ def test_files_are_decoded_once(tmp_path: Path, workers: int) -> None:
     assert same(batches(data, workers=workers), first)
 
 
-def test_too_many_files_for_memory_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_for_memory_are_decoded_again(tmp_path, monkeypatch):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     kept = batches(data)
     monkeypatch.setattr("bkn_zoo.training.decoded.MOST_BYTES", 0)
@@ -427,14 +388,14 @@ def test_too_many_files_for_memory_are_decoded_again(tmp_path: Path, monkeypatch
     assert [squares.pixels for squares in other.train.squares.values()] == [None]
 
 
-def test_squares_are_not_sent_to_other_processes(tmp_path: Path) -> None:
+def test_squares_are_not_sent_to_other_processes():
     squares = Squares(4, 8)
     squares.put(1, torch.ones(3, 8, 8))
     assert torch.equal(squares.get(1), torch.ones(3, 8, 8))
     assert pickle.loads(pickle.dumps(squares)).get(1) is None
 
 
-def test_too_few_images_for_a_batch_are_an_error() -> None:
+def test_too_few_images_for_a_batch_are_an_error():
     with pytest.raises(InputError, match="7 training images do not fill a batch of 8"):
         batches(array_data(count=7))
 
@@ -442,16 +403,7 @@ def test_too_few_images_for_a_batch_are_an_error() -> None:
 # Preprocessing
 
 
-@pytest.mark.parametrize("size", [16, 40])
-def test_evaluation_resizes_bilinearly_and_normalizes(size: int) -> None:
-    data = array_data(count=5, preprocessing=dataclasses.replace(PLAIN, size=size, native_size=16))
-    found = torch.cat([batch.images for batch in evaluation_batches(data, data.test, 2, CPU)])
-    resized = F.interpolate(data.test.images.float() / 255, (size, size), mode="bilinear", align_corners=False)
-    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (PLAIN.mean, PLAIN.std))
-    assert_close(found, (resized - mean) / std)
-
-
-def test_evaluation_of_files_takes_the_central_square(tmp_path: Path) -> None:
+def test_evaluation_of_files_takes_the_central_square(tmp_path):
     write_tree(tmp_path, per_class=2)
     wide = np.zeros((20, 40, 3), dtype=np.uint8)
     wide[:, 10:30] = 255
@@ -464,7 +416,7 @@ def test_evaluation_of_files_takes_the_central_square(tmp_path: Path) -> None:
     assert_close(found[:, :, 1:-1], white)  # the outermost columns are smoothed with what lies beside the square
 
 
-def test_files_are_brought_to_a_native_size_first(tmp_path: Path) -> None:
+def test_files_are_brought_to_a_native_size_first(tmp_path):
     data = load_data("folder", write_noise(tmp_path, (32, 32), a=2, b=2), size=16, validation=0.5)
     data = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, native_size=8))
     found = next(evaluation_batches(data, data.validation, 2, CPU)).images
@@ -475,7 +427,7 @@ def test_files_are_brought_to_a_native_size_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["array", "enlarged", "files"])
-def test_training_without_augmentation_sees_what_evaluation_sees(kind: str, tmp_path: Path) -> None:
+def test_training_without_augmentation_sees_what_evaluation_sees(kind, tmp_path):
     if kind == "files":
         data = load_data("folder", write_noise(tmp_path, (30, 30), a=6, b=6), size=16, validation=0.3)
     else:
@@ -488,16 +440,16 @@ def test_training_without_augmentation_sees_what_evaluation_sees(kind: str, tmp_
 # Augmentation, on the device and of files
 
 
-def pixels(count: int, side: int = 16) -> Tensor:
+def pixels(count, side=16):
     return torch.rand(count, 3, side, side)
 
 
-def on_device(before: Tensor, seed: int = 1, **change: Any) -> Tensor:
+def on_device(before, seed=1, **change):
     size = dataclasses.replace(PLAIN, size=before.shape[-1])
     return vary(before, Augmentation(**{"flip": False} | change), size, generator("cpu", seed))
 
 
-def of_file(image: Image.Image | Tensor, count: int, size: int = 16, **change: Any) -> Tensor:
+def of_file(image, count, size=16, **change):
     """Many variations of one image, by the numbers 0, 1, 2, ..."""
     vary_one = transforms(Augmentation(**{"flip": False} | change), dataclasses.replace(PLAIN, size=size))
     found = []
@@ -511,7 +463,7 @@ VARIATIONS = [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4},
 
 
 @pytest.mark.parametrize("change", VARIATIONS, ids=str)
-def test_variation_changes_images_and_stays_in_range(change: dict[str, float]) -> None:
+def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     before = pixels(32)
     after = on_device(before, **change)
     assert after.shape == before.shape
@@ -519,39 +471,31 @@ def test_variation_changes_images_and_stays_in_range(change: dict[str, float]) -
     assert ((after - before).abs().amax((1, 2, 3)) > 1e-3).float().mean() > 0.9
     assert torch.equal(after, on_device(before, **change))
     assert not torch.equal(after, on_device(before, seed=2, **change))
-
-
-@pytest.mark.parametrize("change", VARIATIONS, ids=str)
-def test_variation_of_a_file_is_drawn_by_its_numbers(change: dict[str, float]) -> None:
     photograph = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    image = Image.fromarray(photograph) if "scale" in change else pixels(1)[0]
-    before = torch.get_rng_state()
+    image = Image.fromarray(photograph) if "scale" in change else before[0]
+    state = torch.get_rng_state()
     found = of_file(image, 8, **change)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(5)
     assert torch.equal(of_file(image, 8, **change), found)
-    assert type(found[0]) is Tensor
     assert found.shape == (8, 3, 16, 16)
     assert 0 <= found.min() <= found.max() <= 1
     assert len({tuple(one.flatten().tolist()) for one in found}) > 5  # two may fall on the same place
 
 
-def test_crop_shifts_by_whole_pixels() -> None:
+def test_crop_shifts_by_whole_pixels():
     before = pixels(64)
     padded = F.pad(before, (2, 2, 2, 2), mode="replicate")  # a stand-in for the border, which is not compared
     places, shifts = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)], set()
     for image, source in zip(on_device(before, crop=0.125), padded, strict=True):
         inner = image[:, 2:-2, 2:-2]
-        (found,) = (
-            (dy, dx)
-            for dy, dx in places
-            if torch.allclose(inner, source[:, 4 + dy : 16 + dy, 4 + dx : 16 + dx], atol=1e-4)
-        )
+        shifted = {(dy, dx): source[:, 4 + dy : 16 + dy, 4 + dx : 16 + dx] for dy, dx in places}
+        (found,) = (place for place, part in shifted.items() if torch.allclose(inner, part, atol=1e-4))
         shifts.add(found)
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
 
 
-def test_flip_mirrors_about_half_of_the_images() -> None:
+def test_flip_mirrors_about_half_of_the_images():
     before = pixels(200)
     after = on_device(before, flip=True)
     mirrored = (after - before.flip(3)).abs().amax((1, 2, 3)) < 1e-4
@@ -560,7 +504,7 @@ def test_flip_mirrors_about_half_of_the_images() -> None:
     assert 70 < mirrored.sum() < 130
 
 
-def test_scale_never_shows_less_than_it_says() -> None:
+def test_scale_never_shows_less_than_it_says():
     """On an image whose value is its column, the range that is seen is the width of the part."""
     after = on_device(torch.linspace(0, 1, 64).expand(100, 3, 64, 64), scale=0.25)
     widths = after[:, 0].amax((1, 2)) - after[:, 0].amin((1, 2))
@@ -576,7 +520,7 @@ def test_scale_never_shows_less_than_it_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["device", "file"])
-def test_rotation_turns_about_the_centre(kind: str) -> None:
+def test_rotation_turns_about_the_centre(kind):
     """By no more than it says, and without black corners."""
     line = torch.zeros(3, 33, 33)
     line[:, 16] = 1
@@ -592,7 +536,7 @@ def test_rotation_turns_about_the_centre(kind: str) -> None:
     assert (turned > 0.99).all()
 
 
-def test_erase_blanks_a_square_with_the_mean() -> None:
+def test_erase_blanks_a_square_with_the_mean():
     before = pixels(16)
     after = on_device(before, erase=0.5)
     blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
@@ -603,7 +547,7 @@ def test_erase_blanks_a_square_with_the_mean() -> None:
     assert areas.min() >= 9  # a corner is the least that can be inside
 
 
-def test_file_is_shifted_mirrored_and_blanked_as_on_the_device() -> None:
+def test_file_is_shifted_mirrored_and_blanked_as_on_the_device():
     image = pixels(1)[0]
     padded = F.pad(image[None], (2, 2, 2, 2), mode="reflect")[0]
     shifts = [padded[:, dy : dy + 16, dx : dx + 16] for dy in range(5) for dx in range(5)]
@@ -616,7 +560,7 @@ def test_file_is_shifted_mirrored_and_blanked_as_on_the_device() -> None:
         assert torch.equal(one[:, ~blank], image[:, ~blank])
 
 
-def test_mixup_joins_images_and_targets_by_the_same_share() -> None:
+def test_mixup_joins_images_and_targets_by_the_same_share():
     values = torch.tensor([1.0, 10.0, 100.0, 1000.0])
     mixed = mix(values.view(4, 1, 1, 1).expand(4, 3, 8, 8), torch.eye(4), Augmentation(mixup=1.0), 1)
     assert_close(mixed.targets.sum(1), torch.ones(4))
@@ -624,7 +568,7 @@ def test_mixup_joins_images_and_targets_by_the_same_share() -> None:
     assert_close(mixed.images, (mixed.targets @ values).view(4, 1, 1, 1).expand(4, 3, 8, 8))
 
 
-def test_cutmix_targets_are_the_mixed_areas() -> None:
+def test_cutmix_targets_are_the_mixed_areas():
     images = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 16, 16)
     before, mixed_at_all, cut = images.clone(), 0, 0
     for number in range(60):
@@ -645,48 +589,40 @@ def test_cutmix_targets_are_the_mixed_areas() -> None:
 
 
 @pytest.mark.parametrize("name", ["folder", "cifar10", "cifar100", "tiny_imagenet"])
-def test_missing_or_empty_folder_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
-        load_data(name, tmp_path / "nowhere")
-    with pytest.raises(InputError, match=str(tmp_path)):
-        load_data(name, tmp_path)
+def test_missing_folder_unknown_data_or_share_is_refused(tmp_path, name):
+    for place, share, data, says in [
+        (tmp_path / "nowhere", 0.1, name, r"there is no folder .*nowhere"),
+        (tmp_path, 0.1, name, str(tmp_path)),
+        (tmp_path, 0.1, "mnist", r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"),
+        *((tmp_path, share, name, "between 0 and 1") for share in (0.0, 1.0, float("nan"))),
+    ]:
+        with pytest.raises(InputError, match=says):
+            load_data(data, place, validation=share)
 
 
-@pytest.mark.parametrize(
-    ("name", "share", "says"),
-    [
-        ("mnist", 0.1, r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"),
-        *(("folder", share, "between 0 and 1") for share in (0.0, 1.0, -0.5, float("nan"))),
-    ],
-)
-def test_unknown_data_set_or_share_is_refused(tmp_path: Path, name: str, share: float, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        load_data(name, tmp_path, validation=share)
-
-
-def test_trees_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
-    def refused(root: Path, says: str) -> None:
+def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
+    def refused(root, says):
         with pytest.raises(InputError, match=says):
             load_data("folder", root)
 
     refused(write_tree(tmp_path / "one", per_class=1), "too few images")
     write_tree(tmp_path / "above" / "photos")
-    refused(tmp_path / "above", "one class only, 'photos': name the folder that has one for each class")
+    refused(tmp_path / "above", "only one class, 'photos': pass the folder that has one subfolder per class")
     (write_tree(tmp_path / "empty") / "cherry").mkdir()
-    refused(tmp_path / "empty", "cherry holds no images")
+    refused(tmp_path / "empty", "cherry contains no images")
     write_tree(tmp_path / "both" / "train")
     write_tree(tmp_path / "both" / "val", classes=("apple",))
-    refused(tmp_path / "both", r"val/bean holds no images")
+    refused(tmp_path / "both", r"val/bean contains no images")
     shutil.copytree(tmp_path / "both" / "train", tmp_path / "both" / "valid")
-    refused(tmp_path / "both", "holds val and valid: leave one of them")
+    refused(tmp_path / "both", "contains val and valid: keep only one of them")
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Data:
+def files(tmp_path):
     return load_data("folder", write_tree(tmp_path, per_class=10), size=16, validation=0.5)
 
 
-def test_corrupt_image_is_replaced_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_image_is_replaced_in_training(tmp_path, capsys):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     bad = [data.train.paths[3], data.train.paths[7]]
     bad[0].write_bytes(b"not an image")
@@ -705,18 +641,20 @@ def test_corrupt_image_is_replaced_in_training(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_corrupt_image_is_left_out_of_an_evaluation(
-    files: Data, capsys: pytest.CaptureFixture[str], batch: int
-) -> None:
+def test_corrupt_image_is_left_out_of_an_evaluation(files, capsys, batch):
     files.validation.paths[4].write_bytes(b"not an image")
     found = list(evaluation_batches(files, files.validation, batch, CPU))
     assert "cannot be read" in capsys.readouterr().err
     assert all(len(batch.images) for batch in found)
     labels = [label for k, label in enumerate(files.validation.labels) if k != 4]
     assert torch.cat([batch.targets.argmax(1) for batch in found]).tolist() == labels
+    for path in files.split("all").paths:
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="none of the image files can be read"):
+        list(training_batches(files, 4, 0, 0, STILL, CPU))
 
 
-def test_class_that_is_all_corrupt_is_refused(files: Data, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_that_is_all_corrupt_is_refused(files, capsys):
     for path in files.split("all").paths:
         if path.parent.name == "bean":
             path.write_bytes(b"not an image")
@@ -728,10 +666,3 @@ def test_class_that_is_all_corrupt_is_refused(files: Data, capsys: pytest.Captur
     assert capsys.readouterr().err.count("cannot be read") == 2  # the first of each
     # Of the validation while a training runs, which can go on without.
     assert len(list(evaluation_batches(files, files.validation, 1, CPU))) == 5
-
-
-def test_files_that_are_all_corrupt_are_an_error(files: Data) -> None:
-    for path in files.split("all").paths:
-        path.write_bytes(b"")
-    with pytest.raises(InputError, match="none of the image files can be read"):
-        list(training_batches(files, 4, 0, 0, STILL, CPU))

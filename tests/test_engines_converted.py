@@ -137,7 +137,7 @@ class Counting(Between):
 def test_a_network_that_counts_its_calls_is_left_as_it_was(away_from_start):
     model = network(Counting(), away_from_start)
     before = model.calls.clone()
-    with pytest.raises(engines.InputError, match="changes its buffer calls at each call"):
+    with pytest.raises(engines.InputError, match="changes its buffer calls in each call"):
         OpenVINOEngine(model)(photographs(1, 9))
     assert model.calls == before
 

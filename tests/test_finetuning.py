@@ -66,7 +66,7 @@ def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
 def test_table_tells_what_was_not_run_from_what_cannot_be() -> None:
     def record(arm: str, dataset: str, top1: float) -> dict[str, Any]:
         about = {"arm": arm, "dataset": dataset, "checkpoint": "mine", "chosen_statistics": "sample"}
-        return {**about, "cpu_seconds": 90.0, "test": {"sample": {"top1": top1}}}
+        return {**about, "device": "cpu", "cpu_seconds": 90.0, "test": {"sample": {"top1": top1}}}
 
     records = [record(DEFAULTS, "imagewoof", top1) for top1 in (50.0, 52.0, 54.0)]
     unknown = {"arm": ORIGINAL, "dataset": "imagewoof", "checkpoint": "mine", "reason": "no"}

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -31,7 +30,7 @@ FLOORS = [
 ]
 
 
-def name_of(file: Path) -> str:
+def name_of(file):
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -40,12 +39,12 @@ FILES = [*(file for folder in ("bkn_zoo", "service", "scripts") for file in sort
 MODULES = {name_of(file): file for file in [*FILES, ROOT / "hubconf.py"]}
 
 
-def known(name: str) -> str:
+def known(name):
     """The whole name of a module of scripts/, which imports its neighbours as if it were on the path, as it is."""
     return f"scripts.{name}" if f"scripts.{name}" in MODULES else name
 
 
-def imports(module: str, file: Path) -> Iterator[str]:
+def imports(module, file):
     """The modules of this house that a file imports, at its top or anywhere in it.
 
     Not those that it imports for a type checker alone: they are never executed, so that nothing depends on them.
@@ -74,11 +73,11 @@ def imports(module: str, file: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def arrows() -> dict[str, set[str]]:
+def arrows():
     return {module: set(imports(module, file)) - {module} for module, file in MODULES.items()}
 
 
-def floor(module: str) -> tuple[int, str]:
+def floor(module):
     """The number of its floor, from the top, and its wing."""
     for number, wings in enumerate(FLOORS):
         for wing in wings:
@@ -87,34 +86,26 @@ def floor(module: str) -> tuple[int, str]:
     raise AssertionError(f"{module} has no floor: give its wing one in FLOORS and in CONTRIBUTING.md")
 
 
-def allowed(module: str, other: str) -> bool:
+def allowed(module, other):
     (here, wing), (there, other_wing) = floor(module), floor(other)
     if here == there:  # the rooms of a wing use each other, and so do those of the ground floor
         return wing == other_wing or here == len(FLOORS) - 1
     return here < there
 
 
-def test_no_import_leads_upward_or_across(arrows: dict[str, set[str]]) -> None:
+def test_imports_lead_downward_and_in_no_circle(arrows):
     wrong = [(module, other) for module, others in arrows.items() for other in others if not allowed(module, other)]
     assert wrong == []
-
-
-def test_the_service_does_not_name_itself() -> None:
-    """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
-    files = (ROOT / "service").glob("*.py")
-    assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
-
-
-def test_no_import_leads_in_a_circle(arrows: dict[str, set[str]]) -> None:
     try:
         list(TopologicalSorter(arrows).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_import_hides_behind_a_name_but_the_front_doors_and_that_of_the_service() -> None:
-    hidden = {module for module, file in MODULES.items() if "import_module(" in file.read_text(encoding="utf-8")}
-    assert hidden == {"bkn_zoo", "bkn_zoo.cli.command", "scripts.studies.runner"}
+def test_the_service_does_not_name_itself():
+    """It is `service` in a checkout and `bkn_zoo_service` where it is installed: its rooms find each other by place."""
+    files = (ROOT / "service").glob("*.py")
+    assert [file for file in files if re.search(r"(from|import) service\b", file.read_text(encoding="utf-8"))] == []
 
 
 # What is loaded, in a process of its own: importing PyTorch takes seconds.
@@ -130,7 +121,7 @@ STAGES = {
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
+def loaded():
     """Which modules are there after each stage, one after the other."""
     told = "print('modules', json.dumps(list(sys.modules)))"
     code = "\n".join(["import sys, json", *(line for stage in STAGES.values() for line in (stage, told))])
@@ -140,33 +131,17 @@ def loaded() -> dict[str, set[str]]:
     return {stage: set(json.loads(line)) for stage, line in zip(STAGES, found, strict=True)}
 
 
-def test_importing_the_package_imports_next_to_nothing(loaded: dict[str, set[str]]) -> None:
-    modules = loaded["package"]
-    assert modules.isdisjoint(HEAVY)
-    assert {name for name in modules if name.startswith("bkn_zoo")} == {"bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"}
-
-
-def test_listing_checkpoints_imports_no_library(loaded: dict[str, set[str]]) -> None:
-    """PyTorch alone would take seconds."""
+def test_nothing_is_imported_before_it_is_needed(loaded):
+    """PyTorch alone takes seconds."""
+    assert {name for name in loaded["package"] if name.startswith("bkn_zoo")} == {
+        "bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"
+    }  # fmt: skip
     assert loaded["list"].isdisjoint(HEAVY)
-
-
-def test_who_only_has_workers_serve_imports_neither_pytorch_nor_fastapi(loaded: dict[str, set[str]]) -> None:
-    assert loaded["command"].isdisjoint(["torch", "fastapi"])
-
-
-def test_the_layer_comes_without_the_hub_cards_or_images(loaded: dict[str, set[str]]) -> None:
-    modules = loaded["layer"]
-    assert "torch" in modules
-    assert modules.isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
+    assert loaded["command"].isdisjoint(["torch", "fastapi"])  # who only has workers serve
+    assert loaded["layer"].isdisjoint(["PIL", "safetensors", "huggingface_hub", "openvino", "torchvision"])
     above = tuple(f"bkn_zoo.{wing}" for wing in ("checkpoints", "publishing", "inference", "training", "images"))
-    before = loaded["command"]  # what lists checkpoints, and reads settings
-    assert [name for name in modules - before if name.startswith(above)] == []
-
-
-def test_the_service_imports_what_serving_takes_and_leaves_the_collector_on(loaded: dict[str, set[str]]) -> None:
-    modules = loaded["service"]
-    assert "service.app" in modules
-    assert modules.isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
+    assert [name for name in loaded["layer"] - loaded["command"] if name.startswith(above)] == []
+    assert loaded["service"] >= {"service.app", "torch"}
+    assert loaded["service"].isdisjoint(["torchvision", "timm", "torch._dynamo", "matplotlib", "huggingface_hub"])
     if not torch.cuda.device_count():
-        assert "triton" not in modules, "a quarter of a second and 100 MB for kernels that cannot run"
+        assert "triton" not in loaded["service"], "a quarter of a second and 100 MB for kernels that cannot run"

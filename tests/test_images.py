@@ -4,84 +4,73 @@ import contextlib
 import io
 import os
 import struct
-import threading
 import time
 import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFile
-from torch import Tensor
 
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
-from bkn_zoo.images import (
-    INTERPOLATIONS,
-    Preprocessing,
-    central_square,
-    normalize,
-    open_header,
-    open_image,
-    preprocess,
-    reading,
-)
+from bkn_zoo.images import INTERPOLATIONS, Preprocessing, open_header, open_image, preprocess, reading
 from bkn_zoo.images.formats import MAX_PARTS, MAX_SCANS
+from bkn_zoo.images.transforms import central_square, normalize
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")
 
 
-def noise(height: int = 23, width: int = 31, channels: int = 3) -> np.ndarray:
+def noise(height=23, width=31, channels=3):
     return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
-def picture(width: int = 31, height: int = 23) -> Image.Image:
+def picture(width=31, height=23):
     """Smooth, so that lossy formats keep it nearly as it is."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([x, y, 255 - x], axis=2).astype(np.uint8))
 
 
-def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+def encoded(image, format="PNG", **options):
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
 
 
-def pixels(image: Image.Image) -> np.ndarray:
+def pixels(image):
     assert image.mode == "RGB"
     return np.asarray(image).astype(int)
 
 
-def corner(image: Image.Image) -> tuple[int, ...]:
+def corner(image):
     found = image.getpixel((0, 0))
     assert isinstance(found, tuple)
     return found
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, data: bytes, before: bytes = b"") -> bytes:
+def png(width, height, data, before=b""):
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + before + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def gif(frame: tuple[int, int], before: bytes = b"") -> bytes:
+def gif(frame, before=b""):
     """One whose first frame asks for a background of its own size, on a screen of 10 x 10."""
     control = b"!\xf9\x04\x08\0\0\0\0"
     descriptor = b"," + struct.pack("<HHHHB", 0, 0, *frame, 0)
     return b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + before + control + descriptor + b"\2\1\x44\0;"
 
 
-def tiff(side: int, *tags: tuple[int, int, int, int], compression: int = 1, data: bytes = b"") -> bytes:
+def tiff(side, *tags, compression=1, data=b""):
     """Grey; the data begin at byte 200."""
     own = [(256, 4, 1, side), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, compression), (262, 3, 1, 1)]
     entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted([*own, *tags]))
@@ -92,21 +81,14 @@ def tiff(side: int, *tags: tuple[int, int, int, int], compression: int = 1, data
 # Sources
 
 
-def test_bytes_paths_pil_images_and_arrays_give_the_same_image(tmp_path: Path) -> None:
-    array, path = noise(), tmp_path / "image.png"
-    data = encoded(Image.fromarray(array))
-    path.write_bytes(data)
-    pictures = (Image.fromarray(array), Image.open(path), array)
-    for source in (data, bytearray(data), memoryview(data), str(path), path, *pictures):
-        np.testing.assert_array_equal(pixels(open_image(source)), array)
-
-
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_accepted_format_is_read_whatever_the_file_is_called(format: str, tmp_path: Path) -> None:
-    path = tmp_path / "image.txt"
-    path.write_bytes(encoded(picture(), format))
+def test_every_accepted_format_is_read_from_every_source(format, tmp_path):
+    path, data = tmp_path / "image.txt", encoded(picture(), format)  # whatever the file is called
+    path.write_bytes(data)
     tolerance = {"JPEG": 30, "WebP": 30, "GIF": 60}.get(format, 0)
-    assert abs(pixels(open_image(path)) - pixels(picture())).max() <= tolerance
+    for source in (data, bytearray(data), memoryview(data), str(path), path, Image.open(path)):
+        assert abs(pixels(open_image(source)) - pixels(picture())).max() <= tolerance
+    assert open_header(data).size == (31, 23)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +96,13 @@ def test_every_accepted_format_is_read_whatever_the_file_is_called(format: str, 
     [
         (np.full((4, 5), 7, np.uint8), (7, 7, 7)),
         (np.full((4, 5, 1), 7, np.uint8), (7, 7, 7)),
-        (np.full((4, 5, 3), [1, 2, 3], np.uint8), (1, 2, 3)),
         (np.full((4, 5, 4), [0, 0, 0, 0], np.uint8), (255, 255, 255)),
-        (np.full((4, 5, 4), [200, 100, 0, 255], np.uint8), (200, 100, 0)),
         (np.full((4, 5, 3), [0, 65535, 128 * 257], np.uint16), (0, 255, 128)),
-        (np.full((4, 5), 0.5, np.float32), (128, 128, 128)),
         (np.full((4, 5, 3), [0.0, 1.0, 0.2]), (0, 255, 51)),
         (np.full((8, 5, 6), [1, 2, 3, 4, 5, 6], np.uint8)[::2, :, 2:5], (3, 4, 5)),  # not contiguous
     ],
 )
-def test_arrays_of_all_kinds(array: np.ndarray, expected: tuple[int, int, int]) -> None:
+def test_arrays_of_all_kinds(array, expected):
     image = open_image(array)
     assert image.size == (5, 4)
     assert corner(image) == expected
@@ -132,26 +111,22 @@ def test_arrays_of_all_kinds(array: np.ndarray, expected: tuple[int, int, int]) 
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(3, np.uint8), "shape"),
         (np.zeros((3, 4, 2), np.uint8), "shape"),
         (np.zeros((1, 3, 4, 3), np.uint8), "shape"),
         (np.zeros((3, 0), np.uint8), "no pixels"),
         (np.zeros((3, 4), np.int64), "int64"),
-        (np.zeros((3, 4), complex), "complex"),
-        (np.full((3, 4), 255.0), "scale it"),
-        (np.full((3, 4), -0.1), "scale it"),
-        (np.full((3, 4), np.nan), "scale it"),
+        *((np.full((3, 4), value), "scale it") for value in (255.0, -0.1, np.nan)),
     ],
 )
-def test_an_array_that_is_no_image_is_refused(array: np.ndarray, message: str) -> None:
+def test_array_that_is_no_image_is_refused(array, message):
     with pytest.raises(ImageError, match=message):
         open_image(array)
 
 
-def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_source_is_refused(tmp_path, monkeypatch):
     """A string is a path and never an address."""
     for thing in (None, 3, [1, 2], torch.zeros(3, 4, 4), io.BytesIO(b"")):
-        with pytest.raises(ImageFormatError, match=f"a {type(thing).__name__} is no image"):
+        with pytest.raises(ImageFormatError, match=f"a {type(thing).__name__} is not an image"):
             open_image(thing)  # type: ignore[arg-type]
     os.mkfifo(tmp_path / "pipe")
     large, secret = tmp_path / "large.png", tmp_path / "secret.png"
@@ -175,8 +150,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
             open_image(source)
 
 
-def raising(error: Exception) -> Any:
-    def fail(*_: object) -> None:
+def raising(error):
+    def fail(*_):
         raise error
 
     return fail
@@ -185,26 +160,26 @@ def raising(error: Exception) -> Any:
 # Kinds of pixels
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
-def test_a_white_image_of_any_mode_is_white(mode: str) -> None:
-    white = Image.new("RGB", (6, 4), "white").convert("RGBA" if mode in ("LA", "PA") else "RGB")
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_image_of_any_mode_keeps_its_colour(mode):
+    white = Image.new("RGB", (6, 4), "white").convert("RGBA" if mode in ("LA", "PA", "RGBa") else "RGB")
     np.testing.assert_allclose(pixels(open_image(white.convert(mode))), 255, atol=1)
-
-
-@pytest.mark.parametrize("mode", ["LA", "PA", "RGBA", "RGBa"])
-def test_what_is_transparent_shows_white(mode: str) -> None:
-    clear = Image.new("RGBA", (6, 4), (0, 0, 0, 0))
-    image = clear.convert("P").convert("PA") if mode == "PA" else clear.convert(mode)
-    if mode == "PA":
-        image.putalpha(0)
-    np.testing.assert_array_equal(pixels(open_image(image)), 255)
-    assert corner(open_image(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 128))))) == (127, 127, 127)  # half
+    if mode in ("LA", "PA", "RGBA", "RGBa"):  # what is transparent shows white
+        clear = Image.new("RGBA", (6, 4), (0, 0, 0, 0)).convert(mode)
+        if mode == "PA":
+            clear.putalpha(0)
+        np.testing.assert_array_equal(pixels(open_image(clear)), 255)
+        assert corner(open_image(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 128))))) == (127, 127, 127)  # half
+    if mode == "CMYK":
+        for format in ("JPEG", "TIFF"):
+            red = open_image(encoded(Image.new("RGB", (16, 16), "red").convert(mode), format))
+            assert np.abs(np.array(corner(red)) - (255, 0, 0)).max() <= 6
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB", "1"])
-def test_a_colour_that_is_declared_transparent_shows_white(mode: str) -> None:
+def test_a_colour_that_is_declared_transparent_shows_white(mode):
     image = Image.new("RGB", (4, 4), "black").convert(mode)
-    transparent: Any = (0, 0, 0) if mode == "RGB" else 0
+    transparent = (0, 0, 0) if mode == "RGB" else 0
     if mode == "P":
         image = Image.new("P", (4, 4), 0)
         image.putpalette([0, 0, 0, 255, 0, 0])
@@ -213,30 +188,24 @@ def test_a_colour_that_is_declared_transparent_shows_white(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "byte_order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
-def test_sixteen_bits_are_scaled_and_not_clipped(format: str, byte_order: str) -> None:
+def test_sixteen_bits_are_scaled_and_not_clipped(format, byte_order):
     ramp = np.linspace(0, 65535, 256).reshape(16, 16).astype(f"{byte_order}u2")
     found = open_image(encoded(Image.fromarray(ramp), format))
     np.testing.assert_array_equal(pixels(found)[:, :, 0], ramp >> 8)
 
 
-def test_wide_integers_and_fractions_are_scaled_by_the_range_that_holds_them() -> None:
+def test_wide_integers_and_fractions_are_scaled_by_range():
     for top, dtype in ((255, np.int32), (65535, np.int32), (1, np.float32), (255, np.float32), (65535, np.float32)):
         values = np.linspace(0, top, 12).reshape(3, 4).astype(dtype)
         found = pixels(open_image(encoded(Image.fromarray(values), "TIFF")))
         np.testing.assert_allclose(found[:, :, 0], values * (255 / top), atol=0.51)
     for worst in (-1, 70000):
-        with pytest.raises(ImageFormatError, match="outside of 0 to 65535"):
+        with pytest.raises(ImageFormatError, match="outside 0 to 65535"):
             open_image(encoded(Image.fromarray(np.full((3, 4), worst, np.int32)), "TIFF"))
 
 
-def test_cmyk_files_keep_their_colours() -> None:
-    for format in ("JPEG", "TIFF"):
-        red = open_image(encoded(Image.new("RGB", (16, 16), "red").convert("CMYK"), format))
-        assert np.abs(np.array(corner(red)) - (255, 0, 0)).max() <= 6
-
-
 @pytest.mark.parametrize("format", ["GIF", "WebP", "PNG", "TIFF"])
-def test_of_an_animation_the_first_frame_is_used(format: str) -> None:
+def test_of_an_animation_the_first_frame_is_used(format):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
     data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
     assert np.abs(np.array(corner(open_image(data))) - (255, 0, 0)).max() <= 3
@@ -244,7 +213,7 @@ def test_of_an_animation_the_first_frame_is_used(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WebP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_camera_s_orientation_is_applied_once(format: str, orientation: int) -> None:
+def test_the_camera_s_orientation_is_applied_once(format, orientation):
     upright = Image.new("RGB", (32, 16), "black")
     upright.paste("white", (0, 0, 16, 8))  # at the top left
     turn = Image.Transpose
@@ -259,19 +228,16 @@ def test_the_camera_s_orientation_is_applied_once(format: str, orientation: int)
         assert np.abs(pixels(found) - pixels(upright)).max() < 40
 
 
-def test_a_png_may_say_behind_its_pixels_how_the_camera_was_held() -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_may_be_damaged_or_behind_the_pixels():
+    for junk in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\x01" * 50):
+        assert open_image(encoded(picture(), "JPEG", exif=junk)).size == (31, 23)
     data, end = encoded(picture(), "PNG"), chunk(b"IEND", b"")
     turned = data.removesuffix(end) + chunk(b"eXIf", exif_of((0x0112, 3, 1, 6))) + end
     assert open_image(turned).size == picture().size[::-1]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_damaged_metadata_does_not_spoil_good_pixels() -> None:
-    for junk in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\x01" * 50):
-        assert open_image(encoded(picture(), "JPEG", exif=junk)).size == (31, 23)
-
-
-def test_of_what_a_camera_says_only_its_orientation_is_read() -> None:
+def test_of_what_a_camera_says_only_its_orientation_is_read():
     """Pillow would make objects of every number of EXIF, and a warning of every damaged tag."""
     rationals = exif_of((0x0112, 3, 1, 6), (0x011A, 5, 1_200_000, 40)) + bytes(9_600_000)
     tags = exif_of(*((k, 5, 1, 2**31) for k in range(1, 65_536)))
@@ -295,7 +261,7 @@ def test_of_what_a_camera_says_only_its_orientation_is_read() -> None:
     assert time.process_time() - start < 1
 
 
-def exif_of(*entries: tuple[int, int, int, int]) -> bytes:
+def exif_of(*entries):
     packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + packed + bytes(4)
 
@@ -313,40 +279,36 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("data", "name"), OTHERS.items(), ids=OTHERS.values())
-def test_other_formats_are_refused_by_name(data: bytes, name: str) -> None:
+def test_other_formats_are_refused_by_name(data, name, tmp_path):
     words = rf"is in {name}: convert it to one of JPEG, PNG, WebP, GIF, BMP, TIFF\."
     with pytest.raises(ImageFormatError, match=words):
         open_image(data)
+    path = tmp_path / "notes.png"
+    path.write_bytes(data)
+    with pytest.raises(ImageFormatError, match=rf"notes\.png is in {name}"):
+        open_image(path)
 
 
-def test_formats_that_pillow_could_read_are_refused_all_the_same() -> None:
+def test_formats_that_pillow_could_read_are_refused():
     for format in ("ICO", "PPM", "PCX", "TGA", "EPS", "PDF", "SGI", "DDS", "JPEG2000"):
         with pytest.raises(ImageFormatError):
             open_image(encoded(picture(), format))
 
 
-def test_an_error_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "notes.png"
-    path.write_text("notes")
-    with pytest.raises(ImageFormatError, match=r"notes\.png is in no known image format"):
-        open_image(path)
-    path.write_bytes(encoded(picture())[:60])
-    with pytest.raises(BrokenImageError, match=r"notes\.png is a PNG file that cannot be decoded"):
-        open_image(path)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_truncated_image_is_broken(format: str) -> None:
+def test_truncated_image_is_broken(format, tmp_path):
     data = encoded(Image.fromarray(noise()), format)
+    path = tmp_path / "notes.png"
     # The last bytes of a GIF or JPEG only say that it ends; a TIFF of Pillow's ends with its directory or its pixels.
     for share in (0.3, 0.5, 0.9):
-        with pytest.raises(BrokenImageError):
-            open_image(data[: int(len(data) * share)])
+        path.write_bytes(data[: int(len(data) * share)])
+        with pytest.raises(BrokenImageError, match=rf"notes\.png is a {format} file that cannot be decoded"):
+            open_image(path)
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
 
 
-def variants(data: bytes, count: int) -> list[bytes]:
+def variants(data, count):
     """Cut, flipped, overwritten, lengthened."""
     random = np.random.default_rng(len(data))
     found = [data[:cut] for cut in random.integers(0, len(data), count)]
@@ -360,14 +322,11 @@ def variants(data: bytes, count: int) -> list[bytes]:
 
 
 PIXELS = {
-    "JPEG": ("RGB", "L", "CMYK"),
-    "PNG": ("RGB", "P", "L", "LA", "RGBA", "1", "I;16"),
-    "WebP": ("RGB", "RGBA"),
-    "GIF": ("P", "L"),
-    "BMP": ("RGB", "P", "L", "RGBA", "1"),
+    "JPEG": ("RGB", "L", "CMYK"), "PNG": ("RGB", "P", "L", "LA", "RGBA", "1", "I;16"), "WebP": ("RGB", "RGBA"),
+    "GIF": ("P", "L"), "BMP": ("RGB", "P", "L", "RGBA", "1"),
     "TIFF": ("RGB", "P", "L", "LA", "RGBA", "1", "CMYK", "I;16"),
-}
-ENCODINGS: list[tuple[str, str, dict[str, str]]] = [
+}  # fmt: skip
+ENCODINGS = [
     *((format, mode, {}) for format, modes in PIXELS.items() for mode in modes),
     *(("TIFF", "RGB", {"compression": name}) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")),
 ]
@@ -375,7 +334,7 @@ ENCODINGS: list[tuple[str, str, dict[str, str]]] = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("format", "mode", "options"), ENCODINGS)
-def test_damaged_files_are_errors_or_images(format: str, mode: str, options: dict[str, str]) -> None:
+def test_damaged_files_are_errors_or_images(format, mode, options):
     image = Image.fromarray(noise()).convert("L" if mode == "I;16" else mode)
     whole = encoded(image.convert("I").convert("I;16") if mode == "I;16" else image, format, **options)
     for data in variants(whole, 20):
@@ -386,18 +345,18 @@ def test_damaged_files_are_errors_or_images(format: str, mode: str, options: dic
 # Bombs
 
 
-def inflating(megabytes: int) -> bytes:
+def inflating(megabytes):
     packer = zlib.compressobj(9)
     return b"".join(packer.compress(bytes(2**20)) for _ in range(megabytes)) + packer.flush()
 
 
-def bitmap_bomb() -> bytes:
+def bitmap_bomb():
     data = bytearray(encoded(Image.new("RGB", (4, 4)), "BMP"))
     data[18:26] = struct.pack("<ii", 20000, 20000)
     return bytes(data)
 
 
-def webp_bombs() -> list[bytes]:
+def webp_bombs():
     """Lossy, lossless and extended headers that promise 16384 x 16384 pixels or more."""
     lossy, lossless = (bytearray(encoded(Image.new("RGB", (16, 16)), "WebP", lossless=flag)) for flag in (False, True))
     extended = bytearray(encoded(Image.new("RGB", (16, 16)), "WebP", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0"))
@@ -405,13 +364,14 @@ def webp_bombs() -> list[bytes]:
     return [bytes(lossy), bytes(lossless), bytes(extended)]
 
 
-def jpeg_bomb() -> bytes:
+def jpeg_bomb():
     data = bytearray(encoded(Image.new("L", (16, 16)), "JPEG"))
     place = data.index(b"\xff\xc0")
     data[place + 5 : place + 9] = struct.pack(">HH", 20000, 20000)
     return bytes(data)
 
 
+TURNED = chunk(b"eXIf", b"II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0")
 TOO_LARGE = {
     "png": png(20000, 20000, zlib.compress(bytes(1000))),
     "png of 4 billion squared": png(2**31 - 1, 2**31 - 1, b""),
@@ -423,10 +383,9 @@ TOO_LARGE = {
     "tiff of few pixels in one large tile": tiff(16, (322, 4, 1, 30000), (323, 4, 1, 30000), (324, 4, 1, 200)),
     **{f"webp {k}": data for k, data in enumerate(webp_bombs())},
     "png of very many rows": png(1, 49_999_999, inflating(1)),
-    "png of very many columns, to be turned": png(
-        49_999_999, 1, inflating(1), chunk(b"eXIf", b"II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0")
-    ),
+    "png of very many columns, to be turned": png(49_999_999, 1, inflating(1), TURNED),
 }
+LONG_TAGS = [(40_000 + k, 7, 9_000_000, 20_000) for k in range(990)]
 TOO_MANY_PARTS = {
     "png of many chunks": png(4, 4, zlib.compress(bytes(52)), chunk(b"teXt", b"") * 500_000),
     "png of many pieces of pixels": png(4, 4, zlib.compress(bytes(52)), chunk(b"IDAT", b"") * 500_000),
@@ -434,21 +393,17 @@ TOO_MANY_PARTS = {
     "gif of junk": gif((10, 10), b"a" * 4_000_000),
     "tiff of many strips": tiff(16, (273, 4, 2_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
     "tiff of many strips in disguise": tiff(16, (273, 7, 8_000_000, 200), (278, 4, 1, 1), data=bytes(8_000_000)),
-    "tiff of many long tags at one place": tiff(
-        16, *((40_000 + k, 7, 9_000_000, 20_000) for k in range(990)), data=bytes(9_100_000)
-    ),
+    "tiff of many long tags at one place": tiff(16, *LONG_TAGS, data=bytes(9_100_000)),
     "tiff of many tags": b"MM\0+\0\x08\0\0" + struct.pack(">QQ", 16, 2**40),
 }
 HIDDEN = {  # made by the test, since every process that collects the tests would take a second for them
-    "png of inflating text": lambda: png(4, 4, zlib.compress(bytes(52)), chunk(b"zTXt", b"a\0\0" + inflating(1)) * 100),
-    "png with an inflating profile": lambda: png(
-        4, 4, zlib.compress(bytes(52)), chunk(b"iCCP", b"a\0\0" + inflating(50))
-    ),
-    "png of more pixels than it says": lambda: png(4, 4, inflating(50)),
+    "text": lambda: png(4, 4, zlib.compress(bytes(52)), chunk(b"zTXt", b"a\0\0" + inflating(1)) * 100),
+    "profile": lambda: png(4, 4, zlib.compress(bytes(52)), chunk(b"iCCP", b"a\0\0" + inflating(50))),
+    "more pixels than it says": lambda: png(4, 4, inflating(50)),
 }
 
 
-def run_lengths() -> bytes:
+def run_lengths():
     """Pillow decodes them in Python, and no other thread has its turn meanwhile."""
     header = struct.pack("<IiiHHIIiiII", 40, 7000, 7000, 1, 8, 1, 8, 0, 0, 0, 0)
     return b"BM" + struct.pack("<IHHI", 1086, 0, 0, 1078) + header + bytes(1024) + b"\0\0\0\1"
@@ -463,7 +418,7 @@ BOMBS = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("data", "kind"), [bomb[1:] for bomb in BOMBS], ids=[bomb[0] for bomb in BOMBS])
-def test_bombs_are_refused_in_little_time_and_memory(data: bytes, kind: type[ImageError]) -> None:
+def test_bombs_are_refused_in_little_time_and_memory(data, kind):
     assert MAX_PARTS < 500_000
     start = time.process_time()
     with pytest.raises(kind):
@@ -479,33 +434,25 @@ def test_bombs_are_refused_in_little_time_and_memory(data: bytes, kind: type[Ima
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_bombs_take_no_memory_outside_of_python_either() -> None:
-    def resident() -> int:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no other way to see its memory")
+def test_bombs_take_no_memory_outside_of_python_either():
+    def resident(_=None):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("this system does not say how much memory a process has")
-    largest, stop = [resident()], threading.Event()
+    def refuse(data):
+        with pytest.raises(ImageTooLargeError):
+            open_image(data)
 
-    def watch() -> None:
-        while not stop.wait(0.001):
-            largest[0] = max(largest[0], resident())
-
-    watcher = threading.Thread(target=watch)
     before = resident()
-    watcher.start()
-    try:
-        for data in list(TOO_LARGE.values()) * 20:
-            with pytest.raises(ImageTooLargeError):
-                open_image(data)
-    finally:
-        stop.set()
-        watcher.join()
-    assert largest[0] - before < 30e6
+    with ThreadPoolExecutor(1) as threads:
+        refusals = [threads.submit(refuse, data) for data in list(TOO_LARGE.values()) * 20]
+        largest = max(map(resident, iter(refusals[-1].done, True)))
+    assert [refusal.result() for refusal in refusals] == [None] * len(refusals)
+    assert largest - before < 30e6
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_what_does_not_show_is_never_inflated(name: str) -> None:
+def test_what_does_not_show_is_never_inflated(name):
     data = HIDDEN[name]()
     tracemalloc.start()
     try:
@@ -515,7 +462,7 @@ def test_what_does_not_show_is_never_inflated(name: str) -> None:
         tracemalloc.stop()
 
 
-def test_a_canvas_of_few_very_long_rows_is_no_slower_than_another() -> None:
+def test_canvas_of_few_very_long_rows_is_no_slower():
     frames = [Image.new("RGB", (20, 2), colour) for colour in ("red", "lime")]
     data = bytearray(encoded(frames[0], "WebP", save_all=True, append_images=frames[1:]))
     data[24:30] = (8_000_000 - 1).to_bytes(3, "little") + (2 - 1).to_bytes(3, "little")
@@ -524,14 +471,17 @@ def test_a_canvas_of_few_very_long_rows_is_no_slower_than_another() -> None:
     assert time.process_time() - start < 1.5  # 0.2 s, but several where Pillow reads it 64 KB at a time
 
 
-def test_pixels_are_counted_before_they_are_decoded() -> None:
-    assert [open_header(encoded(picture(), kind)).size for kind in FORMATS] == [(31, 23)] * len(FORMATS)
-    assert open_header(png(6000, 5000, b"")).size == (6000, 5000)
+def test_limit_on_pixels_is_the_caller_s():
+    assert open_header(png(6000, 5000, b"")).size == (6000, 5000)  # counted before they are decoded
     with pytest.raises(ImageTooLargeError):
         open_header(png(6000, 5000, b""), max_pixels=29_999_999)
+    for source in (encoded(picture(10, 10)), picture(10, 10), np.zeros((10, 10), np.uint8)):
+        assert open_image(source, max_pixels=100).size == (10, 10)
+        with pytest.raises(ImageTooLargeError, match="10 x 10 pixels, but 99 are allowed"):
+            open_image(source, max_pixels=99)
 
 
-def test_a_jpeg_of_very_many_scans_is_refused() -> None:
+def test_a_jpeg_of_very_many_scans_is_refused():
     data = encoded(Image.new("L", (64, 64)), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     assert open_image(data[:-2] + 10 * scan + data[-2:]).size == (64, 64)
@@ -539,15 +489,8 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
         open_image(data[:-2] + MAX_SCANS * scan + data[-2:])
 
 
-def test_the_limit_on_pixels_is_the_caller_s() -> None:
-    for source in (encoded(picture(10, 10)), picture(10, 10), np.zeros((10, 10), np.uint8)):
-        assert open_image(source, max_pixels=100).size == (10, 10)
-        with pytest.raises(ImageTooLargeError, match="10 x 10 pixels, but 99 are allowed"):
-            open_image(source, max_pixels=99)
-
-
 @pytest.mark.filterwarnings("error")
-def test_pillow_s_own_limits_are_left_alone() -> None:
+def test_pillow_s_own_limits_are_left_alone():
     """Its warning of many pixels is an error of ours, too."""
     limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     for data in (TOO_LARGE["png"], gif((13000, 13000))):
@@ -561,13 +504,13 @@ def test_pillow_s_own_limits_are_left_alone() -> None:
 # Preprocessing
 
 
-def evaluated(split: Images, preprocessing: Preprocessing) -> Tensor:
+def evaluated(split, preprocessing):
     data = Data("folder", split, split, split, ["one"], preprocessing)
     return torch.cat([batch[0] for batch in evaluation_batches(data, split, 2, torch.device("cpu"))])
 
 
-@pytest.mark.parametrize(("size", "native_size"), [(32, None), (64, 24), (24, 24), (20, 32)])
-def test_inference_sees_exactly_what_evaluation_saw(size: int, native_size: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "native_size"), [(32, None), (64, 24), (24, 24), (20, 32), (64, 32), (32, 32)])
+def test_inference_sees_exactly_what_evaluation_saw(size, native_size, tmp_path):
     preprocessing = Preprocessing(size, MEAN, STD, native_size)
     paths = []
     for k, (height, width) in enumerate([(41, 67), (67, 41), (32, 32), (24, 24), (7, 9)]):
@@ -578,19 +521,15 @@ def test_inference_sees_exactly_what_evaluation_saw(size: int, native_size: int 
     assert found.dtype == torch.float32
     assert found.shape == (len(paths), 3, size, size)
     assert torch.equal(found, evaluated(FileImages(paths, [0] * len(paths)), preprocessing))
-
-
-@pytest.mark.parametrize("size", [32, 64])
-def test_inference_sees_exactly_what_evaluation_saw_of_a_data_set_in_memory(size: int) -> None:
-    preprocessing = Preprocessing(size, MEAN, STD, 32)
-    arrays = np.stack([noise(32, 32), noise(32, 32)[::-1], noise(32, 32)[:, ::-1]])
-    found = torch.stack([preprocess(open_image(encoded(Image.fromarray(array))), preprocessing) for array in arrays])
-    in_memory = ArrayImages(torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous(), torch.zeros(3, dtype=torch.long))
-    assert torch.equal(found, evaluated(in_memory, preprocessing))
+    if native_size == 32:  # and of a data set in memory
+        arrays = np.stack([noise(32, 32), noise(32, 32)[::-1], noise(32, 32)[:, ::-1]])
+        found = torch.stack([preprocess(open_image(array), preprocessing) for array in arrays])
+        in_memory = ArrayImages(torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous(), torch.zeros(3).long())
+        assert torch.equal(found, evaluated(in_memory, preprocessing))
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_the_config_s_interpolation_is_used_in_both_steps(interpolation: str) -> None:
+def test_the_config_s_interpolation_is_used_in_both_steps(interpolation):
     image = Image.fromarray(noise(40, 40))
     found = preprocess(image, Preprocessing(64, MEAN, STD, 16, interpolation))
     small = image.resize((16, 16), Image.Resampling[interpolation.upper()])
@@ -602,7 +541,7 @@ def test_the_config_s_interpolation_is_used_in_both_steps(interpolation: str) ->
     torch.testing.assert_close(found, expected[0], rtol=0, atol=rounding)
 
 
-def test_the_square_is_the_middle_and_is_normalized() -> None:
+def test_the_square_is_the_middle_and_is_normalized():
     wide = Image.new("RGB", (30, 10), "black")
     wide.paste("white", (10, 0, 20, 10))
     for image in (wide, wide.transpose(Image.Transpose.ROTATE_90)):
@@ -612,7 +551,7 @@ def test_the_square_is_the_middle_and_is_normalized() -> None:
         assert found[0, :, 0, 0].tolist() == [1.0, 3.0, 0.5]
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     sources = [encoded(Image.new("RGB", (50, 40), (k, k, k))) for k in range(40)]
     with ThreadPoolExecutor(len(sources)) as threads:
         found = list(threads.map(lambda source: corner(open_image(source)), sources))

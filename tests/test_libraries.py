@@ -163,9 +163,9 @@ def test_engines_take_images_and_outputs_of_any_shape() -> None:
 def test_networks_without_an_engine_or_a_file_are_refused(name: str) -> None:
     if name == "openvino":
         pytest.importorskip("openvino")
-    with pytest.raises(InputError, match="no engine runs a Several"):
+    with pytest.raises(InputError, match="engines do not support a Several"):
         create_engine(bkn_zoo.convert(Several(), only="layers"), name)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="but this one gives a dict"):
+    with pytest.raises(InputError, match="but this one returns a dict"):
         create_engine(bkn_zoo.convert(Several()).eval(), name)(torch.randn(2, 1, 8, 8))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Several"):
         bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]
@@ -237,14 +237,14 @@ def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("os:system", {}, UnknownNameError, "unknown library"),
         ("timm:hf-hub:someone/something", {}, UnknownNameError, "no classifier"),
-        ("timm:resnet18.a1_in1k", {}, UnknownNameError, "without the tag of their weights: timm:resnet18"),
+        ("timm:resnet18.a1_in1k", {}, UnknownNameError, "do not contain the tag of their weights: use timm:resnet18"),
         ("timm:no_such_network.tag", {}, UnknownNameError, "no classifier"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UnknownNameError, "no classifier"),
         ("torchvision:squeezenet1_1", {}, bkn_zoo.BknZooError, "no batch norm"),
-        (NETWORK, {"pretrained": True}, InputError, "is not built with pretrained"),
-        (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "is not built with checkpoint_path"),
-        (NETWORK, {"act_layer": "relu"}, InputError, "options are numbers"),
-        (NETWORK, {"no_such_option": 3}, InputError, "does not take these options"),
+        (NETWORK, {"pretrained": True}, InputError, "does not support pretrained"),
+        (NETWORK, {"checkpoint_path": "/tmp/x"}, InputError, "does not support checkpoint_path"),
+        (NETWORK, {"act_layer": "relu"}, InputError, "options must be numbers"),
+        (NETWORK, {"no_such_option": 3}, InputError, "does not support these options"),
         (NETWORK, {"num_classes": 0}, InputError, "num_classes"),
     ],
 )
@@ -259,7 +259,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
     ("change", "words"),
     [
         ({"architecture": "timm:no_such_network"}, "no classifier"),
-        ({"norm_options": {"checkpoint_path": "weights.bin"}}, "is not built with"),
+        ({"norm_options": {"checkpoint_path": "weights.bin"}}, "does not support"),
         ({"norm": "bn"}, "norm"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, w
 
 def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path: Path) -> None:
     model = bkn_zoo.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)))
-    with pytest.raises(InputError, match="save its state_dict"):
+    with pytest.raises(InputError, match="save the state_dict"):
         bkn_zoo.save_pretrained(model, tmp_path / "mine")  # type: ignore[arg-type]
 
 

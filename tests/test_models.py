@@ -2,17 +2,16 @@
 
 import copy
 import itertools
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torchvision
-from shallow import shallow
-from torch import Tensor, nn
+from shallow import KINDS, NETWORKS, shallow
+from torch import nn
 from torch.testing import assert_close
 
-from bkn_zoo import Network, create_model, list_models
+from bkn_zoo import create_model, list_models
 from bkn_zoo.models import registry
 from bkn_zoo.models.efficientnet_lite import EfficientNetLite
 from bkn_zoo.models.inception import HalvingMaxPool, Inception
@@ -24,24 +23,24 @@ CLASSES = 5
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-def photographs(count: int, height: int, width: int | None = None) -> Tensor:
+def photographs(count, height, width=None):
     """Noise on top of a gradient, different in brightness and contrast from image to image."""
     width = width or height
     ramp = torch.linspace(-1, 1, height)[:, None] * torch.randn(count, 3, 1, 1) + torch.randn(count, 3, 1, 1)
     return ramp + (0.3 + torch.rand(count, 3, 1, 1)) * torch.randn(count, 3, height, width)
 
 
-def sizes(model: Network) -> tuple[tuple[int, int], tuple[int, int]]:
+def sizes(model):
     """A square and another size, small for the network but with several positions left at its top."""
     return ((16, 16), (11, 18)) if model.stride == 2 else ((48, 48), (40, 65))
 
 
-def size(model: Network) -> int:
+def size(model):
     return sizes(model)[0][0]
 
 
-@pytest.fixture(scope="module", params=list_models())
-def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module], None]) -> Network:
+@pytest.fixture(scope="module", params=NETWORKS)
+def trained(request, away_from_start):
     """A network after a training step at (4, 2), its gradients still there, in evaluation mode.
 
     Without blocks that are like others, for the sake of time: test_checkpoints.py trains ResNet101 with BKN at its full
@@ -68,13 +67,13 @@ def trained(request: pytest.FixtureRequest, away_from_start: Callable[[nn.Module
 
 
 @pytest.fixture(scope="module")
-def double(trained: Network) -> Network:
+def double(trained):
     """The same in float64: deep networks amplify the rounding of convolutions, which depends on the batch size."""
     return copy.deepcopy(trained).double()
 
 
 @pytest.fixture(scope="module")
-def four(double: Network) -> tuple[Tensor, dict[str, Tensor]]:
+def four(double):
     """Four images and their logits in each mode."""
     torch.manual_seed(1)
     images = photographs(4, size(double)).double()
@@ -83,10 +82,10 @@ def four(double: Network) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.fixture
-def small(away_from_start: Callable[[nn.Module], None]) -> Callable[..., Network]:
+def small(away_from_start):
     """Makes the small network in a norm, in float64 unless told, after some steps at the statistics batch given."""
 
-    def make(norm: str = "bkn", group: int | None = 2, dtype: torch.dtype = torch.float64) -> Network:
+    def make(norm="bkn", group=2, dtype=torch.float64):
         model = create_model(f"inception_cifar_{norm}").to(dtype)
         away_from_start(model)
         model.statistics_batch_size = group
@@ -101,24 +100,20 @@ def small(away_from_start: Callable[[nn.Module], None]) -> Callable[..., Network
 # The registry
 
 
-def test_networks_exist_in_every_norm_and_are_listed_by_pattern() -> None:
+def test_networks_exist_in_every_norm_and_are_listed():
     networks, norms = ("inception_v2", "resnet101", "inception_cifar"), ("bkn", "bn", "brn", "gn")
     assert set(list_models()) >= {f"{network}_{norm}" for network in networks for norm in norms}
-    assert list_models("*_bkn") == [name for name in list_models() if name.endswith("_bkn")]
     assert list_models("resnet101_*") == [f"resnet101_{norm}" for norm in norms]
     assert list_models("nothing") == []
-
-
-@pytest.mark.parametrize(("name", "classes"), [("inception_cifar_bkn", 10), ("resnet101_bn", 1000)])
-def test_the_number_of_classes_is_by_default_that_of_the_usual_data(name: str, classes: int) -> None:
-    with torch.device("meta"):
-        assert create_model(name).fc.out_features == classes
+    for name, classes in (("inception_cifar_bkn", 10), ("resnet101_bn", 1000)):  # of the usual data
+        with torch.device("meta"):
+            assert create_model(name).fc.out_features == classes
 
 
 # Each network
 
 
-def test_forward_gives_logits_at_several_sizes(trained: Network) -> None:
+def test_forward_gives_logits_at_several_sizes(trained):
     """Those of a square, of another shape, and of one image as small as the network's stride, in every mode."""
     for (height, width), mode in itertools.product([*sizes(trained), (trained.stride, trained.stride)], MODES):
         with torch.no_grad():
@@ -127,7 +122,7 @@ def test_forward_gives_logits_at_several_sizes(trained: Network) -> None:
         assert logits.isfinite().all()
 
 
-def test_every_parameter_has_a_gradient(trained: Network) -> None:
+def test_every_parameter_has_a_gradient(trained):
     for name, parameter in trained.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -135,9 +130,7 @@ def test_every_parameter_has_a_gradient(trained: Network) -> None:
 
 
 @modes
-def test_an_images_logits_do_not_depend_on_its_batch(
-    double: Network, four: tuple[Tensor, dict[str, Tensor]], mode: str
-) -> None:
+def test_an_images_logits_do_not_depend_on_its_batch(double, four, mode):
     images, together = four[0], four[1][mode]
     order = [2, 0]
     with torch.no_grad():
@@ -148,30 +141,23 @@ def test_an_images_logits_do_not_depend_on_its_batch(
     assert_close(shuffled, together[order], rtol=1e-7, atol=1e-7)
 
 
-def test_the_modes_differ_where_the_norm_holds_statistics(
-    double: Network, four: tuple[Tensor, dict[str, Tensor]]
-) -> None:
+def test_modes_differ_and_leave_the_network_as_it_is(trained, double, four):
     for one, other in itertools.combinations(four[1].values(), 2):
         difference = (one - other).abs().max()
         assert difference == 0 if double.name.endswith("_gn") else difference > 1e-4
-
-
-def test_evaluation_changes_nothing_in_the_network(
-    trained: Network, double: Network, four: tuple[Tensor, dict[str, Tensor]]
-) -> None:
     for (name, buffer), used in zip(trained.named_buffers(), double.buffers(), strict=True):
         assert_close(used.to(buffer.dtype), buffer, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("trained", sorted({*list_models("*_bkn"), *list_models("inception_cifar_*")}), indirect=True)
-def test_the_exported_network_gives_the_same_logits(trained: Network) -> None:
+@pytest.mark.parametrize("trained", KINDS, indirect=True)
+def test_the_exported_network_gives_the_same_logits(trained):
     images = photographs(2, size(trained))
     exported = torch.export.export(trained, (images,)).module()
     with torch.no_grad():
         assert_close(exported(images), trained(images), rtol=1e-5, atol=1e-5)
 
 
-def test_the_small_network_can_be_exported_in_another_mode_too(small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_network_can_be_exported_in_another_mode(small, monkeypatch):
     """In `expected`, which has every step that `sample` has; with few layers, since each takes its time."""
     monkeypatch.setitem(registry._networks, "inception_cifar", shallow)
     model, mode = small(dtype=torch.float32), "expected"
@@ -188,14 +174,12 @@ def test_the_small_network_can_be_exported_in_another_mode_too(small, monkeypatc
     ("group", "layout"),
     [*((group, torch.contiguous_format) for group in (1, 2, None)), (2, torch.channels_last)],
 )
-def test_a_grouped_network_equals_a_loop_over_the_groups_in_value_and_gradient(
-    small, group: int | None, layout: torch.memory_format
-) -> None:
+def test_grouped_network_equals_a_loop_over_the_groups(small, group, layout):
     model = small().train().to(memory_format=layout)
     images = photographs(8, 8).double().contiguous(memory_format=layout).requires_grad_()
     labels = torch.arange(8)
 
-    def gradients(rows: Tensor, group: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradients(rows, group):
         model.statistics_batch_size = group
         logits = model(images[rows])
         loss = nn.functional.cross_entropy(logits, labels[rows], reduction="sum")
@@ -209,19 +193,7 @@ def test_a_grouped_network_equals_a_loop_over_the_groups_in_value_and_gradient(
 
 
 @pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "gn"])
-def test_an_images_logits_do_not_depend_on_its_batch_in_float32_either(small, norm: str) -> None:
-    model, images = small(norm, dtype=torch.float32), photographs(7, 16)
-    order = torch.randperm(7)
-    for mode in MODES:
-        with torch.no_grad():
-            together = model(images, statistics=mode)
-            alone = torch.cat([model(images[[row]], statistics=mode) for row in (0, 6)])
-            assert_close(alone, together[[0, 6]], rtol=1e-5, atol=1e-5)
-            assert_close(model(images[order], statistics=mode), together[order], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("norm", ["bkn", "bn", "brn", "gn"])
-def test_expected_is_sample_or_population_at_the_extremes(small, norm: str) -> None:
+def test_expected_is_sample_or_population_at_the_extremes(small, norm):
     """For groups of one image, and for groups of whole batches."""
     images = photographs(4, 16)
     for group, same in ((1, "sample"), (None, "population")):
@@ -230,31 +202,16 @@ def test_expected_is_sample_or_population_at_the_extremes(small, norm: str) -> N
             assert_close(model(images, statistics="expected"), model(images, statistics=same), rtol=1e-5, atol=1e-5)
 
 
-def test_the_default_statistics_normalize_where_a_call_does_not_say(small) -> None:
-    model, images = small(), photographs(2, 16).double()
+def test_default_statistics_hold_where_a_call_does_not_say(small):
+    model, images = small(group=4), photographs(3, 16).double()
     assert_close(model(images), model(images, statistics="population"), rtol=0, atol=0)
     model.default_statistics = "sample"
     assert_close(model(images), model(images, statistics="sample"), rtol=0, atol=0)
+    for mode in MODES:  # a last batch may be smaller than a group, or empty
+        assert model(images[:0], statistics=mode).shape == (0, 10)
 
 
-@pytest.mark.parametrize("images", [0, 3])
-def test_a_last_batch_may_be_small_or_empty_at_evaluation(small, images: int) -> None:
-    model = small(group=4)
-    for mode in MODES:
-        assert model(photographs(images, 16).double(), statistics=mode).shape == (images, 10)
-
-
-def test_population_statistics_use_none_of_transition_noise_and_gain(small) -> None:
-    model, images = small(), photographs(2, 16).double()
-    with torch.no_grad():
-        before = model(images)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("transition", "raw_process_noise", "raw_gain")):
-                parameter.fill_(float("nan"))
-        assert_close(model(images), before, rtol=0, atol=0)
-
-
-def test_a_training_batch_that_is_not_finite_leaves_all_running_statistics_untouched(small) -> None:
+def test_batch_that_is_not_finite_leaves_running_averages_alone(small):
     model = small(dtype=torch.float32).train()
     before = {name: buffer.clone() for name, buffer in model.state_dict().items()}
     images = photographs(4, 16)
@@ -266,49 +223,23 @@ def test_a_training_batch_that_is_not_finite_leaves_all_running_statistics_untou
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_callers_in_two_threads_may_use_different_statistics_on_one_model(small) -> None:
-    model = small(dtype=torch.float32)
-    images = photographs(4, 16)
-    with torch.no_grad():
-        alone = {mode: model(images, statistics=mode) for mode in MODES}
-    start = threading.Barrier(len(MODES))
-    wrong: dict[str, float] = {}
+def test_threads_may_use_different_statistics_on_one_model(small):
+    model, images = small(dtype=torch.float32), photographs(4, 16)
 
-    def call(mode: str) -> None:
-        start.wait()
-        with torch.no_grad():
-            answers = [model(images, statistics=mode) for _ in range(15)]
-        wrong[mode] = max((answer - alone[mode]).abs().max().item() for answer in answers)
+    @torch.no_grad()
+    def call(mode):
+        return model(images, statistics=mode)
 
-    threads = [threading.Thread(target=call, args=(mode,)) for mode in MODES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == {mode: pytest.approx(0, abs=1e-6) for mode in MODES}
-
-
-def test_under_autocast_every_belief_is_float32_and_every_norm_keeps_its_inputs_dtype(small) -> None:
-    model = small(dtype=torch.float32).train()
-    seen = []
-    for module in model.modules():
-        if isinstance(module, BatchKalmanNorm2d):
-            module.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0], *outputs)))
-    images = photographs(4, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(images)
-    assert len(seen) == 19
-    for x, y, belief in seen:
-        assert x.dtype == y.dtype == torch.bfloat16
-        assert belief.mean.dtype == belief.var.dtype == torch.float32
-    exact = model(images)
-    assert (logits.float() - exact).abs().max() < 0.1 * exact.abs().max()
+    alone = {mode: call(mode) for mode in MODES}
+    with ThreadPoolExecutor(len(MODES)) as threads:
+        for mode, found in zip(MODES * 15, threads.map(call, MODES * 15), strict=True):
+            assert_close(found, alone[mode], rtol=0, atol=1e-6)
 
 
 # How the belief travels
 
 
-def record_priors_and_beliefs(module: nn.Module) -> dict[nn.Module, tuple]:
+def record_priors_and_beliefs(module):
     seen = {}
     for layer in module.modules():
         if isinstance(layer, BatchKalmanNorm2d):
@@ -317,7 +248,7 @@ def record_priors_and_beliefs(module: nn.Module) -> dict[nn.Module, tuple]:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_residual_block_passes_on_the_belief_of_its_main_branch(make_belief, stride: int) -> None:
+def test_residual_block_passes_on_the_belief_of_its_main_branch(make_belief, stride):
     block = Bottleneck(BatchKalmanNorm2d, 16 if stride == 2 else 32, 8, stride)
     seen = record_priors_and_beliefs(block)
     belief = make_belief(2, 16 if stride == 2 else 32, torch.float32)
@@ -331,7 +262,7 @@ def test_a_residual_block_passes_on_the_belief_of_its_main_branch(make_belief, s
         assert seen[block.downsample[1]][0] is belief
 
 
-def test_an_inception_block_concatenates_the_beliefs_of_its_branches_in_the_order_of_the_features(make_belief) -> None:
+def test_inception_block_joins_beliefs_in_the_order_of_features(make_belief):
     block = create_model("inception_cifar_bkn").inception_a
     seen, belief = record_priors_and_beliefs(block), make_belief(2, 32, torch.float32)
     features, out = block((torch.rand(4, 32, 5, 5), belief), Statistics("batch", 2))
@@ -344,7 +275,7 @@ def test_an_inception_block_concatenates_the_beliefs_of_its_branches_in_the_orde
     assert_close(out.var, torch.cat([top.var for top in tops], 1), rtol=0, atol=0)
 
 
-def test_a_pooling_branch_without_convolution_passes_its_belief_on(make_belief) -> None:
+def test_pooling_branch_without_convolution_passes_its_belief_on(make_belief):
     block = create_model("inception_v2_bkn", num_classes=CLASSES).inception_3c
     belief = make_belief(2, 320, torch.float32)
     x = torch.rand(4, 320, 6, 6)
@@ -355,7 +286,7 @@ def test_a_pooling_branch_without_convolution_passes_its_belief_on(make_belief) 
 
 
 @pytest.mark.parametrize("name", list_models("*_bkn"))
-def test_only_the_first_norm_has_no_layer_below_and_every_other_has_the_convolutions_inputs(name: str) -> None:
+def test_every_norm_but_the_first_has_a_layer_below(name):
     with torch.device("meta"):
         model = create_model(name)
     norms = [module for module in model.modules() if isinstance(module, BatchKalmanNorm2d)]
@@ -368,15 +299,12 @@ def test_only_the_first_norm_has_no_layer_below_and_every_other_has_the_convolut
 # Sizes and parameters
 
 
-ODD = ((33, 47), (80, 100), (32, 63), (225, 97))
-
-
-def parameters_of(name: str) -> dict[str, int]:
+def parameters_of(name):
     with torch.device("meta"):
         return {name: parameter.numel() for name, parameter in create_model(name).named_parameters()}
 
 
-def test_resnet101_bn_is_torchvision_s_and_bkn_adds_its_transitions() -> None:
+def test_resnet101_bn_is_torchvision_s_and_bkn_adds_transitions():
     with torch.device("meta"):
         ours, theirs = create_model("resnet101_bn").state_dict(), torchvision.models.resnet101().state_dict()
     assert {name: ours[name].shape for name in theirs} == {name: value.shape for name, value in theirs.items()}
@@ -386,11 +314,11 @@ def test_resnet101_bn_is_torchvision_s_and_bkn_adds_its_transitions() -> None:
     assert sum(parameters_of("resnet101_bkn").values()) == pytest.approx(68.0e6, abs=0.05e6)
 
 
-def test_the_cifar_network_has_the_parameters_of_the_paper_s_table() -> None:
+def test_cifar_network_has_the_parameters_of_the_paper_s_table():
     """0.9M in convolutions, 0.5M fully connected and 0.33M in A; the paper's text says 49M and 52M."""
     counts = parameters_of("inception_cifar_bkn")
 
-    def millions(*ends: str) -> float:
+    def millions(*ends):
         return sum(count for name, count in counts.items() if name.endswith(ends)) / 1e6
 
     assert millions("conv.weight") == pytest.approx(0.9, abs=0.05)
@@ -411,13 +339,13 @@ def test_the_cifar_network_has_the_parameters_of_the_paper_s_table() -> None:
         ),
     ],
 )
-def test_the_last_feature_map_has_the_papers_size(name: str, size: tuple[int, int], shape: tuple[int, ...]) -> None:
+def test_the_last_feature_map_has_the_papers_size(name, size, shape):
     with torch.device("meta"):
         model = create_model(name).eval()
         assert model.features(torch.empty(2, 3, *size), Statistics("population")).shape == (2, *shape)
 
 
-def test_inception_v2_has_608_608_and_1056_channels_after_4c_4d_and_4e() -> None:
+def test_inception_v2_has_1056_channels_after_4e():
     with torch.device("meta"):
         model = create_model("inception_v2_bn").eval()
         seen = {}
@@ -428,18 +356,9 @@ def test_inception_v2_has_608_608_and_1056_channels_after_4c_4d_and_4e() -> None
     assert [seen[f"inception_{block}"] for block in ("4c", "4d", "4e")] == [608, 608, 1056]
 
 
-@pytest.mark.parametrize("size", [(33, 47), (80, 100)])
-def test_inception_v2_bkn_computes_logits_at_odd_sizes(size: tuple[int, int]) -> None:
-    model = create_model("inception_v2_bkn", num_classes=CLASSES)
-    model.statistics_batch_size = 1
-    with torch.no_grad():
-        assert model(photographs(2, *size)).isfinite().all()
-        assert model.eval()(photographs(1, *size), statistics="sample").isfinite().all()
-
-
 @pytest.mark.parametrize("height", range(1, 9))
 @pytest.mark.parametrize("width", [4, 5])
-def test_halving_pools_to_the_size_of_a_stride_2_convolution_beside_it(height: int, width: int) -> None:
+def test_halving_pools_to_the_size_of_a_stride_2_convolution(height, width):
     x = torch.rand(1, 2, height, width)
     pooled, _ = HalvingMaxPool()((x, None))
     assert pooled.shape == nn.functional.conv2d(x, torch.rand(2, 2, 3, 3), stride=2, padding=1).shape
@@ -448,7 +367,7 @@ def test_halving_pools_to_the_size_of_a_stride_2_convolution_beside_it(height: i
         assert_close(pooled[:, :, row, column], window.amax((2, 3)), rtol=0, atol=0)
 
 
-def test_the_bn_form_at_gain_one_is_the_bkn_form(small) -> None:
+def test_the_bn_form_at_gain_one_is_the_bkn_form(small):
     """The whole network: with q = 1 everywhere, training and population outputs are those of batch normalization."""
     model = small(group=None)
     twin = create_model("inception_cifar_bn").double().eval()
@@ -461,10 +380,3 @@ def test_the_bn_form_at_gain_one_is_the_bkn_form(small) -> None:
     images = photographs(4, 16).double()
     assert_close(model(images), twin(images))
     assert_close(model.train()(images), twin.train()(images))
-
-
-def test_a_copy_of_a_network_is_independent_of_it(small) -> None:
-    model = small(dtype=torch.float32)
-    twin = copy.deepcopy(model)
-    twin.train()(photographs(4, 16))
-    assert (twin.conv.norm.running_mean - model.conv.norm.running_mean).abs().max() > 0

@@ -55,7 +55,7 @@ MODULES = ["fcntl", "resource", "termios", "pwd"]
 """That Windows does not have."""
 
 
-def test_package_works_without_names_of_linux(tmp_path: Path) -> None:
+def test_package_works_without_names_of_linux(tmp_path):
     for label, name in enumerate(("dark", "light")):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for k in range(4):

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,7 +32,7 @@ AWKWARD_NAME = 'it\'s 1 "photo", or; two\\.png'  # every character that a shell 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium to test the page")
 
 
-def picture(number: int = 0) -> bytes:
+def picture(number=0):
     return encoded(make_picture(27 + 5 * number, side=160).crop((0, 0, 160, 120)))
 
 
@@ -45,15 +44,15 @@ class Visit:
     errors: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
 
-    def drop(self, name: str, content: bytes, media_type: str) -> None:
+    def drop(self, name, content, media_type):
         data = self._transfer(name, content, media_type)
         self.page.dispatch_event("#zone", "dragover", {"dataTransfer": data})
         self.page.dispatch_event("#zone", "drop", {"dataTransfer": data})
 
-    def choose(self, name: str, content: bytes) -> None:
+    def choose(self, name, content):
         self.page.set_input_files("#file", [{"name": name, "mimeType": "image/png", "buffer": content}])
 
-    def paste(self, content: bytes) -> None:
+    def paste(self, content):
         """Through the clipboard and the keyboard, as a visitor would."""
         write = """async (text) => {
             const blob = new Blob([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], { type: "image/png" });
@@ -62,36 +61,36 @@ class Visit:
         self.page.evaluate(write, base64.b64encode(content).decode())
         self.page.keyboard.press("Control+V")
 
-    def wait(self, state: str = "done") -> None:
+    def wait(self, state="done"):
         expect(self.page.locator("#answer")).to_have_attribute("data-state", state)
 
-    def compare(self, state: str = "done") -> None:
+    def compare(self, state="done"):
         """Unfold the three modes, and wait for them."""
         self.page.get_by_text("Compare the three modes").click()
         for mode in MODES:
             expect(self.page.locator(f"[data-mode={mode}]")).to_have_attribute("data-state", state)
 
-    def read(self, mode: str) -> list[tuple[str, str]]:
+    def read(self, mode):
         """The labels and scores that the page shows for a mode, or as its "answer"."""
         bars = self.page.get_by_test_id(f"bars-{mode}").locator("li")
         labels, scores = (bars.locator(f".bar-{name}").all_text_contents() for name in ("label", "score"))
         return list(zip(labels, scores, strict=True))
 
-    def widths(self, mode: str) -> list[float]:
+    def widths(self, mode):
         """How long the bars are, as fractions of the longest possible."""
         measure = "(fills) => fills.map((one) => one.offsetWidth / one.parentElement.offsetWidth)"
-        found: list[float] = self.page.get_by_test_id(f"bars-{mode}").locator(".bar-fill").evaluate_all(measure)
+        found = self.page.get_by_test_id(f"bars-{mode}").locator(".bar-fill").evaluate_all(measure)
         return found
 
-    def forget(self, status: int) -> None:
+    def forget(self, status):
         """Drop the console's note of answers with a status that the test has provoked."""
         self.errors = [error for error in self.errors if f"status of {status} " not in error]
 
-    def screenshot(self, name: str) -> None:
+    def screenshot(self, name):
         ARTEFACTS.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=True, animations="disabled")
 
-    def _transfer(self, name: str, content: bytes, media_type: str) -> sync_api.JSHandle:
+    def _transfer(self, name, content, media_type):
         make = """([name, text, type]) => {
             const transfer = new DataTransfer();
             transfer.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], name, { type }));
@@ -101,7 +100,7 @@ class Visit:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small", LABELS, seed=1)
     save_small_checkpoint(folder / "tiny", LABELS, seed=2)
@@ -113,13 +112,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: Path) -> Iterator[ServiceProcess]:
+def server(checkpoints):
     with ServiceProcess(checkpoints) as service:
         yield service
 
 
 @pytest.fixture(scope="module")  # as long as it lives, Playwright keeps an event loop running that others would meet
-def browser() -> Iterator[sync_api.Browser]:
+def browser():
     expect.set_options(timeout=30_000)  # the default of 5 s is short for a machine that runs other tests too
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
@@ -127,7 +126,7 @@ def browser() -> Iterator[sync_api.Browser]:
         chromium.close()
 
 
-def open_page(browser: sync_api.Browser, url: str, **options: object) -> Visit:
+def open_page(browser, url, **options):
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
     context.set_default_timeout(30_000)
     visit = Visit(context.new_page())
@@ -139,7 +138,7 @@ def open_page(browser: sync_api.Browser, url: str, **options: object) -> Visit:
 
 
 @pytest.fixture
-def visit(browser: sync_api.Browser, server: ServiceProcess) -> Iterator[Visit]:
+def visit(browser, server):
     """The page, just opened. Whatever a test does, no other host may be asked and the console stays free of errors."""
     visit = open_page(browser, server.url, viewport={"width": 1280, "height": 800})
     yield visit
@@ -148,12 +147,12 @@ def visit(browser: sync_api.Browser, server: ServiceProcess) -> Iterator[Visit]:
     assert visit.errors == []
 
 
-def ask(server: ServiceProcess, content: bytes, mode: str) -> list[tuple[str, float]]:
+def ask(server, content, mode):
     """What the service answers to the same call without the page."""
     return list(server.ask(f"/v1/classify?model=small&statistics={mode}&top_k=5", content).scores().items())
 
 
-def check_scores(visit: Visit, place: str, expected: list[tuple[str, float]]) -> None:
+def check_scores(visit, place, expected):
     shown = visit.read(place)
     assert [label for label, _ in shown] == [label for label, _ in expected]
     assert len(shown) == 5
@@ -165,8 +164,8 @@ def check_scores(visit: Visit, place: str, expected: list[tuple[str, float]]) ->
     assert re.fullmatch(r"network \d+(\.\d)?\sms · queue \d+(\.\d)?\sms · round trip \d+(\.\d)?\sms", timing)
 
 
-def test_answer_in_the_models_own_mode_comes_first(visit: Visit, server: ServiceProcess) -> None:
-    asked: list[str] = []
+def test_answer_in_the_models_own_mode_comes_first(visit, server):
+    asked = []
     visit.page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
     expect(visit.page.locator("#model")).to_have_value("small")
     visit.drop("waves.png", picture(), "image/png")
@@ -182,7 +181,7 @@ def test_answer_in_the_models_own_mode_comes_first(visit: Visit, server: Service
     visit.screenshot("page-desktop")
 
 
-def test_comparison_shows_all_modes(visit: Visit, server: ServiceProcess) -> None:
+def test_comparison_shows_all_modes(visit, server):
     visit.choose("waves.png", picture())
     visit.wait()
     expect(visit.page.get_by_test_id("bars-sample")).to_be_hidden()
@@ -199,13 +198,13 @@ def test_comparison_shows_all_modes(visit: Visit, server: ServiceProcess) -> Non
         check_scores(visit, mode, ask(server, picture(1), mode))
 
 
-def test_uncertain_answer_says_so(visit: Visit) -> None:
+def test_uncertain_answer_says_so(visit):
     page = visit.page
     page.get_by_role("combobox", name="Model").select_option("tiny")
     visit.choose("waves.png", picture())
     visit.wait()
     score = visit.read("answer")[0][1]
-    doubt = f"The model is uncertain ({score}): the picture may be none of its 10 classes."
+    doubt = f"The model is uncertain ({score}): the picture may show none of its 10 classes."
     expect(page.locator("#answer").get_by_role("status")).to_contain_text(doubt)
     expect(page.locator("#headline")).to_contain_text("class")
     visit.screenshot("page-uncertain")
@@ -214,7 +213,7 @@ def test_uncertain_answer_says_so(visit: Visit) -> None:
     expect(page.locator("#detail")).to_contain_text("Probability")
 
 
-def test_sample_photograph_is_classified_on_click(visit: Visit, server: ServiceProcess) -> None:
+def test_sample_photograph_is_classified_on_click(visit, server):
     samples = visit.page.get_by_role("button", name="Sample: ")
     expect(samples).to_have_count(4)
     seen = []
@@ -228,7 +227,7 @@ def test_sample_photograph_is_classified_on_click(visit: Visit, server: ServiceP
     assert b"CC0 1.0" in server.ask(f"/{notice}").body
 
 
-def test_class_list_can_be_searched(visit: Visit) -> None:
+def test_class_list_can_be_searched(visit):
     page = visit.page
     page.get_by_text("The 10 classes that this model knows").click()
     names = page.get_by_role("list", name="The 10 classes that this model knows").get_by_role("listitem")
@@ -250,11 +249,11 @@ def test_class_list_can_be_searched(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize(("loaded", "words"), [(True, "Still working"), (False, "The service loads this model first")])
-def test_slow_first_answer_is_explained(visit: Visit, loaded: bool, words: str) -> None:
+def test_slow_first_answer_is_explained(visit, loaded, words):
     page = visit.page
-    held: list[sync_api.Route] = []
+    held = []
 
-    def answer(route: sync_api.Route) -> None:
+    def answer(route):
         listed = route.fetch().json()
         listed["models"][0]["loaded"] = loaded
         route.fulfill(json=listed)
@@ -275,7 +274,7 @@ def test_slow_first_answer_is_explained(visit: Visit, loaded: bool, words: str) 
     expect(page.locator("#model-facts")).not_to_contain_text("not loaded yet")
 
 
-def test_image_can_be_chosen_or_pasted(visit: Visit) -> None:
+def test_image_can_be_chosen_or_pasted(visit):
     visit.choose("chosen.png", picture(1))
     visit.wait()
     chosen = visit.read("answer")
@@ -286,7 +285,7 @@ def test_image_can_be_chosen_or_pasted(visit: Visit) -> None:
     assert visit.read("answer") != chosen
 
 
-def test_keyboard_suffices_and_the_copied_command_works(visit: Visit, tmp_path: Path) -> None:
+def test_keyboard_suffices_and_the_copied_command_works(visit, tmp_path):
     page = visit.page
     (tmp_path / AWKWARD_NAME).write_bytes(picture(2))
     # Listened for from the start: the browser takes a moment to hand its file chooser over, and none to open it.
@@ -339,7 +338,7 @@ def test_keyboard_suffices_and_the_copied_command_works(visit: Visit, tmp_path: 
         assert [one["label"] for one in answer["predictions"]] == [label for label, _ in second]
 
 
-def test_refused_file_is_explained_and_the_next_succeeds(visit: Visit) -> None:
+def test_refused_file_is_explained_and_the_next_succeeds(visit):
     with visit.page.expect_response("**/v1/classify") as answer:
         visit.drop("notes.txt", b"Plain text, whatever its name says.\n" * 20, "text/plain")
     assert answer.value.status == 415
@@ -360,9 +359,9 @@ def test_refused_file_is_explained_and_the_next_succeeds(visit: Visit) -> None:
     expect(visit.page.get_by_test_id("error-sample")).to_be_hidden()
 
 
-def test_new_image_cancels_requests_under_way(visit: Visit) -> None:
-    held: list[sync_api.Route] = []
-    failed: list[str | None] = []
+def test_new_image_cancels_requests_under_way(visit):
+    held = []
+    failed = []
     visit.page.on("requestfailed", lambda request: failed.append(request.failure))
     visit.page.route("**/v1/classify", lambda route: route.continue_() if held else held.append(route))
     with visit.page.expect_request("**/v1/classify"):
@@ -374,11 +373,11 @@ def test_new_image_cancels_requests_under_way(visit: Visit) -> None:
     expect(visit.page.locator("#caption")).to_contain_text("second.png")
 
 
-def test_busy_service_is_asked_again_at_most_twice(visit: Visit) -> None:
-    asked: list[sync_api.Route] = []
+def test_busy_service_is_asked_again_at_most_twice(visit):
+    asked = []
     error = {"error": {"code": "overloaded", "message": "The queue is full: try again in a moment."}}
 
-    def answer(route: sync_api.Route) -> None:
+    def answer(route):
         asked.append(route)
         if len(asked) == 1 or len(asked) > 3:  # the first mode: busy once; the third: busy for good
             route.fulfill(status=429, headers={"Retry-After": "2"}, json=error)
@@ -397,7 +396,7 @@ def test_busy_service_is_asked_again_at_most_twice(visit: Visit) -> None:
     visit.forget(429)
 
 
-def test_unreachable_service_is_named_as_the_cause(visit: Visit) -> None:
+def test_unreachable_service_is_named_as_the_cause(visit):
     visit.page.route("**/v1/classify", lambda route: route.abort("connectionrefused"))
     visit.choose("waves.png", picture())
     visit.wait("error")
@@ -405,7 +404,7 @@ def test_unreachable_service_is_named_as_the_cause(visit: Visit) -> None:
     visit.errors = [error for error in visit.errors if "net::ERR_CONNECTION_REFUSED" not in error]
 
 
-def test_page_asks_for_a_key(browser: sync_api.Browser, checkpoints: Path) -> None:
+def test_page_asks_for_a_key(browser, checkpoints):
     keys = {"BKN_ZOO_API_KEYS": "sesame"}
     with ServiceProcess(checkpoints, "--models", "small", environment=keys) as service:
         visit = open_page(browser, service.url)
@@ -427,12 +426,12 @@ def test_page_asks_for_a_key(browser: sync_api.Browser, checkpoints: Path) -> No
         page.context.close()
 
 
-def test_documentation_lists_routes_from_one_host(visit: Visit, server: ServiceProcess) -> None:
+def test_documentation_lists_routes_from_one_host(visit, server):
     visit.page.goto(f"{server.url}/docs")
     expect(visit.page.get_by_text("/v1/classify", exact=True)).to_be_visible()
 
 
-def test_phone_layout_stacks_the_modes_within_the_screen(browser: sync_api.Browser, server: ServiceProcess) -> None:
+def test_phone_layout_stacks_the_modes_within_the_screen(browser, server):
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "reduced_motion": "reduce"}
     visit = open_page(browser, server.url, has_touch=True, **options)
     visit.choose("waves.png", picture())

@@ -161,7 +161,7 @@ def test_an_initial_belief_is_a_prediction_with_a_of_zero() -> None:
 
 
 def test_an_initial_belief_is_refused_above_another_layer() -> None:
-    with pytest.raises(InputError, match="initial_belief is for a first layer"):
+    with pytest.raises(InputError, match="initial_belief=True needs a first layer"):
         BatchKalmanNorm2d(4, 3, initial_belief=True)
 
 

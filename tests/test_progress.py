@@ -6,37 +6,31 @@ import os
 import subprocess
 import sys
 import termios
-import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hub_server import HubServer
-from image_trees import write_image, write_tree
+from image_trees import write_tree
 from PIL import Image
 from service_process import ROOT, save_small_checkpoint
 from shallow import shallow
 
 from bkn_zoo import Network, cli, progress
 from bkn_zoo.models import registry
-from bkn_zoo.training.datasets import load_data
 
 
 class Screen(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
     @property
-    def left(self) -> str:
+    def left(self):
         """What stands on the last line in the end."""
         return self.getvalue().rpartition("\r")[2]
 
 
-def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
+def look(monkeypatch, patience):
     """A terminal; called by the tests themselves, since pytest puts its own in place after fixtures have run."""
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -44,7 +38,7 @@ def look(monkeypatch: pytest.MonkeyPatch, patience: float) -> Screen:
     return screen
 
 
-def work(seconds: float) -> None:
+def work(seconds):
     with progress.bar(4, "counting", "image") as done:
         for _ in range(4):
             time.sleep(seconds)
@@ -53,16 +47,16 @@ def work(seconds: float) -> None:
         time.sleep(4 * seconds)
 
 
-def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_after_a_while_and_then_removed(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    work(0.1)
+    assert capsys.readouterr().err == ""  # without a terminal
     screen = look(monkeypatch, 0.5)
     work(0.0)
     assert screen.getvalue() == ""
     work(0.15)
     assert all(words in screen.getvalue() for words in ("counting", "/4 ", "thinking: 00:0"))
     assert screen.left.strip() == ""
-
-
-def test_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = look(monkeypatch, 0.0)
     for shown in (progress.waiting("thinking"), progress.bar(4, "counting", "B")):
         with pytest.raises(KeyError), shown:
@@ -71,65 +65,39 @@ def test_error_ends_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen.left.strip() == ""
 
 
-def test_nothing_is_shown_without_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    work(0.1)
-    assert capsys.readouterr().err == ""
-
-
-def test_weights_engines_and_data_sets_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = look(monkeypatch, 0.0)
-    monkeypatch.chdir(tmp_path)
-    save_small_checkpoint(tmp_path / "mine")
-    write_tree(tmp_path / "photos", 2, tuple(f"class {number}" for number in range(10)))
-    options = ["--dataset", "folder", "--data", "photos", "--split", "all", "--device", "cpu", "--engine", "torch"]
-    assert cli.main(["evaluate", "./mine", *options]) == 0
-    for name in ("train/n1/images/0", "train/n1/images/1", "val/images/0"):
-        write_image(tmp_path / "tiny" / f"{name}.JPEG", (0, 0, 0), (64, 64))
-    for name, text in (("wnids", "n1"), ("words", "n1\tone"), ("val/val_annotations", "0.JPEG\tn1")):
-        (tmp_path / "tiny" / f"{name}.txt").write_text(text + "\n")
-    load_data("tiny_imagenet", tmp_path / "tiny", validation=0.5)
-    for what in ("checking weights", "preparing inception_cifar_bkn", "evaluating", "decoding images: "):
-        assert what in screen.getvalue()
-    assert screen.left.strip() == ""
-
-
 class Terminal:
-    """A pseudo-terminal in place of standard error, of a user with hardly any patience."""
+    """A pseudo-terminal, and what it shows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shown = ""
         self._more = threading.Condition()
 
     @contextlib.contextmanager
-    def watched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def open(self):
         ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (24, 100))
         reader = threading.Thread(target=self._read, args=(ours,))
         reader.start()
-        with open(theirs, "w") as stream, monkeypatch.context() as changed:
-            changed.setattr(sys, "stderr", stream)
-            changed.setattr(progress, "PATIENCE", 0.01)
-            changed.setattr(progress, "TICK", 0.01)
-            yield
+        with os.fdopen(theirs, "w") as stream:
+            yield stream
         reader.join()
         os.close(ours)
 
-    def _read(self, ours: int) -> None:
+    def _read(self, ours):
         with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
             while part := os.read(ours, 65_536):
                 with self._more:
                     self.shown += part.decode(errors="replace")
                     self._more.notify_all()
 
-    def shows(self, what: str) -> bool:
+    def shows(self, what):
         """Whether it does so from now on, within a time that is long enough for any machine."""
         with self._more:
             before = len(self.shown)
             return self._more.wait_for(lambda: what in self.shown[before:], 20)
 
 
-def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_of_an_evaluation_is_silent(tmp_path, monkeypatch):
     """Each goes on only when it sees itself on the terminal; broken images are told in plain lines."""
     monkeypatch.chdir(tmp_path)
     for split in ("train", "val"):
@@ -142,7 +110,7 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.
     expected = [what for passes, what in parts for _ in range(passes)]
     plain, terminal = Network.forward, Terminal()
 
-    def forward(self: Network, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+    def forward(self, images, statistics=None):
         if not self.training:
             what = expected.pop(0)
             assert terminal.shows(what), what
@@ -151,14 +119,17 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Network, "forward", forward)
     monkeypatch.setitem(registry._networks, "inception_cifar", shallow)
     options = ["--model", "inception_cifar_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8"]
-    with terminal.watched(monkeypatch):
+    with terminal.open() as stream, monkeypatch.context() as changed:
+        changed.setattr(sys, "stderr", stream)
+        changed.setattr(progress, "PATIENCE", 0.01)
+        changed.setattr(progress, "TICK", 0.01)
         assert cli.main(["train", "--data", "photos", "--epochs", "1", "--name", "mine", *options]) == 0
         assert cli.main(["evaluate", "runs/mine/mine", "--data", "photos", "--batch", "20", "--device", "cpu"]) == 0
     assert expected == []
     for what in ("preparing inception_cifar_bkn", "drawing curves.png"):
         assert what in terminal.shown
     lines = [line.rpartition("\r")[2] for line in terminal.shown.split("\r\n")]
-    told = "photos/val/class 1/5.png cannot be read as an image: it is left out (1 so far)"
+    told = "photos/val/class 1/5.png cannot be read as an image and is left out (1 so far)"
     left_out = "1 of 20 test images could not be read, and were left out"
     assert [line for line in lines if line in (told, left_out)] == [told, left_out] * 2
     training = [line for line in lines if "photos/train/class 0" in line]
@@ -167,63 +138,24 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path: Path, monkeypatch: pytest.
     assert "Warning" not in terminal.shown
 
 
-def on_a_terminal(command: list[str], **options: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and what a command shows on a terminal, which is its standard error alone."""
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, **options) as process:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-            while part := os.read(ours, 65_536):
-                shown += part
-        os.close(ours)
-        output, _ = process.communicate(timeout=300)
-    return process.returncode, output, shown.decode()
-
-
-# The command, as if all that it does took long; and in a process that is forked when PyTorch is there, with what it
-# prints in files.
-TWICE = """
-    import os, sys, bkn_zoo.progress, bkn_zoo.cli, bkn_zoo.inference.classifier
-
-    bkn_zoo.progress.PATIENCE = 0
-    child = os.fork()
-    if child == 0:
-        os.environ["HF_HOME"] = os.path.abspath("two")
-        for standard, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), standard)
-    code = bkn_zoo.cli.main()
-    sys.stdout.flush()
-    if child == 0:
-        os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    sys.exit(code)
-"""
-
-
-def test_download_is_shown_on_a_terminal_and_nowhere_else(tmp_path: Path) -> None:
-    """And the check of its weights, and its engine."""
+def test_download_is_shown_on_a_terminal(tmp_path):
+    """And the check of its weights, and its engine; test_hub.py sees that nothing is shown elsewhere."""
     save_small_checkpoint(tmp_path / "mine")
     (tmp_path / "server").mkdir()
     server = HubServer(tmp_path / "server", "hf_token")
     server.create("owner/mine")
     server.add("owner/mine", {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()})
     Image.radial_gradient("L").save(tmp_path / "photo.png")
-    command = [sys.executable, "-c", textwrap.dedent(TWICE)]
-    command += ["classify", "photo.png", "--model", "owner/mine", "--engine", "torch"]
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k == "BKN_ZOO_CACHE" or not k.startswith(("HF_", "HUGGING", "BKN_", "TRITON_"))
-    }
+    patient = "import sys, bkn_zoo.progress as p, bkn_zoo.cli as cli; p.PATIENCE = 0; sys.exit(cli.main())"
+    command = [sys.executable, "-c", patient, "classify", "photo.png", "--model", "owner/mine", "--engine", "torch"]
+    foreign = ("HF_", "HUGGING", "BKN_", "TRITON_")
+    kept = {k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(foreign)}
     kept |= {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    try:
-        status, output, shown = on_a_terminal(command, cwd=tmp_path, env=kept | {"HF_HOME": str(tmp_path / "one")})
-    finally:
-        server.shutdown()
-    assert (status, output.partition("\n")[0]) == (0, "photo.png"), shown
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home")}
+    terminal, output = Terminal(), tmp_path / "output"
+    with terminal.open() as stream, output.open("w") as file:
+        status = subprocess.run(command, cwd=tmp_path, env=kept, stdout=file, stderr=stream, timeout=300).returncode
+    server.shutdown()
+    assert (status, output.read_text().partition("\n")[0]) == (0, "photo.png"), terminal.shown
     for what in ("Fetching", "checking weights", "preparing inception_cifar_bkn"):
-        assert what in shown
-    assert [(tmp_path / name).read_text() for name in ("stdout", "stderr")] == [output, ""]
+        assert what in terminal.shown

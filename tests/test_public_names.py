@@ -42,7 +42,7 @@ RENAMED = {("conversion", "create_model"), ("models", "create_model")}
 REMOVED = (Path(__file__).parent.parent / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Removed")[2]
 
 
-def test_every_name_of_the_package_works() -> None:
+def test_every_name_of_the_package_works():
     assert set(NAMES_OF_0_1_0) <= set(bkn_zoo.__all__) <= set(dir(bkn_zoo))
     for name in bkn_zoo.__all__:
         assert getattr(bkn_zoo, name) is not None
@@ -51,7 +51,7 @@ def test_every_name_of_the_package_works() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES_OF_0_1_0)
-def test_every_name_of_a_package_works_or_warns(package: str) -> None:
+def test_every_name_of_a_package_works_or_warns(package):
     module = getattr(bkn_zoo, package)
     assert module is importlib.import_module(f"bkn_zoo.{package}")
     assert package in dir(bkn_zoo)
@@ -64,7 +64,7 @@ def test_every_name_of_a_package_works_or_warns(package: str) -> None:
         module.nothing  # noqa: B018
 
 
-def test_renamed_builders_still_build() -> None:
+def test_renamed_builders_still_build():
     for package, name in RENAMED:
         with pytest.warns(DeprecationWarning, match="now bkn_zoo.create_model"):
             assert getattr(getattr(bkn_zoo, package), name)("inception_cifar_bn", 3).num_classes == 3

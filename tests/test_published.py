@@ -1,9 +1,7 @@
-"""What published checkpoints are asked later: running averages taken anew, and EvalNorm's rule."""
+"""Later measurements on published checkpoints: recomputed running averages, and EvalNorm's rule."""
 
 import json
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from image_trees import write_noise
@@ -12,14 +10,13 @@ from studies.published import Question
 from studies.records import read_run
 
 import bkn_zoo
-from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def ask(tmp_path, monkeypatch):
     """Asks a checkpoint of a training on a folder, whose recipe it has with it; 24 images are for each split."""
     for split in ("train", "test"):
         write_noise(tmp_path / "tree" / split, dark=12, light=12)
@@ -33,10 +30,10 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda asked: published.STUDY.train(Question("run", 0, asked, str(tmp_path / "old"), "folder"), args)
 
 
-def test_averages_taken_anew_are_judged_on_validation(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_taken_anew_are_judged_on_validation(ask, monkeypatch):
     asked = []
 
-    def evaluate(model: bkn_zoo.Network, batches: Any, modes: list[str]) -> dict[str, dict[str, float]]:
+    def evaluate(model, batches, modes):
         """The layers' running variances stand for the accuracy."""
         asked.append(sum(len(images) for images, _ in batches))
         layer = next(module for module in model.modules() if hasattr(module, "running_var"))
@@ -50,12 +47,10 @@ def test_averages_taken_anew_are_judged_on_validation(ask: Any, monkeypatch: pyt
     assert all(row["stored"] == 1 != row["anew"] for row in record["rows"])  # as it was made, and as it is
 
 
-def test_evalnorms_rule_is_fitted_in_groups_and_kept_with_runs(
-    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evalnorms_rule_is_fitted_in_groups_and_kept_with_runs(ask, tmp_path, monkeypatch):
     rule, asked = published.evalnorm, []
 
-    def watched(model: bkn_zoo.Network, batches: Any) -> Any:
+    def watched(model, batches):
         batches = list(batches)
         asked.append([len(images) for images in batches])
         fitted = rule(model, batches)
@@ -72,13 +67,3 @@ def test_evalnorms_rule_is_fitted_in_groups_and_kept_with_runs(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "old.json").write_text(json.dumps(content))
     assert read_run(tmp_path / "runs" / "old.json") == {"name": "old", "rules": {"EvalNorm": row}}
-
-
-def test_every_checkpoint_is_asked_everything() -> None:
-    paths = (published.ROOT / "checkpoints").glob("*/config.json")
-    names = {path.parent.name for path in paths if Config.read(path).recipe}
-    planned = published.STUDY.planned({}, {})
-    assert {run.name for run in planned} == {
-        f"{asked}/{name}" for asked in ("recalibrated", "evalnorm") for name in names
-    }
-    assert {run.key for run in planned} >= set(published.STUDY.records(published.RESULTS))

@@ -1,7 +1,5 @@
 """What the replication asks of networks: variants of BKN for ablations, other rules for inference, smaller A."""
 
-from typing import Any
-
 import pytest
 import torch
 from studies import rules
@@ -16,7 +14,7 @@ from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Belief, Statistics, pr
 from bkn_zoo.norms.statistics import observe, pool
 
 
-def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:
+def small(norm="bkn", **options):
     """A network for images of 4 px, trained for a step in groups of two."""
     model = create_variant(f"inception_cifar_{norm}", 3, **options)
     model.statistics_batch_size = 2
@@ -24,22 +22,22 @@ def small(norm: str = "bkn", **options: Any) -> bkn_zoo.Network:
     return model
 
 
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
+def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_same(ours, theirs):
     assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
 
 
-def test_the_initial_gain_is_that_of_every_layer() -> None:
+def test_the_initial_gain_is_that_of_every_layer():
     for more in ({}, {"prediction_bias": True}):
         gains = [each.gain for each in layers(small(initial_gain=0.3, **more)) if getattr(each, "prior_features", None)]
         assert len(gains) > 10
         torch.testing.assert_close(torch.stack([gain.reshape(()) for gain in gains]), torch.full((len(gains),), 0.3))
 
 
-def test_without_a_link_gain_and_noise_move_and_a_does_not() -> None:
+def test_without_a_link_gain_and_noise_move_and_a_does_not():
     for more in ({}, {"prediction_bias": True}):
         model = small(link=False, **more)
         before = state(model)
@@ -52,7 +50,7 @@ def test_without_a_link_gain_and_noise_move_and_a_does_not() -> None:
 
 
 @pytest.mark.parametrize("more", [True, False])
-def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief: Any, more: bool) -> None:
+def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief, more):
     """Without them, it is BKN."""
     layer = BatchKalmanVariant2d(4, 3, prediction_bias=more, gain_per_channel=more).double()
     for parameter in layer.parameters():
@@ -70,35 +68,22 @@ def test_a_variant_has_a_bias_and_a_gain_for_each_channel(make_belief: Any, more
 
 
 @pytest.mark.parametrize("option", ["prediction_bias", "gain_per_channel"])
-def test_all_of_a_variant_learns_and_no_engine_takes_it(option: str) -> None:
+def test_all_of_a_variant_learns_and_no_engine_takes_it(option):
     model = small(**{option: True})
     model(torch.randn(4, 3, 4, 4)).square().sum().backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     engine = create_engine(model.eval(), "torch", "cpu")
-    with pytest.raises(InputError, match="no engine knows BatchKalmanVariant2d but with statistics='population'"):
+    with pytest.raises(InputError, match="engines support BatchKalmanVariant2d only with statistics='population'"):
         engine(torch.randn(1, 3, 4, 4), statistics="sample")
-    with pytest.raises(InputError, match=f"does not take the options '{option}'"):
+    with pytest.raises(InputError, match=f"does not have the options '{option}'"):
         bkn_zoo.create_model("inception_cifar_bkn", **{option: True})
     bkn_zoo.create_model("inception_cifar_bkn", **{option: False})  # as a checkpoint's config has it
-
-
-def test_variants_are_of_the_small_network_alone() -> None:
-    with pytest.raises(InputError, match="resnet101 cannot be varied"):
-        create_variant("resnet101_bn", 10, width=1.1)
-
-
-def test_bn_widened_has_as_many_parameters_as_bkn() -> None:
-    bkn, bn = (
-        sum(parameter.numel() for parameter in create_variant(f"inception_cifar_{norm}", 100, width).parameters())
-        for norm, width in (("bkn", 1.0), ("bn", 1.14))
-    )
-    assert bkn <= bn <= 1.01 * bkn
 
 
 # Other rules for inference.
 
 
-def test_example_weighing_at_one_nth_is_nearly_expected() -> None:
+def test_example_weighing_at_one_nth_is_nearly_expected():
     """But for the variance of the group's mean."""
     layer = BatchNorm2d(5)
     for buffer in (layer.image_mean, layer.image_var, layer.image_spread):
@@ -109,7 +94,7 @@ def test_example_weighing_at_one_nth_is_nearly_expected() -> None:
     torch.testing.assert_close(theirs.var, ours.var + layer.image_spread * (n - 1) / n**2)
 
 
-def test_evalnorm_finds_one_nth_as_the_share_of_a_mean() -> None:
+def test_evalnorm_finds_one_nth_as_the_share_of_a_mean():
     model = small("bn")
     model.statistics_batch_size = 4
     images = [torch.randn(64, 3, 4, 4) * torch.rand(64, 3, 1, 1) + torch.randn(64, 3, 1, 1) for _ in range(8)]
@@ -124,27 +109,7 @@ def test_evalnorm_finds_one_nth_as_the_share_of_a_mean() -> None:
     assert_same(state(model), before)
 
 
-def test_a_rule_holds_within_its_context_only() -> None:
-    model = small().eval()
-    images = torch.randn(2, 3, 4, 4)
-    expected, sample = model(images, "expected"), model(images, "sample")
-    with rules.observing_by(model, lambda layer, own, group: own):
-        torch.testing.assert_close(model(images, "expected"), sample)
-    torch.testing.assert_close(model(images, "expected"), expected)
-    assert not torch.allclose(expected, sample)
-
-
-def test_transitions_are_made_smaller_in_a_copy() -> None:
-    model = small()
-    before = state(model)
-    smaller = rules.with_smaller_transitions(model, torch.ones_like)
-    linked = [each for each in layers(smaller) if isinstance(each, BatchKalmanNorm2d) and each.prior_features]
-    assert linked
-    assert all((layer.transition == 1).all() for layer in linked)
-    assert_same(state(model), before)
-
-
-def test_eight_bits_are_close_and_a_low_rank_is_the_nearest() -> None:
+def test_eight_bits_are_close_and_a_low_rank_is_the_nearest():
     a = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
     b, c = rules.coarse(a, 8), rules.low_rank(a, 4)
     assert ((a - b).abs() <= 0.51 * a.abs().amax(1, keepdim=True) / 127).all()
@@ -153,7 +118,7 @@ def test_eight_bits_are_close_and_a_low_rank_is_the_nearest() -> None:
     torch.testing.assert_close((a - c).norm(), torch.linalg.svdvals(a)[4:].norm())
 
 
-def test_variance_gaps_are_zero_at_the_running_variance() -> None:
+def test_variance_gaps_are_zero_at_the_running_variance():
     image = torch.randn(1, 3, 4, 4).expand(8, -1, -1, -1)
     first, *_ = rules.variance_gaps(rules.recalibrated(small("bn"), [image]), [image, 3 * image])
     assert first.shape == (8, 32)

@@ -88,15 +88,6 @@ def test_32_images_of_7_by_7_are_1568_values():
     assert_close(factor, torch.full((2,), 1568 / 1567, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
-@kinds
-def test_evaluation_leaves_the_memory_alone(make_norm, make_belief, kind):
-    layer = make_norm(kind, 3, 4).eval()
-    before = copy.deepcopy(layer.state_dict())
-    for mode in ("population", "sample", "expected"):
-        layer(images_of_many_kinds(4), make_belief(4, 4), Statistics(mode, 2))
-    assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
 def test_the_population_stands_for_partners_after_whole_batches():
     """Group normalization of n = 10^9 images of which one is known is, but for that one, the population's."""
     layer = BatchNorm2d(3).double()
@@ -108,7 +99,7 @@ def test_the_population_stands_for_partners_after_whole_batches():
 
 
 @kinds
-def test_an_assigned_batch_norm_state_shares_no_tensors(kind):
+def test_state_of_batch_norm_is_loaded_and_shares_no_tensors(kind):
     plain, x = torch.nn.BatchNorm2d(3).state_dict(), torch.randn(4, 3, 2, 2) + 1
     buffers = []
     for assign in (False, True):
@@ -117,12 +108,7 @@ def test_an_assigned_batch_norm_state_shares_no_tensors(kind):
         layer(x, None, Statistics("batch", 2))
         buffers.append(dict(layer.named_buffers()))
     assert_close(*buffers)
-
-
-@kinds
-def test_a_state_with_the_running_mean_only_is_loaded(kind):
-    layer = KINDS[kind](3)
-    missing, _ = layer.load_state_dict({"running_mean": torch.ones(3)}, strict=False)
+    missing, _ = layer.load_state_dict({"running_mean": torch.ones(3)}, strict=False)  # a part of one
     assert {"running_var", "image_mean"} <= set(missing)
     assert_close(layer.running_mean, torch.ones(3))
 
@@ -169,32 +155,24 @@ def test_a_spread_that_overflows_is_not_remembered():
 GUARDED = [(kind, group) for kind in KINDS for group in (None, 2) if (kind, group) != ("bn", None)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 @pytest.mark.parametrize(("kind", "group"), GUARDED)
-def test_a_batch_that_is_not_finite_is_not_remembered(make_norm, make_belief, kind, group, value):
+def test_batch_that_is_not_finite_is_not_remembered(make_norm, make_belief, kind, group, value):
     layer = make_norm(kind, 3, 4)
-    before = copy.deepcopy(layer.state_dict())
-    x, prior = images_of_many_kinds(4), make_belief(1 if group is None else 2, 4)
+    twin = copy.deepcopy(layer)
+    good, prior = images_of_many_kinds(4), make_belief(1 if group is None else 2, 4)
+    x = good.clone()
     x[1, 2, 0, 0] = value
     with pytest.warns(RuntimeWarning, match="not finite"):
         y, _ = layer(x, prior, Statistics("batch", group))
     assert y[:2, 2].isnan().all()
     if group == 2:
         assert y[2:].isfinite().all()
-    assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
-@kinds
-def test_training_goes_on_after_a_batch_that_was_not_finite(make_norm, make_belief, kind):
-    layer = make_norm(kind, 3, 4)
-    twin = copy.deepcopy(layer)
-    good, prior = images_of_many_kinds(4), make_belief(2, 4)
-    with pytest.warns(RuntimeWarning):
-        layer(torch.full_like(good, float("nan")), prior, Statistics("batch", 2))
-    with warnings.catch_warnings():
+    assert_close(layer.state_dict(), twin.state_dict(), rtol=0, atol=0)
+    with warnings.catch_warnings():  # and training goes on
         warnings.simplefilter("error")
-        y, _ = layer(good, prior, Statistics("batch", 2))
-    assert_close(y, twin(good, prior, Statistics("batch", 2))[0])
+        y, _ = layer(good, prior, Statistics("batch", group))
+    assert_close(y, twin(good, prior, Statistics("batch", group))[0])
     assert_close(layer.state_dict(), twin.state_dict())
 
 
@@ -269,31 +247,12 @@ def test_expected_statistics_are_the_mean_over_all_partners(n):
         assert_close(belief.var[image] + belief.mean[image] ** 2 + means.var(0, correction=0), squares.mean(0))
 
 
-@pytest.mark.parametrize("n", [4, 16])
-def test_expected_statistics_are_the_mean_of_training_groups(n):
-    """The same by drawing partners at random, for groups too large to list; within four standard errors."""
-    population = images_of_many_kinds(50)
-    _, belief = population_layer(population)(population[:1], None, Statistics("expected", n))
-    draws = 4000
-    partners = torch.randint(50, (draws, n - 1))
-    means, squares = population.mean((2, 3)), population.square().mean((2, 3))
-    group_mean = (means[:1] + means[partners].sum(1)) / n
-    group_var = (squares[:1] + squares[partners].sum(1)) / n - group_mean**2
-    for got, drawn in ((belief.mean, group_mean), (belief.var, group_var)):
-        assert ((got[0] - drawn.mean(0)).abs() < 4 * drawn.std(0) / draws**0.5).all()
-
-
 @kinds
 def test_expected_statistics_of_groups_of_one_are_the_image_s(make_norm, make_belief, kind):
     layer, x, prior = make_norm(kind, 3, 4).eval(), images_of_many_kinds(6), make_belief(6, 4)
     assert_close(layer(x, prior, Statistics("expected", 1)), layer(x, prior, Statistics("sample")))
-
-
-def test_expected_statistics_of_one_image_survive_a_large_mean():
-    layer = BatchKalmanNorm2d(3).eval()
-    x = 1e3 + 1e-2 * torch.randn(4, 3, 16, 16)
-    _, belief = layer(x, None, Statistics("expected", 1))
-    _, own = layer(x, None, Statistics("sample"))
+    layer, x = KINDS[kind](3).eval(), 1e3 + 1e-2 * torch.randn(4, 3, 16, 16)  # a large mean, in float32
+    (_, belief), (_, own) = (layer(x, None, statistics) for statistics in (Statistics("expected", 1), "sample"))
     assert_close(belief.var, own.var, rtol=0.05, atol=0)
 
 
@@ -306,11 +265,3 @@ def test_expected_variances_are_never_negative():
     y, belief = layer(layer.image_mean[:, None, None] + 1e-2 * torch.randn(4, 3, 4, 4), None, Statistics("expected", 2))
     assert (belief.var >= 0).all()
     assert y.isfinite().all()
-
-
-def test_expected_statistics_of_large_groups_are_all_images():
-    population = images_of_many_kinds(200)
-    layer = population_layer(population)
-    _, belief = layer(population[:4], None, Statistics("expected", 100_000))
-    assert_close(belief.mean, population.mean((0, 2, 3)).expand(4, -1), rtol=0, atol=1e-3)
-    assert_close(belief.var, population.var((0, 2, 3)).expand(4, -1), rtol=1e-3, atol=0)

@@ -16,7 +16,7 @@ from attackers import encoded, noise, picture
 
 from bkn_zoo.errors import BrokenImageError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing
-from service import uploads
+from service import base64_json, uploads
 from service.costs import CHEAP, estimate
 from service.decoding import Lane
 from service.errors import BadParameterError
@@ -53,7 +53,9 @@ async def _parts(body: bytes) -> Any:
 )
 def test_base64_with_padding_or_letters_out_of_place_is_refused(text: str) -> None:
     with pytest.raises(Exception, match="not base64"):
-        uploads._from_base64(text)
+        base64_json.decode_base64(text, {})
+    with pytest.raises(Exception, match="not base64"):
+        base64_json.decode_base64(*base64_json.parse(f'"{text:300}"'.encode()))
 
 
 def test_parameter_names_are_limited_before_they_are_compared() -> None:

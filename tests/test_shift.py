@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attackers import encoded
+from local_service import LocalService
+from PIL import Image
+from service_process import save_small_checkpoint
 from studies import shift, shift_evaluate, shift_unlabelled
 from studies.figures import plotted
 from studies.full_length import drawn
-from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt, plasma
+from studies.regions import fill
+from studies.shift_corruptions import CONSTANTS, MAIN, NAMES, SEVERITIES, corrupt
 from studies.shift_evaluate import packed, roc_area, unpacked
+from studies.shift_filters import plasma, replaced
 from studies.shift_rules import (
     Adaptive,
     Watch,
@@ -27,12 +33,15 @@ from studies.shift_rules import (
 )
 
 from bkn_zoo import create_model
-from bkn_zoo.errors import UnknownNameError
+from bkn_zoo.errors import InputError, UnknownNameError
+from bkn_zoo.inference.drift import Drift
 from bkn_zoo.models import Network
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.augmentation import generator
 from service.batching import Line
 from service.metrics import Metrics
 
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
@@ -56,8 +65,10 @@ def trained(norm: str = "bn", group: int | None = None) -> Network:
 @pytest.mark.parametrize("side", CONSTANTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_corruption_grows_with_severity(name: str, side: int) -> None:
-    images = photographs(16 if side == 32 else 4, side)
+    images = photographs({32: 16, 64: 4, 224: 1}[side], side)
     assert corrupt(images, name, 0) is images
+    if side == 224 and name in ("defocus_blur", "elastic_transform"):
+        return  # for which kernels are so large here that a test takes seconds
     results = [corrupt(images, name, severity, seed=3) for severity in SEVERITIES]
     assert all(result.dtype == torch.uint8 and result.shape == images.shape for result in results)
     assert torch.equal(results[1], corrupt(images, name, 2, seed=3))
@@ -75,6 +86,18 @@ def test_corruption_refuses_unknown_names() -> None:
 def test_corruptions_are_those_of_the_benchmark() -> None:
     assert len(MAIN) == 15
     assert {len(levels) for of_side in CONSTANTS.values() for levels in of_side.values()} == {5}
+
+
+def test_glass_blur_replaces_one_pixel_after_another() -> None:
+    side, delta, count = 12, 2, 3
+    line = torch.arange(side - delta, delta, -1)
+    here = (line[:, None] * side + line).flatten()
+    moves = torch.randint(-delta, delta, (2, len(here), count), generator=torch.Generator().manual_seed(0))
+    there = here[:, None] + moves[0] * side + moves[1]
+    pixels = torch.arange(side * side)[:, None].repeat(1, count)
+    for row, at in zip(there, here, strict=True):
+        pixels[at] = pixels.gather(0, row[None])[0]
+    assert torch.equal(replaced(here, there, side * side), pixels)
 
 
 def test_plasma_covers_zero_to_one() -> None:
@@ -215,6 +238,52 @@ def test_blurred_images_lower_confidence_in_metrics() -> None:
     assert means[1] - means[0] < 0.9 * means[0]
 
 
+def textures(count: int, seed: int) -> torch.Tensor:
+    """Images with details, of different brightness and contrast, in bytes."""
+    source = torch.Generator().manual_seed(seed)
+    level, contrast = (torch.rand(count, 1, 1, 1, generator=source) for _ in range(2))
+    noise = torch.randn(count, 3, 32, 32, generator=source)
+    return (255 * (0.3 + 0.4 * level + (0.1 + 0.1 * contrast) * noise)).clamp(0, 255).to(torch.uint8)
+
+
+def as_file(image: torch.Tensor) -> bytes:
+    return encoded(Image.fromarray(image.permute(1, 2, 0).numpy()))
+
+
+@pytest.mark.parametrize("mode", ["population", "expected"])
+def test_drift_of_usual_images_is_spread_evenly(mode: str) -> None:
+    model = trained("bkn", 2)
+    model.default_statistics = mode
+    usual, more = (textures(count, seed) / 255 for count, seed in ((120, 0), (60, 1)))
+    drift = Drift(model, usual)
+    scores = drift(more)
+    assert 0.3 < scores.mean() < 0.7
+    assert torch.equal(drift(more[:1]), scores[:1])  # whatever else is in the batch
+    assert drift(more * 0.2).min() > scores.mean()
+
+
+def test_drift_asks_for_enough_usual_images() -> None:
+    with pytest.raises(InputError, match="20 or more"):
+        Drift(trained("bkn", 2), textures(19, 0) / 255)
+
+
+def test_service_shows_drift_of_blurred_images_in_metrics(tmp_path: Path) -> None:
+    save_small_checkpoint(tmp_path / "small")
+    (tmp_path / "usual").mkdir()
+    for number, image in enumerate(textures(40, 0)):
+        (tmp_path / "usual" / f"{number}.png").write_bytes(as_file(image))
+    flags = ("--models", str(tmp_path / "small"), "--usual-images", str(tmp_path / "usual"))
+    means = []
+    with LocalService(*flags) as service:
+        for severity in (0, 5):
+            replies = [service.ask(body=as_file(image)) for image in corrupt(textures(8, 1), "gaussian_blur", severity)]
+            assert all(0 <= reply.json()["drift"] <= 1 for reply in replies)
+            means.append(service.metric('bkn_drift_sum{model="small"}') / 8)
+        assert service.metric('bkn_drift_count{model="small"}') == 16
+    assert means[0] < 0.8
+    assert means[1] - means[0] > 0.95  # the blurred ones are more unusual than all that are usual
+
+
 def write_cifar(folder: Path) -> None:
     """Both data sets with a few images."""
     rng = np.random.default_rng(0)
@@ -272,7 +341,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path: Path, monkeypatch: pytest.
     assert len(unpacked(population["shifted_hits"])) == 40
     assert population["shifted"] == pytest.approx(100 * unpacked(population["shifted_hits"]).mean() / 10, abs=1e-3)
     assert set(population["by_corruption"]) == set(corruptions)
-    assert set(record["roc_areas"]["unknown classes"]) == {"drift", "confidence", "energy"}
+    assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
     assert other["recipe"]["statistics_batch"] == 2
@@ -292,6 +361,21 @@ def test_unlabelled_arms_learn_and_are_measured(tmp_path: Path, monkeypatch: pyt
     learned = {"A, R and q, 16 images", "R and q, A = 0, 16 images", "scales and shifts, 16 images"}
     assert set(record["methods"]) >= {"population", "mix, N = 4", "adaptive from population, tuned", *learned}
     assert record["augmented"]
+
+
+def test_page_is_that_of_the_records() -> None:
+    ((page, contents),) = shift.STUDY.regions(shift.STUDY.records(shift.STUDY.results)).items()
+    text = page.read_text()
+    assert fill(text, contents) == text
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))
+def test_every_card_has_a_row_under_shift_for_each_mode(name: str) -> None:
+    card = (CHECKPOINTS / name / "README.md").read_text()
+    section = card.partition("### Under distribution shift")[2].partition("\n#")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == list(MODES)
+    assert all(0 < float(shifted) < float(clean) < 100 for _, clean, shifted in rows)
 
 
 def test_plot_is_that_of_the_records() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="needs pip install 'bkn-zoo[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_site_has_a_page_for_every_document(site: Path) -> None:
+def test_site_has_a_page_for_every_document(site):
     documents = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert documents | {"index", "models", "changelog", "contributing", "tour"} <= {
         path.stem for path in site.iterdir()
@@ -33,14 +33,14 @@ def test_site_has_a_page_for_every_document(site: Path) -> None:
     assert (site / "results" / "plots" / "group_sizes.png").exists()
 
 
-def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+def test_pages_load_nothing_from_other_hosts(site):
     for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert re.findall(r"""<(?:script|img|iframe)[^>]*src="?(?:https?:)?//[^>]*""", text) == []
         assert re.findall(r"""<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*href="?(?:https?:)?//[^>]*""", text) == []
 
 
-def test_reference_shows_every_public_name(site: Path) -> None:
+def test_reference_shows_every_public_name(site):
     text = (site / "reference.html").read_text(encoding="utf-8")
     names = set(bkn_zoo.__all__) - {"__version__"}
     assert [name for name in sorted(names) if f'id="bkn_zoo.{name}"' not in text] == []

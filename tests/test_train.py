@@ -174,20 +174,19 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.Captu
 def test_body_is_kept_only_if_validation_improves(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
 ) -> None:
-    """Two epochs without a better one end the training, and the frozen network is kept."""
-    quality = iter([50.0, *([60.0, 70.0] if better else [40.0, 30.0, 20.0])])
+    """Three epochs without a lower loss end the training, and the frozen network is kept."""
+    losses = iter([0.5, *([0.4, 0.3] if better else [0.7, 0.8, 0.9])])
 
     def evaluate(*_: Any, **__: Any) -> Any:
-        value = next(quality, 80.0)
-        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece", "loss"), value)
-        return dict.fromkeys(MODES, metrics)
+        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece"), 50.0)
+        return dict.fromkeys(MODES, metrics | {"loss": next(losses, 0.1), "loss_error": 0.1})
 
     for module in ("loop", "head_start", "finish"):
         monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate", evaluate)
     epochs = 2 if better else 9
     options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, freeze=False, **options)
-    assert (result.record["epochs"], result.record["kept_epoch"]) == (2, 2 if better else 0)
+    assert (result.record["epochs"], result.record["kept_epoch"]) == ((2, 2) if better else (3, 0))
     before, after = (model.state_dict() for model in (bkn_zoo.from_pretrained(checkpoint), result.model))
     assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
 
@@ -235,7 +234,9 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     config = model.config
     assert (model.name, model.num_classes, model.statistics_batch_size) == (NETWORK, 2, 2)  # groups as the checkpoint's
     assert (config.label_names, config.preprocessing.size) == (("dark", "light"), 8)
-    assert config.accuracy.keys() == MODES
+    assert config.accuracy.keys() == config.uncertain_below.keys() == MODES
+    card = (output / output.name / "README.md").read_text()
+    assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
     assert (config.training["init"], config.training["recipe"]["statistics_batch"]) == ("start", 2)
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
@@ -333,9 +334,9 @@ def test_patience_is_told_in_record_config_and_card() -> None:
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2
-    assert "It ended after 2 of 9 epochs, the last 1 no better." in Path("runs/mine/mine/README.md").read_text()
+    assert "It stopped after 2 of 9 epochs: the last 1 were not better." in Path("runs/mine/mine/README.md").read_text()
     command(*start, "--name", "whole", "--epochs", "1")
-    assert "It ended after" not in Path("runs/whole/whole/README.md").read_text()
+    assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
 
 def test_options_of_brn_reach_its_layers() -> None:
@@ -355,7 +356,7 @@ def test_unwritable_results_and_signals_lose_no_training(
     in_the_way = tmp_path / "out" / "curves.png"
     in_the_way.mkdir(parents=True)
     start = ("train", "--data", "photos", *NEW, "--output", "out", "--name", "mine")
-    assert "make room, and repeat the command with --resume" in refused(*start)
+    assert "free disk space, and repeat the command with --resume" in refused(*start)
     in_the_way.rmdir()
     (tmp_path / "out" / "mine" / "notes.txt").touch()
     told = refused(*start, "--resume")
@@ -373,7 +374,7 @@ def test_unwritable_results_and_signals_lose_no_training(
         with pytest.raises(SystemExit) as end:
             command(*start, "--resume")
     assert end.value.code == 128 + signal.SIGTERM
-    assert "stopped before all results were written; go on with:\n" in capsys.readouterr().err
+    assert "stopped before all results were written; continue with:\n" in capsys.readouterr().err
     assert sorted((tmp_path / "out").iterdir()) == before
     command(*start, "--resume")
     assert in_the_way.is_file()
@@ -417,7 +418,7 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: py
         record = read("out.json")
         assert (record["split"], record["rows"][0]["images"]) == (measured, count)
         assert record["rows"][0]["top1_low"] < record["rows"][0]["top1_high"]
-    assert "20 images of 2 classes, 6 more to choose by and 10 to test by" in said
+    assert "20 images of 2 classes, 6 more for validation and 10 for testing" in said
     for data, split, count in (("photos", "all", 24), ("split", "validation", 6)):
         command("evaluate", "runs/split", "--data", data, "--split", split, "--output", "out.json")
         assert read("out.json")["rows"][0]["images"] == count
@@ -534,15 +535,15 @@ def test_older_state_is_not_said_to_be_resumable(tmp_path: Path) -> None:
     assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
     (tmp_path / "new").write_bytes(b"its own")
     (tmp_path / "new").replace(tmp_path / "state.pt")
-    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("go on with:\ntrain --resume")
+    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("continue with:\ntrain --resume")
 
 
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
-        (1, "go on with:\nbkn-zoo train {options} --resume\n"),
-        (2, "go on with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
-        (4, "go on with the same torchrun command and --resume, on each machine\n"),
+        (1, "continue with:\nbkn-zoo train {options} --resume\n"),
+        (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
+        (4, "continue with the same torchrun command and --resume, on each machine\n"),
     ],
 )
 def test_stopped_training_says_how_to_resume(
@@ -550,7 +551,7 @@ def test_stopped_training_says_how_to_resume(
 ) -> None:
     def stopped(plan: Any) -> None:
         (tmp_path / "state.pt").touch()
-        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; go on with --resume")
+        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; continue with --resume")
 
     monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
@@ -612,10 +613,10 @@ OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--publish", "me", "--results", "mine"], "is in a folder called runs: --results mine/runs"),
+        (["--publish", "me", "--results", "mine"], "must be in a folder called runs: use --results mine/runs"),
         (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
         (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (["--device", "cuda:99"], "device 'cuda:99' is nothing that PyTorch finds here"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not available"),
     ],
 )
 def test_bad_options_are_refused_before_data_are_read(options: list[str], says: str, refused: Refused) -> None:
@@ -626,7 +627,7 @@ def test_bad_options_are_refused_before_data_are_read(options: list[str], says: 
 
 def test_frozen_norms_need_no_groups_that_divide_batches(refused: Refused) -> None:
     Path("empty").mkdir()
-    assert "empty holds no folders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
+    assert "empty has no subfolders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
 
 
 def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
@@ -653,7 +654,7 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
     ("options", "says"),
     [
         (["--data", "nowhere"], "there is no folder"),
-        (["--name", "../up"], "a run cannot be called '../up'"),
+        (["--name", "../up"], "'../up' is not a valid name of a run"),
         (["nowhere.toml"], "nowhere.toml cannot be read"),
         (["--init", "no_such_thing"], "unknown checkpoint"),
         (["--model", "alexnet"], "unknown model 'alexnet'"),
@@ -661,7 +662,7 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
         (["--gradient_batch", "64"], "do not fill a batch of 64"),
         (["--resume"], "there is no training to resume"),
         (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
-        (["--norm_options.warmup", "1"], "does not take the options 'warmup'"),
+        (["--norm_options.warmup", "1"], "does not have the options 'warmup'"),
         (["--model", "inception_cifar_bn"], "do not fit inception_cifar_bn"),
         (["--norm_options.shared_process_noise", "false"], "do not fit inception_cifar_bkn"),
     ],
@@ -690,10 +691,10 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
     assert "has 'f' for 'e' of" in refused(*start, tree)
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
-    assert "device 'cuda:99' is nothing that PyTorch finds here" in refused(*start, tree, "--device", "cuda:99")
+    assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")
     Path("file").touch()
     for options in (("--report", "file"), ("--output", "file/out.json")):
-        assert "file cannot be made for the results" in refused(*start, tree, *options)
+        assert "file cannot be created for the results" in refused(*start, tree, *options)
 
 
 def test_nothing_is_written_among_the_classes(
@@ -710,8 +711,8 @@ def test_nothing_is_written_among_the_classes(
         ((*evaluate, "--output", "results/a.json"), "results", "--output"),
     ):
         said = refused(*words)
-        assert f"{place} is among the classes of ., and would be taken for one" in said
-        assert said.endswith(f"name a place outside of it with {option}.")
+        assert f"{place} is inside . and would become a class" in said
+        assert said.endswith(f"choose a folder outside with {option}.")
     assert {path.name for path in tree.iterdir()} == {"dark", "light"}
     assert not (tmp_path / "out").exists()
     for name in ("train", "val"):  # beside which nothing is taken for a class
@@ -729,9 +730,9 @@ def test_other_images_neither_resume_nor_replace_a_run(
     command(*start, ".", "--resume")  # the same, from elsewhere
     for one, other in (("dark", "light"), ("light", "dark")):
         (tree / one / "00.png").rename(tree / other / "moved.png")
-    told = "is of a training on other images, or on some of them in other classes"
+    told = "belongs to a training on other images, or with some images in other classes"
     assert told in refused(*start, ".", "--resume")
-    assert "holds another finished training (data differs)" in refused(*start, ".")
+    assert "contains another finished training (data differs)" in refused(*start, ".")
 
 
 def test_unusable_places_are_refused_before_data_are_read(
@@ -739,15 +740,15 @@ def test_unusable_places_are_refused_before_data_are_read(
 ) -> None:
     (tmp_path / "file").touch()
     start = ("train", "--data", tmp_path, "--dataset", "cifar10", *NEW, "--name", "mine")
-    assert "file cannot be made for the results (File exists)" in refused(*start, "--output", "file")
-    assert "file/runs cannot be made for the results" in refused(*start, "--results", "file/runs")
+    assert "file cannot be created for the results (File exists)" in refused(*start, "--output", "file")
+    assert "file/runs cannot be created for the results" in refused(*start, "--results", "file/runs")
     (tmp_path / "taken" / "log.jsonl").mkdir(parents=True)
     assert "taken/log.jsonl cannot be written (Is a directory)" in refused(*start, "--output", "taken")
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda place, mode: Path(place).name != "runs")
-        assert "results/runs may not be written to: name another place" in refused(*start)
+        assert "results/runs is not writable: choose another folder" in refused(*start)
     with alone(Path("runs/mine")):
-        told = "another training uses runs/mine: wait for its end, or choose another --name or --output."
+        told = "another training is using runs/mine: wait until it ends, or choose another --name or --output."
         assert told in refused(*start)
     assert "put the official files of cifar10" in refused(*start)  # it is free again, and the data are read
 
@@ -761,7 +762,7 @@ def test_evaluate_preprocesses_and_measures_as_asked(
     odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 2).eval(), tmp_path / "odd", preprocessing=odd)
     start = ("evaluate", "./odd", "--data", tree, "--device", "cpu")
-    assert "does not say which images its training held out" in refused(*start)
+    assert "does not record which images its training held out" in refused(*start)
     seen = []
     plain = bkn_zoo.Network.forward
 
@@ -791,16 +792,16 @@ def test_all_images_may_be_one_of_each_class(
     start = ("evaluate", mine, "--data", tree, "--device", "cpu")
     command(*start, "--split", "all")
     assert "| population | 2 |" in capsys.readouterr().out
-    assert "too few images to set any apart" in refused(*start)
+    assert "too few images to hold out any" in refused(*start)
 
 
 def test_measured_accuracy_is_shown_though_not_written(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ("evaluate", str(mine), "--data", "photos", "--device", "cpu", "--split", "all", "--output")
     assert cli.main([*start, "photos"]) == 2
     said = capsys.readouterr()
-    assert "--output photos is a folder: name a file in it." in said.err
+    assert "--output photos is a folder: choose a file in it." in said.err
     assert said.out == ""  # it was not measured first
     assert cli.main([*start, "x" * 300]) == 2
     said = capsys.readouterr()
-    assert "cannot be written (File name too long): name another file." in said.err
+    assert "cannot be written (File name too long): choose another file." in said.err
     assert "| population | 24 |" in said.out

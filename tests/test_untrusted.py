@@ -20,18 +20,18 @@ EVIL = "\x1b]0;title\x07\x1b[2J\u202eevil\x9b31m"
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints") / "small"
     save_small_checkpoint(folder, [f"{EVIL}\n{k}" for k in range(10)])
     return folder
 
 
 @pytest.fixture
-def checkpoint(original: Path, tmp_path: Path) -> Path:
+def checkpoint(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "small"))
 
 
-def edit_config(folder: Path, **fields: object) -> None:
+def edit_config(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
 
@@ -46,14 +46,12 @@ def edit_config(folder: Path, **fields: object) -> None:
         ("\udcff", "\\udcff"),
     ],
 )
-def test_printable_escapes_what_a_terminal_would_obey(text: str, shown: str) -> None:
+def test_printable_escapes_what_a_terminal_would_obey(text, shown):
     assert printable(text) == shown
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_classify_shows_labels_and_names_escaped(
-    checkpoint: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classify_shows_labels_and_names_escaped(checkpoint, format, tmp_path, capsys, monkeypatch):
     image, broken = tmp_path / f"{EVIL}.png", tmp_path / f"{EVIL} broken.png"
     image.write_bytes(encoded(picture()))
     broken.write_bytes(b"no image")
@@ -66,7 +64,7 @@ def test_classify_shows_labels_and_names_escaped(
         assert printable(text.replace("\n", "")) == text.replace("\n", "")
 
 
-def test_error_about_an_architecture_is_escaped(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_about_an_architecture_is_escaped(checkpoint, capsys):
     edit_config(checkpoint, architecture=EVIL)
     assert cli.main(["info", str(checkpoint)]) == 1
     shown = capsys.readouterr().err.removesuffix("\n")
@@ -75,19 +73,19 @@ def test_error_about_an_architecture_is_escaped(checkpoint: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_fifo_in_place_of_a_file_is_refused_at_once(checkpoint: Path, name: str) -> None:
+def test_fifo_in_place_of_a_file_is_refused_at_once(checkpoint, name):
     (checkpoint / name).unlink()
     os.mkfifo(checkpoint / name)
     with pytest.raises(CheckpointError, match=name):
         bkn_zoo.from_pretrained(checkpoint)
 
 
-def test_fifo_in_place_of_a_kept_graph_is_passed_over(tmp_path: Path) -> None:
+def test_fifo_in_place_of_a_kept_graph_is_passed_over(tmp_path):
     os.mkfifo(tmp_path / "graph")
     assert kept_graphs._read(tmp_path / "graph", {}) is None
 
 
-def test_open_regular_takes_files_and_links_only(tmp_path: Path) -> None:
+def test_open_regular_takes_files_and_links_only(tmp_path):
     (tmp_path / "file").write_bytes(b"data")
     (tmp_path / "link").symlink_to("file")
     for name in ("file", "link"):
@@ -98,13 +96,12 @@ def test_open_regular_takes_files_and_links_only(tmp_path: Path) -> None:
             open_regular(path)
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("name", ["fc.weight", "conv.norm.running_var"])
-def test_weights_that_are_not_finite_are_refused(checkpoint: Path, name: str, number: str) -> None:
+@pytest.mark.parametrize(("name", "number"), [("fc.weight", "nan"), ("conv.norm.running_var", "-inf")])
+def test_weights_that_are_not_finite_are_refused(checkpoint, name, number):
     path = checkpoint / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     weights[name].view(-1)[-1] = float(number)
     safetensors.torch.save_file(weights, path)
     edit_config(checkpoint, sha256={})
-    with pytest.raises(CheckpointError, match=f"{name} has numbers that are infinite or not numbers"):
+    with pytest.raises(CheckpointError, match=f"{name} contains infinite numbers or NaN"):
         bkn_zoo.from_pretrained(checkpoint)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from image_trees import write_noise
@@ -32,23 +32,30 @@ COMMAND = [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, shallow_network):
+    """Two checkpoints, of which `better` is the more accurate, and a folder of two classes."""
+    root = tmp_path_factory.mktemp("user")
+    about = {"preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3), "label_names": ["ape", "bee", "élan"]}
+    for name, top1 in (("a_worse", 60.0), ("better", 70.0)):
+        accuracy = {"population": {"top1": top1}}
+        bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 3), root / "zoo" / name, accuracy=accuracy, **about)
+    write_noise(root / "photos", dark=12, light=12)
+    return root
+
+
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: two checkpoints, of which `better` is the more accurate, and a folder of two classes."""
+def root(made, tmp_path, monkeypatch):
+    """The working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", tmp_path / "none")
-    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path / "zoo"))
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(made / "zoo"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    about: Any = {"preprocessing": Preprocessing(8, (0.4,) * 3, (0.2,) * 3), "label_names": ["ape", "bee", "élan"]}
-    for name, top1 in (("a_worse", 60.0), ("better", 70.0)):
-        model = bkn_zoo.create_model(NETWORK, 3)
-        accuracy = {"population": {"top1": top1}}
-        bkn_zoo.save_pretrained(model, tmp_path / "zoo" / name, accuracy=accuracy, **about)
-    write_noise(tmp_path / "photos", dark=12, light=12)
+    (tmp_path / "photos").symlink_to(made / "photos")
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def said(capsys, *arguments):
     """All that a command prints, whatever its exit code."""
     capsys.readouterr()
     with suppress(SystemExit):
@@ -59,7 +66,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 # Help and words
 
 
-def test_help_of_train_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_describes_every_option(capsys):
     assert FIELDS.keys() | {"norm_options", "augmentation"} == {field.name for field in dataclasses.fields(Recipe)}
     assert AUGMENTATION.keys() == {field.name for field in dataclasses.fields(Augmentation)}
     for action in train_parser()._actions:
@@ -72,56 +79,41 @@ def test_help_of_train_describes_every_option(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_options_have_dashes_and_accept_underscores(command: str) -> None:
-    names = [name for name in PARSERS[command]()._option_string_actions if name.startswith("--")]
-    assert [name for name in names if "_" in name] == []
-
-
-def test_underscores_are_accepted() -> None:
-    words = ["photos", "--weight_decay", "0.1", "--save_minutes=3", "--norm_options.shared_process_noise", "false"]
-    args, overrides = parse(words)
-    assert (args.save_minutes, args.data) == (3.0, Path("photos"))
-    assert overrides == {"weight_decay": 0.1, "norm_options.shared_process_noise": False}
-    assert parse([word.replace("_", "-") for word in words])[1] == overrides
-    assert options.classify_parser().read(["x.png", "--top_k", "3"]).top_k == 3
-
-
-@pytest.mark.parametrize("command", [name for name in PARSERS if name not in ("list", "completion")])
-def test_checkpoint_precision_and_device_mean_the_same(command: str) -> None:
-    actions = {action.dest: action for action in PARSERS[command]()._actions}
+def test_options_of_all_commands_are_named_alike(command):
+    parser = PARSERS[command]()
+    assert [name for name in parser._option_string_actions if name.startswith("--") and "_" in name] == []
+    actions = {action.dest: action for action in parser._actions}
     assert not actions.keys() & {"init", "batch"}
     assert "model" not in actions or command == "train"  # there it is an architecture
-    named = actions.get("checkpoint") or actions["checkpoints"]
-    assert named.metavar == "CHECKPOINT"
     if "device" in actions:
         assert actions["device"].default == "auto"
     if "precision" in actions and command != "train":
         assert set(actions["precision"].choices) <= {"auto", "f32", "f16", "bf16"}
 
 
-def test_old_names_of_options_are_accepted() -> None:
-    assert options.classify_parser().read(["x.png", "--model", "better"]).checkpoint == "better"
+def test_underscores_and_old_names_are_accepted():
+    words = ["photos", "--weight_decay", "0.1", "--save_minutes=3", "--norm_options.shared_process_noise", "false"]
+    args, overrides = parse(words)
+    assert (args.save_minutes, args.data) == (3.0, Path("photos"))
+    assert overrides == {"weight_decay": 0.1, "norm_options.shared_process_noise": False}
+    assert parse([word.replace("_", "-") for word in words])[1] == overrides
+    found = options.classify_parser().read(["x.png", "--top_k", "3", "--model", "better"])
+    assert (found.top_k, found.checkpoint) == (3, "better")
     assert parse(["photos", "--init", "better"])[0].checkpoint == "better"
-    assert options.evaluate_parser().read(["better", "photos", "--batch", "3"]).batch_size == 3
-    assert options.evaluate_parser().read(["better", "photos", "--precision", "float16"]).precision == "f16"
+    found = options.evaluate_parser().read(["better", "photos", "--batch", "3", "--precision", "float16"])
+    assert (found.batch_size, found.precision) == (3, "f16")
 
 
-def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    class Service:
-        @staticmethod
-        def main(arguments: list[str]) -> int:
-            asked.append(arguments)
-            return 0
-
-    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda name: Service)
+def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
+    asked = []
+    service = SimpleNamespace(main=lambda arguments: asked.append(arguments) or 0)
+    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda name: service)
     assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
     assert cli.main(["serve", "--checkpoints=a,b"]) == 0
     assert asked == [["--models", "better", "--max-batch", "2"], ["--models=a,b"]]
 
 
-def test_train_accepts_batch_size_bf16_and_a_folder() -> None:
+def test_train_accepts_batch_size_bf16_and_a_folder():
     args, overrides = parse(["photos", "--batch-size", "8", "--precision", "bf16"])
     assert (args.data, args.recipe, overrides) == (Path("photos"), None, {"gradient_batch": 8, "precision": "bf16"})
     recipe = Recipe(NETWORK, "folder", epochs=1, **overrides)
@@ -134,19 +126,16 @@ def test_train_accepts_batch_size_bf16_and_a_folder() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "name the folder of the data set"),
-        (["r.toml"], "r.toml is a recipe: name the folder of the data set after it"),
-        (["a", "b", "photos"], "unrecognized arguments: b"),
+        ("train", "the folder of the data set is missing"),
+        ("train r.toml", "r.toml is a recipe: add the folder of the data set"),
+        ("train a b photos", "unrecognized arguments: b"),
+        ("evaluate better photos --split all", "photos has 2 classes, but better has 3"),
+        ("evaluate better", "the folder of the data set is missing"),
     ],
 )
-def test_train_says_which_source_is_missing(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_which_folder_is_missing(words, told, capsys):
     Path("r.toml").touch()
-    assert told in said(capsys, "train", *words)
-
-
-def test_evaluate_accepts_a_folder_as_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "photos has 2 classes, but better 3" in said(capsys, "evaluate", "better", "photos", "--split", "all")
-    assert "name the folder of the data set" in said(capsys, "evaluate", "better")
+    assert told in said(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -163,29 +152,25 @@ def test_evaluate_accepts_a_folder_as_argument(capsys: pytest.CaptureFixture[str
         ("train inception_cifar_bkn.cifar11.toml photos", "inception_cifar_bkn.cifar10"),
     ],
 )
-def test_close_matches_are_suggested(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_close_matches_are_suggested(words, meant, capsys):
     assert f"(did you mean {meant}?)" in said(capsys, *words.split())
 
 
 # Speed: PyTorch takes seconds to import
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """Of a command in a process of its own: the better of two runs."""
-    taken = []
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [*COMMAND, *arguments], check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1]
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(taken)
+def seconds_of_help(command):
+    """Of the processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = [*COMMAND, *command.split(), "--help"]
+    subprocess.run(run, check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_takes_less_than_half_a_second(command: str) -> None:
-    assert cpu_seconds(*command.split(), "--help") < 0.5
+def test_help_takes_less_than_half_a_second():
+    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 0.5 for _ in range(2))]
+    assert slow == []
 
 
 @pytest.mark.parametrize(
@@ -197,7 +182,7 @@ def test_help_takes_less_than_half_a_second(command: str) -> None:
         "evaluate better nowhere", "export nowhere --format onnx", "publish nowhere --namespace me --dry-run",
     ],
 )  # fmt: skip
-def test_arguments_and_paths_are_checked_before_pytorch(words: str, tmp_path: Path) -> None:
+def test_arguments_and_paths_are_checked_before_pytorch(words, tmp_path):
     code = (
         "import sys; from bkn_zoo.cli import main; code = main()\n"
         "assert code in (1, 2), code; assert 'torch' not in sys.modules, 'PyTorch was imported'"
@@ -212,8 +197,8 @@ def test_arguments_and_paths_are_checked_before_pytorch(words: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "words", ["classify photos --checkpoint better", "train photos --init better", "evaluate better photos"]
 )
-def test_first_line_comes_before_pytorch_is_imported(words: str, tmp_path: Path) -> None:
-    """On a terminal. A module that never ends takes the place of PyTorch."""
+def test_first_line_comes_within_a_second(words, tmp_path):
+    """On a terminal, of the processor's time. A module that never ends takes the place of PyTorch."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "torch.py").write_text("import time; time.sleep(60)")
     ours, theirs = pty.openpty()
@@ -222,6 +207,10 @@ def test_first_line_comes_before_pytorch_is_imported(words: str, tmp_path: Path)
     try:
         assert select.select([ours], [], [], 30)[0]
         assert b"better" in os.read(ours, 1000)
+        status = Path(f"/proc/{process.pid}/stat")
+        if status.exists():  # Linux
+            ticks = sum(map(int, status.read_text().rpartition(")")[2].split()[11:13]))  # of the user and the system
+            assert ticks / os.sysconf("SC_CLK_TCK") < 1
     finally:
         process.kill()
         process.wait()
@@ -247,18 +236,18 @@ def test_first_line_comes_before_pytorch_is_imported(words: str, tmp_path: Path)
         (["serve", "--po"], ["--port"]),
     ],
 )
-def test_completion_offers_what_may_follow(words: list[str], offered: list[str], capsys: Any) -> None:
+def test_completion_offers_what_may_follow(words, offered, capsys):
     assert candidates(words) == offered
     assert said(capsys, "completion", "--", *words).split() == offered
 
 
-def test_completion_knows_all_commands() -> None:
+def test_completion_knows_all_commands():
     assert set(candidates([""])) >= COMMANDS.keys()
     assert COMMANDS.keys() == HELP.keys() == {*PARSERS, "serve"}
     assert set(SCRIPTS) == set(options.SHELLS)
 
 
-def test_bash_completes_by_the_printed_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_by_the_printed_script(tmp_path, capsys):
     script = said(capsys, "completion", "bash")
     (tmp_path / "bkn-zoo").write_text(f'#!/bin/sh\nexec {sys.executable} -m bkn_zoo "$@"\n')
     (tmp_path / "bkn-zoo").chmod(0o755)
@@ -272,29 +261,23 @@ def test_bash_completes_by_the_printed_script(tmp_path: Path, capsys: pytest.Cap
 # Checkpoints
 
 
-def test_info_lists_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_the_classes_and_list_the_best_first(root, capsys):
     assert said(capsys, "info", "better", "--classes") == "ape\nbee\nélan\n"
-
-
-def test_info_without_names_of_classes_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "bare")
-    assert "./bare has 4 classes, but no names for them" in said(capsys, "info", "./bare", "--classes")
-
-
-def test_list_and_the_default_agree_on_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "./bare has 4 classes without names" in said(capsys, "info", "./bare", "--classes")
     _, first, second = said(capsys, "list").splitlines()
     assert first.split()[:2] == [default_checkpoint(), "(default)"] == ["better", "(default)"]
     assert second.startswith("a_worse ")
 
 
-def test_networks_that_need_no_pytorch_are_registered() -> None:
+def test_networks_that_need_no_pytorch_are_registered():
     assert {f"{network}_bkn" for network in NETWORKS} == set(bkn_zoo.list_models("*_bkn"))
 
 
-def test_dry_run_of_publish_works_offline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_publish_works_offline(root, capsys):
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "mine")
     text = said(capsys, "publish", "./mine", "--namespace", "me", "--dry-run")
-    assert "me/mine: the Hub was not asked what it has already" in text
+    assert "me/mine: the Hub could not be asked for its files" in text
     sizes = {path.name: path.stat().st_size for path in Path("mine").iterdir()}
     for name, size in sizes.items():
         assert f"me/mine: to send {name} ({size:,} bytes)" in text
@@ -303,7 +286,7 @@ def test_dry_run_of_publish_works_offline(root: Path, capsys: pytest.CaptureFixt
 # Training and serving
 
 
-def test_ties_between_modes_are_broken_by_loss() -> None:
+def test_ties_between_modes_are_broken_by_loss():
     metrics = {
         "population": {"top1": 90.0, "loss": 0.5},
         "sample": {"top1": 90.0, "loss": 0.3},
@@ -312,7 +295,7 @@ def test_ties_between_modes_are_broken_by_loss() -> None:
     assert best_mode(metrics) == "sample"
 
 
-def test_command_of_a_resumed_run_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_of_a_resumed_run_can_be_repeated(monkeypatch):
     words = ["train", "photos", "--checkpoint", "better", "--epochs", "1", "--device", "cpu", "--name", "mine"]
     for more in ([], ["--resume"]):
         monkeypatch.setattr(sys, "argv", ["bkn-zoo", *words, *more])
@@ -323,7 +306,7 @@ def test_command_of_a_resumed_run_can_be_repeated(monkeypatch: pytest.MonkeyPatc
     assert "--resume" not in environment()["command"]
 
 
-def test_port_in_use_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_names_the_option(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

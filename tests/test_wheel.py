@@ -21,7 +21,7 @@ BUILD = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.a
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Built from a copy, since setuptools leaves files where it builds."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Environment:
     """An environment with the wheel in it and nothing else, until the libraries of this one are lent to it."""
 
-    def __init__(self, folder: Path, wheel: Path) -> None:
+    def __init__(self, folder, wheel):
         self.folder, self.empty = folder / "env", folder / "empty"
         self.empty.mkdir()
         venv.create(self.folder)
@@ -46,17 +46,17 @@ class Environment:
         kept = {k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("PYTHON", "BKN_"))}
         self.variables = kept | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
-    def lend_libraries(self) -> None:
+    def lend_libraries(self):
         places = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
         (self.packages / "lent.pth").write_text("\n".join(places))
 
-    def start(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    def start(self, name, *arguments, **variables):
         command, pipe = [str(self.folder / "bin" / name), *map(str, arguments)], subprocess.PIPE
         return subprocess.Popen(
             command, cwd=self.empty, env=self.variables | variables, stdout=pipe, stderr=pipe, text=True
         )
 
-    def run(self, name: str, *arguments: object, **variables: str) -> tuple[int, str, str]:
+    def run(self, name, *arguments, **variables):
         """The exit code, and what was printed."""
         with self.start(name, *arguments, **variables) as process:
             printed = process.communicate(timeout=180)
@@ -64,17 +64,17 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(wheel, tmp_path_factory):
     return Environment(tmp_path_factory.mktemp("environment"), wheel)
 
 
-def test_pyproject_lists_every_package() -> None:
+def test_pyproject_lists_every_package():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("bkn_zoo/**/*.py")}
     assert listed == {".".join(folder.parts) for folder in folders} | {"bkn_zoo_service"}
 
 
-def test_the_wheel_holds_every_module_and_no_study(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_and_no_study(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     about = f"bkn_zoo-{bkn_zoo.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"bkn_zoo", "bkn_zoo_service", about}
@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_module_and_no_study(wheel: Path) -> None:
     assert [name for name in names if "stud" in name or "experiment" in name or name.endswith(".toml")] == []
 
 
-def test_version_list_and_import_need_no_library(environment: Environment) -> None:
+def test_version_list_and_import_need_no_library(environment):
     version = f"bkn-zoo {bkn_zoo.__version__}\n"
     assert environment.run("bkn-zoo", "--version") == (0, version, "")
     assert environment.run("python", "-m", "bkn_zoo", "--version") == (0, version, "")
@@ -93,13 +93,13 @@ def test_version_list_and_import_need_no_library(environment: Environment) -> No
     code, printed, error = environment.run("bkn-zoo", "list")
     assert sum(os.times()[2:4]) - before < 1, "seconds of the processor, so that no other process decides"
     assert (code, printed) == (0, "")
-    assert "there are no checkpoints here: put some into the folder that BKN_ZOO_CHECKPOINTS names" in error
+    assert "there are no local checkpoints: set BKN_ZOO_CHECKPOINTS to a folder" in error
     code, printed, error = environment.run("bkn-zoo", "serve")
     assert (code, printed) == (2, "")
     assert error.endswith("run pip install 'bkn-zoo[serve]'.\n")
 
 
-def test_the_readme_s_code_runs_from_the_wheel(environment: Environment) -> None:
+def test_the_readme_s_code_runs_from_the_wheel(environment):
     environment.lend_libraries()
     (environment.empty / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "coffee.jpg", environment.empty / "docs")
@@ -113,7 +113,7 @@ def test_the_readme_s_code_runs_from_the_wheel(environment: Environment) -> None
     assert printed.splitlines()[-1].startswith(str(environment.packages))
 
 
-def test_serving_needs_a_checkpoint_and_serves_one(environment: Environment) -> None:
+def test_serving_needs_a_checkpoint_and_serves_one(environment):
     environment.lend_libraries()
     code, printed, error = environment.run("bkn-zoo", "serve", "--port", "0")
     assert (code, printed) == (1, "")

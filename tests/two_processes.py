@@ -11,17 +11,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shallow import shallow
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,17 +43,17 @@ RECIPE = Recipe(
 )  # fmt: skip
 
 
-def network() -> Any:
+def network():
     torch.manual_seed(0)
     return create_model(RECIPE.model, 2)
 
 
-def batch() -> Batch:
+def batch():
     images = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     return Batch(images, torch.eye(2)[torch.arange(8) % 2])
 
 
-def data() -> Data:
+def data():
     """Two classes, told apart by their brightness; 24 images, so 3 steps an epoch."""
     source = torch.Generator().manual_seed(2)
     labels = torch.arange(24) % 2
@@ -65,13 +62,13 @@ def data() -> Data:
     return Data("toy", everything, everything, everything, ["dark", "bright"], Preprocessing(4, (0.5,) * 3, (0.3,) * 3))
 
 
-def half(rank: int) -> Batch:
+def half(rank):
     """This process's images of the batch."""
     images, targets = batch()
     return Batch(images[4 * rank : 4 * rank + 4], targets[4 * rank : 4 * rank + 4])
 
 
-def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
+def one_step(rank, micro_batch=None):
     """The gradient and the running averages after a step on this process's half of the batch."""
     recipe = replace(RECIPE, micro_batch=micro_batch)
     state = begin(recipe, network(), CPU)
@@ -84,7 +81,7 @@ def one_step(rank: int, micro_batch: int | None = None) -> dict[str, Any]:
     return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": alone.call_count}
 
 
-def own_loop(images: Tensor, targets: Tensor, shard: Callable[[Any], Any] = lambda model: model) -> dict[str, Tensor]:
+def own_loop(images, targets, shard=lambda model: model):
     """Weights and running averages after two steps of a loop of one's own, with all that processes share shared."""
     model = network()
     model.statistics_batch_size = 2
@@ -99,13 +96,13 @@ def own_loop(images: Tensor, targets: Tensor, shard: Callable[[Any], Any] = lamb
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
 
 
-def sharded(rank: int) -> dict[str, Tensor]:
+def sharded(rank):
     """By FSDP2, on this process's half of the batch."""
     mesh = init_device_mesh("cpu", (2,))
     return own_loop(*half(rank), lambda model: fully_shard(model, mesh=mesh))
 
 
-def with_frozen_norms(rank: int, told: bool, **options: Any) -> str:
+def with_frozen_norms(rank, told, **options):
     """How two steps of DDP end with all norms frozen; `told` that nothing uses A, R and q, as docs/layer.md says."""
     model = network()
     for norm in model.modules():
@@ -123,11 +120,11 @@ def with_frozen_norms(rank: int, told: bool, **options: Any) -> str:
     return "done"
 
 
-def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
+def interrupted_and_resumed(rank, folder):
     """Only process 1 hears SIGTERM, in its second step, and only process 0 is told to save often."""
     plain = loop.training_batches
 
-    def terminated(*arguments: Any) -> Any:
+    def terminated(*arguments):
         for number, found in enumerate(plain(*arguments)):
             if number == 1 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -148,7 +145,7 @@ def interrupted_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
     return {"message": message, "resumed_at": at, "weights": state.model.state_dict()}
 
 
-def main(folder: Path, *arguments: str) -> None:
+def main(folder, *arguments):
     sys.argv[:] = ["bkn-zoo", "train", *arguments]
     if code := command():
         sys.exit(code)
@@ -163,7 +160,7 @@ def main(folder: Path, *arguments: str) -> None:
     dist.destroy_process_group()
 
 
-def be_two() -> None:
+def be_two():
     """One process of two from here on; the first ends after the second, and only well if that did."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

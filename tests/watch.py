@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Self
 
 from http_client import request, send
 
@@ -23,7 +22,7 @@ class Watch:
         pauses: by how many seconds a short sleep of that process was too long.
     """
 
-    def __init__(self, url: str, image: bytes = b"", *headers: str) -> None:
+    def __init__(self, url, image=b"", *headers):
         asked = {"live": (request("/health/live", b"", *headers, method="GET"), 0.02)}
         if image:
             asked["classify"] = (request("/v1/classify", image, *headers), 0.05)
@@ -31,17 +30,17 @@ class Watch:
         self._port = url.rpartition(":")[2]
         self.live, self.classify, self.pauses = [], [], []  # type: Found, Found, Found
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         command = [sys.executable, __file__, self._port, json.dumps(self._asked)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "begun\n"
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         vars(self).update(json.loads(self._process.communicate(timeout=60)[0]))
 
-    def check(self, what: str, times: float = 1.0) -> None:
+    def check(self, what, times=1.0):
         """Every answer was good, and none was late.
 
         A client may wait 500 ms for /health/live and a second for an image; and ten times as long as the scheduler of a
@@ -64,17 +63,17 @@ class Watch:
             assert most < 4 * limit, f"{what}: {name} waited {most:.2f} s"
 
 
-def main(port: int, asked: dict[str, tuple[str, float]]) -> None:
+def main(port, asked):
     over = threading.Event()
-    found: dict[str, Found] = {name: [] for name in ("pauses", *asked)}
+    found = {name: [] for name in ("pauses", *asked)}
 
-    def ask(name: str, data: str, pause: float) -> None:
+    def ask(name, data, pause):
         while not over.is_set():
             reply = send(port, bytes.fromhex(data), timeout=20)
             found[name].append((reply.status, reply.seconds))
             over.wait(pause)
 
-    def sleep() -> None:
+    def sleep():
         while not over.is_set():
             begun = time.perf_counter()
             time.sleep(0.02)

@@ -1,1 +1,1 @@
-"""Checkpoints: what a folder holds, how it is written and read, and where a name leads (this tree, a folder, Hub)."""
+"""Checkpoint folders: their files, saving and loading, and finding a checkpoint by name (source tree, folder, Hub)."""

@@ -1,4 +1,4 @@
-"""The short card of a checkpoint, for who saves one without writing any; the long one is `bkn_zoo.publishing`'s."""
+"""The short model card, which `save_pretrained` writes by default. `bkn_zoo.publishing` writes the long one."""
 
 import re
 
@@ -28,11 +28,11 @@ model = bkn_zoo.from_pretrained("{name}")  # or by the path of its folder, or "o
 
 
 def short_card(config: Config, name: str) -> str:
-    """README.md of a checkpoint about which nothing is known but its config."""
+    """README.md of a checkpoint, from its config alone."""
     return SHORT_CARD.format(config=config, name=name)
 
 
 def is_short_card(text: str, config: Config) -> bool:
-    """Whether a card is the short one of this config, under whatever name."""
+    """Whether a card is the short card of this config, with any name."""
     title = re.search("^# (.*)$", text, re.MULTILINE)
     return title is not None and text == short_card(config, title[1])

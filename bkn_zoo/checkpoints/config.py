@@ -1,4 +1,4 @@
-"""What config.json says about a checkpoint: enough to rebuild the network, preprocess its images and judge it."""
+"""config.json of a checkpoint: everything needed to rebuild the network, preprocess images and judge its accuracy."""
 
 import dataclasses
 import json
@@ -21,34 +21,34 @@ Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "a probabilit
 
 
 def norm_of(architecture: str) -> str:
-    """The norm of a network by its name."""
+    """The norm in the name of a network."""
     return "bkn" if ":" in architecture else architecture.rpartition("_")[2]
 
 
 @dataclass(frozen=True)
 class Config:
-    """One checkpoint, described.
+    """The description of one checkpoint.
 
     Attributes:
-        format_version: of the folder's layout.
-        architecture: the network's name, as `create_model` takes it.
-        norm: the last part of that name; of a converted network, which has its library's name, "bkn".
-        norm_options: what the norm was made with, or the library's network, as `create_model` takes it.
+        format_version: version of the folder's layout.
+        architecture: name of the network, as in `create_model`.
+        norm: the last part of that name; "bkn" for a converted network, which has the name from its library.
+        norm_options: options of the norm, or of the library's network, as in `create_model`.
         num_classes: outputs of the classifier.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
-        default_statistics: the mode that serves a call which does not choose one.
+        default_statistics: the mode of calls that do not choose one.
         label_names: one per class, in the order of the outputs.
         preprocessing: how an image becomes the network's input.
         training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
-        uncertain_below: per statistics mode, the probability that 95 % of the right answers on held-out images of its
-            classes reach; an answer below it may be wrong, or the image of none of the classes.
-        versions: of the libraries that wrote the checkpoint.
-        sha256: of each file of weights; empty if it is not known.
+        uncertain_below: per statistics mode, the probability that 95 % of the correct answers on held-out images of its
+            classes reach. An answer below it may be wrong, or the image may show none of the classes.
+        versions: versions of the libraries that wrote the checkpoint.
+        sha256: SHA-256 of each file of weights; empty if unknown.
     """
 
     format_version: Count
-    architecture: str  # whether there is such a network, building it shows
+    architecture: str  # checked when the network is built
     norm: str
     norm_options: dict[str, Any]
     num_classes: Count
@@ -70,14 +70,14 @@ class Config:
         if self.label_names is not None:
             if len(self.label_names) != self.num_classes:
                 raise InputError(
-                    f"label_names holds {len(self.label_names)} names, but num_classes is {self.num_classes}: give one "
+                    f"label_names has {len(self.label_names)} names, but num_classes is {self.num_classes}: give one "
                     "name per class."
                 )
             object.__setattr__(self, "label_names", tuple(self.label_names))
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """That of the training; empty where `training`, which is free, has none that could be one."""
+        """The recipe of the training; empty if `training`, which is free-form, has none."""
         recipe = self.training.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
 
@@ -86,12 +86,12 @@ class Config:
         try:
             text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise InputError(f"config.json cannot hold what was given: {error}; keep to plain finite values.") from None
+            raise InputError(f"config.json cannot store these values ({error}): use plain, finite values.") from None
         return text + "\n"
 
     @classmethod
     def read(cls, path: Path) -> "Config":
-        """The config in a file, which must say all that it has to; fields that are unknown here are warned of."""
+        """Read and check the config in a file. Unknown fields cause a warning."""
         data = read_json(path)
         version = data.get("format_version")
         if is_number(version) and version > FORMAT_VERSION:
@@ -100,7 +100,7 @@ class Config:
             )
 
         def warn(name: str) -> None:
-            message = f"{path}: the field {name[:80]} is ignored, since this bkn_zoo does not know it: upgrade bkn_zoo"
+            message = f"{path}: the field {name[:80]} is unknown to this bkn_zoo and is ignored: upgrade bkn_zoo"
             warnings.warn(message, stacklevel=4)
 
         try:

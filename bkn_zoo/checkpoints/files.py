@@ -1,6 +1,6 @@
-"""The files of a checkpoint folder: their names, which of them are there and whole, and writing all of them or none.
+"""The files of a checkpoint folder: their names, checks that they are complete, and writing all of them or none.
 
-Weights are only ever safetensors, and each file of them has its SHA-256.
+Weights are always safetensors files, and config.json has the SHA-256 of each.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "mo
 CONFIG, CARD, GOLDEN, LICENSE = "config.json", "README.md", "golden.safetensors", "LICENSE"
 OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, LICENSE, "model*.safetensors")
 NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
-"""What loading needs, as patterns."""
+"""Patterns of the files that loading needs."""
 
-CHUNK = 2**22  # bytes that are hashed at a time
+CHUNK = 2**22  # bytes hashed at a time
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
@@ -45,7 +45,7 @@ def sync(folder: Path) -> None:
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Give the complete folder `new` its name, in place of the one that may be there."""
+    """Rename the complete folder `new`, replacing an existing folder."""
     old = new.with_suffix(".old")
     try:
         if folder.exists():
@@ -60,7 +60,7 @@ def put_in_place(new: Path, folder: Path) -> None:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Where the system refuses to let this process read, by permissions say, that is an error of the checkpoint."""
+    """Turn errors of the system, such as missing permissions, into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -79,44 +79,44 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             data = json.loads(file.read(), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: {remedy}.") from None
+        raise CheckpointError(f"{path} does not exist, so the checkpoint is incomplete: {remedy}.") from None
     except OSError as error:
         raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): {remedy}.") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(data).__name__} instead of an object: {remedy}.")
+        raise CheckpointError(f"{path} contains a JSON {type(data).__name__} instead of an object: {remedy}.")
     return data
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @reading()
 def weights_file(folder: Path) -> Path:
-    """The file of weights or, where there are several, their index."""
+    """The file of weights or, if there are several, their index."""
     present = [folder / name for name in (WEIGHTS, INDEX) if (folder / name).is_file()]
     if len(present) == 2:
-        raise CheckpointError(f"{folder} holds both {WEIGHTS} and {INDEX}: remove the one that is out of date.")
+        raise CheckpointError(f"{folder} contains both {WEIGHTS} and {INDEX}: remove the one that is out of date.")
     if present:
         return present[0]
     raise no_weights(str(folder), [path.name for path in folder.iterdir()])
 
 
 def no_weights(where: str, names: Collection[str]) -> CheckpointError:
-    """What is wrong with a folder or repository of these files."""
+    """The error for a folder or repository without usable weights."""
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         return CheckpointError(
-            f"{where} holds no {WEIGHTS} but {pickles[0]}, a pickle, which could run any code and is never loaded: "
+            f"{where} contains {pickles[0]} instead of {WEIGHTS}: pickles can run code and are never loaded, so "
             "convert it with safetensors."
         )
-    return CheckpointError(f"{where} holds no {WEIGHTS}: restore it from the original checkpoint.")
+    return CheckpointError(f"{where} has no {WEIGHTS}: restore it from the original checkpoint.")
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor; files of this folder only, whatever the index says."""
+    """The file of each tensor. An index that names files outside the folder is refused."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{path}: weight_map must give a file for each tensor: restore the original index.")
@@ -130,19 +130,19 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def files_of_weights(path: Path) -> list[Path]:
-    """The files of tensors behind the file that `weights_file` found."""
+    """All files of weights, for the result of `weights_file`."""
     names = {WEIGHTS} if path.name == WEIGHTS else set(read_index(path).values())
     return [path.parent / name for name in sorted(names)]
 
 
 def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
-    """Refuse weights that are not those of which config.json keeps the SHA-256; a folder without any is as it is."""
+    """Refuse weights whose SHA-256 is not the one in config.json. A config without SHA-256 is accepted."""
     files = files_of_weights(path) if hashes else []
     with bar(sum(file.stat().st_size for file in files), "checking weights", "B") as done:
         for file in files:
             if sha256(file, done) != hashes.get(file.name):
                 raise DamagedFileError(
-                    f"{file} is damaged or of another checkpoint, since its SHA-256 is not the one in config.json: "
+                    f"{file} is damaged or belongs to another checkpoint (its SHA-256 is not the one in config.json): "
                     "restore both from the original checkpoint.",
                     file.name,
                 )
@@ -150,7 +150,7 @@ def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
 
 @reading()
 def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
-    """Of a file; `done` is called with the size of each part that was read."""
+    """The SHA-256 of a file. `done` is called with the size of each part that was read."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while part := file.read(CHUNK):
@@ -161,32 +161,34 @@ def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str
 
 @reading()
 def files_of(folder: Path) -> list[Path]:
-    """All files of a checkpoint, which are those that stand on the Hub."""
+    """All files of a checkpoint, as they are published on the Hub."""
     weights = weights_file(folder)
     files = {folder / CONFIG, folder / CARD, folder / GOLDEN, weights, *files_of_weights(weights)}
     for path in sorted(files):
         if not path.is_file():
-            raise CheckpointError(f"{path} does not exist, so its folder is no complete checkpoint: save it again.")
+            raise CheckpointError(f"{path} does not exist, so the checkpoint is incomplete: save it again.")
     return sorted(files)
 
 
 def make_folder(folder: Path) -> None:
-    """Make one that results are to go to, and those above."""
+    """Create the folder for results, with its parents."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder} cannot be made for the results ({error.strerror}): name another place.") from None
+        raise InputError(
+            f"{folder} cannot be created for the results ({error.strerror}): choose another folder."
+        ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder} may not be written to: name another place for the results.")
+        raise InputError(f"{folder} is not writable: choose another folder for the results.")
 
 
 def lock(file: IO[bytes], taken: str) -> None:
-    """Hold an open file until it is closed; where another process does, the error says `taken`."""
+    """Lock an open file until it is closed. If another process has locked it, raise an error that says `taken`."""
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(taken) from None
-    except (ImportError, OSError):  # Windows, and file systems that have no locks
+    except (ImportError, OSError):  # Windows, and file systems without locks
         pass

@@ -1,7 +1,7 @@
-"""A folder <-> a network: save, find, load and verify checkpoints.
+"""Saves, loads and verifies checkpoint folders.
 
-A folder holds config.json, model.safetensors (or shards with an index), README.md and golden.safetensors, exactly as it
-stands on the Hub. It is complete or absent, whatever happens to the process that writes it.
+A folder contains config.json, model.safetensors (or shards with an index), README.md and golden.safetensors, exactly as
+on the Hub. It is complete or absent, even if the process that writes it dies.
 """
 
 import os
@@ -54,13 +54,13 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
 MAX_FILE_SIZE = 45 * 10**6
-"""Of a file of weights, in bytes; only a single tensor that is larger gets a larger file."""
+"""Largest size of a file of weights, in bytes; only a larger single tensor gets a larger file."""
 
 GOLDEN_SIZE = 64
-"""Height and width of the golden input of a checkpoint that does not say how its images are preprocessed."""
+"""Height and width of the golden input of a checkpoint without preprocessing."""
 
 GOLDEN_TOLERANCE = 1e-3
-"""Of golden outputs, relative to the largest: for another processor's order of summation, not for other weights."""
+"""Tolerance for golden outputs, relative to the largest: enough for another processor, not for other weights."""
 
 
 def save_pretrained(
@@ -83,16 +83,16 @@ def save_pretrained(
 
     Args:
         model: a network from `create_model` or `from_pretrained`.
-        folder: where to; an existing folder must hold a checkpoint and nothing else.
+        folder: where to save; an existing folder may contain a checkpoint and nothing else.
         label_names: one per class; by default those of the checkpoint that the model came from, if any.
         preprocessing: how images become inputs; by default that of the checkpoint that the model came from, if any.
-        training: recipe and data, free-form; like `accuracy`, it is not taken over from an earlier checkpoint.
+        training: recipe and data, free-form; like `accuracy`, it is not copied from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
-        uncertain_below: probabilities per statistics mode, below which an answer is uncertain.
-        default_statistics: the mode for calls that choose none; by default the model's.
-        card: text of README.md; by default a short one, unless another stands there, which is never replaced by it.
-        license_text: text of a file LICENSE, for weights of others that come with one.
-        measure: in place of `accuracy` and `card`: called with the network as it is stored, it returns both.
+        uncertain_below: per statistics mode, the probability below which an answer is uncertain.
+        default_statistics: the mode of calls that do not choose one; by default that of the model.
+        card: text of README.md; by default a short card, which never replaces another card.
+        license_text: text of a file LICENSE, for weights with a licence of their own.
+        measure: instead of `accuracy` and `card`, a function of the stored network that returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
     config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
@@ -119,7 +119,7 @@ def save_pretrained(
         put_in_place(scratch, folder)
     except OSError as error:
         raise CheckpointError(
-            f"{folder} could not be written ({error}): make room there or choose another place."
+            f"{folder} could not be written ({error}): free space there, or choose another folder."
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -132,27 +132,27 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Network:
-    """The network of a checkpoint, in float32 and evaluation mode, with its description as `.config`.
+    """Load the network of a checkpoint, in float32 and evaluation mode.
 
-    The commit that it was downloaded from is its `.revision`, which is None for a local folder. If the Hub cannot be
-    reached, that is the commit in the cache.
+    `.config` of the network describes the checkpoint. `.revision` is the commit on the Hub, or None for a local folder.
+    If the Hub cannot be reached, the commit in the cache is used.
 
     Args:
-        name: a folder's path (what starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
-            "owner/repo@revision"); or a short name, which is looked for in `list_checkpoints()`, then on the Hub.
-        revision: a branch, a tag or a commit on the Hub, as behind the "@" of a name.
+        name: the path of a folder (starts with ".", "/" or "~", or exists); an id on the Hub ("owner/repo" or
+            "owner/repo@revision"); or a short name from `list_checkpoints()`, otherwise on the Hub.
+        revision: a branch, a tag or a commit on the Hub, like the part after "@" in a name.
         token: for the Hub; by default that of `hf auth login` or HF_TOKEN; False sends none.
-        cache_dir: where downloads are kept; by default the cache of the Hub's client (HF_HOME).
+        cache_dir: folder for downloads; by default the cache of huggingface_hub (HF_HOME).
     """
     return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
 def load(location: Location, as_stored: bool = False) -> Network:
-    """The same, by what `locate` gave: for those who need the folder too, or something done in between.
+    """Load the network of a checkpoint that `locate` found.
 
     Args:
-        as_stored: leave weights in the 16 bits that they are stored in: half the memory, for an engine alone, which
-            makes what it runs of them.
+        as_stored: keep weights in 16 bits, as they are stored. This halves the memory and is for engines, which convert
+            the weights themselves.
     """
     name, folder, revision = location
     try:
@@ -162,8 +162,8 @@ def load(location: Location, as_stored: bool = False) -> Network:
         if file is None:
             raise
         raise DamagedFileError(
-            f"{file} of {name} at {revision} was damaged, and is removed from the cache: load it again, "
-            "and if it is refused again, tell the owner of the repository.",
+            f"{file} of {name} at {revision} was damaged and is removed from the cache: load it again. "
+            "If it is refused again, tell the owner of the repository.",
             file,
         ) from None
     model.revision = revision
@@ -171,12 +171,12 @@ def load(location: Location, as_stored: bool = False) -> Network:
 
 
 def load_folder(folder: Path, as_stored: bool = False) -> Network:
-    """The network of a checkpoint folder, as `load` gives it."""
+    """The network of a checkpoint folder; see `load`."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
     weights = read_weights(path)
     check_hashes(path, config.sha256)
-    # Before building: what it would take a petabyte to hold is refused by arithmetic, not by each system's allocator.
+    # Before building, so that a config which would need a petabyte is refused with this error on every system.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
     if config.num_classes > rows:
         raise CheckpointError(
@@ -195,7 +195,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             )
     with torch.no_grad():
         if as_stored:
-            for name, weight in copied(weights).items():  # from the file, which may change
+            for name, weight in copied(weights).items():  # copies, because the file may change
                 tensors[name].data = weight
         else:
             for name, tensor in tensors.items():
@@ -204,7 +204,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
 
 
 def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
-    """Check that a checkpoint still gives the outputs that it gave when it was written.
+    """Check that a checkpoint reproduces the outputs that were stored with it.
 
     Returns:
         The largest difference of each statistics mode, relative to its largest output.
@@ -213,7 +213,9 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     path = folder / GOLDEN
     golden = read_tensors(path)
     if golden.keys() != {"input", *MODES}:
-        raise CheckpointError(f"{path} holds {few(golden)} instead of input, {', '.join(MODES)}: save the model again.")
+        raise CheckpointError(
+            f"{path} contains {few(golden)} instead of input, {', '.join(MODES)}: save the model again."
+        )
     outputs = _outputs(load_folder(folder), golden["input"])
     differences = {}
     for mode, output in outputs.items():
@@ -236,8 +238,8 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
     if not isinstance(model, Network):
         kind = type(model).__name__
         raise InputError(
-            f"a {kind} cannot be saved: pass the network that create_model made, without a wrapper; of any other, a "
-            "checkpoint would have to hold the code, so save its state_dict."
+            f"a {kind} cannot be saved: pass a network from create_model, without a wrapper. For other networks, save "
+            "the state_dict, because a checkpoint does not contain code."
         )
     origin: Config | None = getattr(model, "config", None)
     if origin is not None and origin.num_classes == model.num_classes:
@@ -253,7 +255,7 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
         versions={"bkn_zoo": __version__, "torch": torch.__version__, "safetensors": safetensors.__version__},
         **_without_none(given),
     )
-    config.to_json()  # so that what cannot be stored is refused before anything is written
+    config.to_json()  # refuses values that cannot be stored before anything is written
     return config
 
 
@@ -270,8 +272,8 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() or not any(fnmatch(entry.name, pattern) for pattern in OWN_FILES):
             raise CheckpointError(
-                f"{folder} holds {entry.name}, which is not part of a checkpoint and would be lost: "
-                "move it away or choose another folder."
+                f"{folder} contains {entry.name}, which is not part of a checkpoint and would be lost: "
+                "move it or choose another folder."
             )
     card = folder / CARD
     if (
@@ -286,12 +288,12 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
 
 
 def _try(scratch: Path, folder: Path) -> tuple[Network, dict[str, Tensor]]:
-    """The network as it is stored, and what it gives; an error if it would not load."""
+    """The network as stored, and its golden outputs; an error if it would not load."""
     try:
         stored = load_folder(scratch)
         return stored, _make_golden(stored)
     except BknZooError as error:
-        raise CheckpointError(f"{folder} was not written, since it would not load: {error}") from error
+        raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
 
 
 def _make_golden(model: Network) -> dict[str, Tensor]:
@@ -313,7 +315,7 @@ def _outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
 
 
 class _SkipRandomInitialization(TorchFunctionMode):
-    """Leaves weights as they were allocated: those of a checkpoint replace them all, and drawing takes a second."""
+    """Skip the initialization of weights, which takes a second: the weights of a checkpoint replace them all."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -329,11 +331,9 @@ def _build(config: Config, path: Path) -> Network:
         with torch.device("cpu"), _SkipRandomInitialization():
             model = build(config.architecture, config.num_classes, **config.norm_options).float()
     except BknZooError as error:
-        raise CheckpointError(f"{path}: the network that it describes cannot be built: {error}") from None
-    except (MemoryError, RuntimeError):  # PyTorch's allocator has words of its own on every system
-        raise CheckpointError(
-            f"{path}: the network that it describes does not fit into memory: load it on a larger machine."
-        ) from None
+        raise CheckpointError(f"{path}: this network cannot be built: {error}") from None
+    except (MemoryError, RuntimeError):  # PyTorch's allocator raises other errors on other systems
+        raise CheckpointError(f"{path}: this network does not fit into memory: load it on a larger machine.") from None
     model.statistics_batch_size = config.statistics_batch_size
     model.default_statistics = config.default_statistics
     model.config = config

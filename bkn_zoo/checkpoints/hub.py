@@ -1,7 +1,7 @@
 """Checkpoints on the Hugging Face Hub: load one by its id, publish a folder.
 
-Downloads go through huggingface_hub and its cache, so that HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what
-they mean everywhere. Nothing from a repository is executed or unpickled.
+Downloads use huggingface_hub and its cache, so HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Nothing
+from a repository is executed or unpickled.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 REACHABLE_SECONDS = 5
-"""That the Hub has to answer a first question."""
+"""Seconds for the Hub to respond to the first request."""
 
 REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?", re.ASCII)
-"""As the Hub has it: its client would refuse others too, but at the end of a training."""
+"""The rule of the Hub. Its client would also refuse other names, but only at the end of a training."""
 
 
 def download(
@@ -49,9 +49,9 @@ def download(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Path, str]:
-    """Bring what loading needs of a repository into the cache; returns the folder there and the commit.
+    """Download the files that loading needs into the cache; returns the folder there and the commit.
 
-    All files are of one commit, even if the revision moves meanwhile. The arguments are those of the Hub's client.
+    All files are from one commit, even if the revision changes meanwhile. The arguments are those of huggingface_hub.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
@@ -77,8 +77,8 @@ def download(
     folder = fetch((CONFIG,), revision)
     commit = folder.name
     if not (folder / CONFIG).exists():
-        raise CheckpointError(f"{what} holds no {CONFIG}, so it is no checkpoint of bkn_zoo: correct the name.")
-    from bkn_zoo.conversion.libraries import is_model  # with PyTorch, which a name that leads nowhere does not need
+        raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+    from bkn_zoo.conversion.libraries import is_model  # imported here, because it imports PyTorch
 
     # An unknown network or a newer format is refused before its weights are downloaded.
     architecture = Config.read(folder / CONFIG).architecture
@@ -93,12 +93,12 @@ def download(
 
 
 def remove_damaged(folder: Path) -> str | None:
-    """Take a file of weights that is not as it should be out of the cache, so that it can be downloaded again."""
+    """Remove a damaged file of weights from the cache, so that it can be downloaded again."""
     try:
         check_hashes(weights_file(folder), Config.read(folder / CONFIG).sha256)
     except DamagedFileError as error:
         path = folder / error.file
-        path.resolve().unlink(missing_ok=True)  # the blob that it is a link to
+        path.resolve().unlink(missing_ok=True)  # the file that the link points to
         path.unlink(missing_ok=True)
         return error.file
     except CheckpointError:
@@ -108,7 +108,7 @@ def remove_damaged(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Change:
-    """What publishing does to one file: "added", "changed" or "removed", and its size in bytes afterwards."""
+    """The change of one file: "added", "changed" or "removed", and its new size in bytes."""
 
     file: str
     kind: str
@@ -117,7 +117,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published: the commit, what it changed (nothing, if all was there), and the pull request, if asked."""
+    """The result of publishing: the commit, its changes (none if all files existed), and the pull request, if any."""
 
     commit: str
     changes: list[Change]
@@ -125,7 +125,7 @@ class Publication:
 
 
 def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
-    """What publishing a checkpoint folder would change; files that are no part of a checkpoint are left alone."""
+    """The changes that publishing a checkpoint folder would make. Files that are not part of a checkpoint are kept."""
     from huggingface_hub.hf_api import RepoFile
 
     try:
@@ -152,44 +152,44 @@ def push_to_hub(
     tag: str | None = None,
     create_pr: bool = False,
 ) -> Publication:
-    """Publish a checkpoint folder in one commit, creating the repository if need be; repeating it changes nothing.
+    """Publish a checkpoint folder in one commit. The repository is created if needed; repeating it changes nothing.
 
     Args:
         folder: a checkpoint folder.
         repository: "owner/repo".
-        private: of a repository that is created.
-        tag: for the commit; one that exists already must be at it.
+        private: whether a new repository is private.
+        tag: a tag for the commit; an existing tag must already be at it.
         create_pr: open a pull request instead of committing to the main branch.
     """
     check_repository(repository)
     if tag is not None and create_pr:
         raise InputError("a pull request cannot be tagged: leave out the tag until it is merged.")
-    files_of(Path(folder))  # an incomplete folder is refused before a repository is made for it
+    files_of(Path(folder))  # refuses an incomplete folder before a repository is created
     api = _api()
     ask(repository, lambda: api.create_repo(repository, private=private, exist_ok=True))
     tags = {ref.name: ref.target_commit for ref in ask(repository, lambda: api.list_repo_refs(repository)).tags}
     if tag in tags and changes(folder, repository):
-        raise HubError(f"{repository} has a tag {tag} already, for other files: choose another tag.")
+        raise HubError(f"{repository} already has a tag {tag} for other files: choose another tag.")
     published = ask(repository, lambda: _commit(api, Path(folder), repository, create_pr))
     if tag is not None and tags.get(tag, published.commit) != published.commit:
-        raise HubError(f"{repository} has a tag {tag} already, at another commit: choose another tag.")
+        raise HubError(f"{repository} already has a tag {tag} at another commit: choose another tag.")
     if tag is not None and tag not in tags:
         ask(repository, lambda: api.create_tag(repository, tag=tag, revision=published.commit, exist_ok=True))
     return published
 
 
 def check_reachable(repository: str) -> None:
-    """Refuse within seconds where the Hub does not answer: most questions of its client are repeated for long."""
-    with suppress(HubNotFoundError):  # an answer, too
+    """Raise an error within seconds if the Hub does not respond. The client itself would retry for a long time."""
+    with suppress(HubNotFoundError):  # this is a response, too
         ask(repository, lambda: _api().repo_info(repository, timeout=REACHABLE_SECONDS), attempts=1)
 
 
 def check_repository(repository: str) -> None:
-    """Refuse what cannot be the id of a repository."""
+    """Refuse names that cannot be the id of a repository."""
     if not REPOSITORY.fullmatch(repository):
         raise InputError(
-            f"{repository!r} cannot be a repository: choose owner and name, as in owner/repo, of letters from a to z, "
-            "digits and -_. (the name in a command by --name)."
+            f"{repository!r} cannot be a repository: use owner/repo with letters from a to z, digits and -_. "
+            "(in a shell, --name sets the name)."
         )
 
 
@@ -207,11 +207,13 @@ def verify_published(folder: str | os.PathLike[str], repository: str, revision: 
         for path in local:
             there = Path(copy) / path.name
             if not there.exists() or sha256(there) != sha256(path):
-                raise DamagedFileError(f"{path.name} of {repository} is not what was sent: publish again.", path.name)
+                raise DamagedFileError(
+                    f"{path.name} of {repository} differs from the local file: publish again.", path.name
+                )
 
 
 def _commit(api: "HfApi", folder: Path, repository: str, create_pr: bool) -> Publication:
-    """Asked again after a failure, it finds what has arrived already, and sends the rest."""
+    """Upload the files. After a failure, a repeated call sends only the missing ones."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     wanted = changes(folder, repository)
@@ -232,7 +234,7 @@ def _is_same(path: Path, there: "RepoFile") -> bool:
     if there.lfs is not None:
         return there.lfs.sha256 == sha256(path)
     data = path.read_bytes()
-    return there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # as git names it
+    return there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # git's hash of a file
 
 
 def _api(token: str | bool | None = None) -> "HfApi":

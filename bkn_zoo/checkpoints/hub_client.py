@@ -1,6 +1,6 @@
-"""Asks the Hugging Face Hub: tries again where that can help, and says in one sentence what is wrong where it cannot.
+"""Requests to the Hugging Face Hub, with retries where they can help, and errors of one sentence where they cannot.
 
-The client, huggingface_hub, is imported when the first question is asked: most uses of bkn_zoo never ask one.
+The client, huggingface_hub, is imported at the first request, because most uses of bkn_zoo make none.
 """
 
 import errno
@@ -16,10 +16,10 @@ from typing import TypeVar
 from bkn_zoo.errors import BknZooError, HubAccessError, HubError, HubNotFoundError, HubUnavailableError
 
 ATTEMPTS = 3
-"""Of one question. The client itself repeats some of its requests, and goes on with a file that was cut off."""
+"""Attempts per request. The client itself also repeats some requests, and resumes incomplete downloads."""
 
 LONGEST_WAIT = 60
-"""Seconds; where the Hub asks for more, the caller is told instead of kept waiting."""
+"""Seconds. If the Hub asks for a longer delay, an error says so instead of waiting."""
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS, token: str | bool | None = None) -> Answer:
-    """The answer to a question about a repository, or a HubError.
+    """The response to a request about a repository, or a HubError.
 
     Args:
-        what: the repository and revision, for the sentence.
-        question: calls the client; it may be asked more than once.
-        attempts: how often.
-        token: that the caller passed, if any; errors do not show it.
+        what: the repository and revision, for error messages.
+        question: calls the client; it may be called more than once.
+        attempts: the maximal number of calls.
+        token: the caller's token, if any, which errors must not show.
     """
-    from huggingface_hub.errors import HTTPError  # of whichever HTTP library it uses
+    from huggingface_hub.errors import HTTPError  # of the HTTP library that the client uses
 
     for attempt in range(1, attempts + 1):
         try:
@@ -50,9 +50,9 @@ def ask(what: str, question: Callable[[], Answer], attempts: int = ATTEMPTS, tok
             chain = _chain(error)
             wait = _wait(chain, attempt)
             if wait is None or wait > LONGEST_WAIT or attempt == attempts:
-                # Not "from error": messages of the client may hold what a log should not.
+                # Not "from error": messages of the client may contain secrets.
                 raise _without(token, explain(what, chain)) from None
-        log.warning("The Hub did not answer about %s; trying again in %d s.", what, wait)
+        log.warning("The Hub did not respond about %s; retrying in %d s.", what, wait)
         time.sleep(wait)
     raise AssertionError("unreachable")
 
@@ -63,7 +63,7 @@ def _without(token: str | bool | None, error: HubError) -> HubError:
 
 @contextmanager
 def _bars_on_a_terminal() -> Iterator[None]:
-    """The client shows some of its bars wherever its messages go, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
+    """Hide the client's progress bars outside a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS is set."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -78,7 +78,7 @@ def _bars_on_a_terminal() -> Iterator[None]:
 
 
 def explain(what: str, chain: list[BaseException]) -> HubError:
-    """One sentence, with the remedy, for what the client raised and what had led to it."""
+    """An error of one sentence, with the remedy, for an exception of the client and its causes."""
     from huggingface_hub import constants, errors
 
     def is_one_of(*kinds: type[BaseException]) -> bool:
@@ -87,32 +87,29 @@ def explain(what: str, chain: list[BaseException]) -> HubError:
     status = _status(chain)
     if is_one_of(errors.OfflineModeIsEnabled):
         return HubUnavailableError(
-            f"{what} is not in the cache, or not all of it, and HF_HUB_OFFLINE forbids to ask the Hub: unset it, or "
-            "load the checkpoint once while it is not set."
+            f"{what} is not completely in the cache, and HF_HUB_OFFLINE forbids downloads: unset it, or load the "
+            "checkpoint once without it."
         )
     if any(isinstance(error, OSError) and error.errno in FULL_DISK for error in chain):
         return HubError(
-            f"there is no room for {what} in {constants.HF_HUB_CACHE}: make room there, or name a folder on another "
-            "disk by HF_HOME or cache_dir."
+            f"there is no space for {what} in {constants.HF_HUB_CACHE}: free space there, or set HF_HOME or cache_dir "
+            "to a folder on another disk."
         )
     if is_one_of(UnicodeEncodeError) or any(type(error).__name__ == "LocalProtocolError" for error in chain):
-        return HubAccessError("the token has characters that no token has: set HF_TOKEN again, or run `hf auth login`.")
+        return HubAccessError("the token contains invalid characters: set HF_TOKEN again, or run `hf auth login`.")
     if is_one_of(errors.RevisionNotFoundError):
-        return HubNotFoundError(f"{what} does not exist, though its repository does: correct the revision after the @.")
+        return HubNotFoundError(f"{what} does not exist, but its repository does: correct the revision after the @.")
     if is_one_of(errors.GatedRepoError):
         return HubAccessError(f"{what} is open to approved users only: ask for access on its page, and set HF_TOKEN.")
     if is_one_of(errors.RepositoryNotFoundError) or status == 404:
         return HubNotFoundError(
-            f"the Hub has no {what}, or shows it only to some: correct the name, or set HF_TOKEN to a token that may "
-            "read it."
+            f"the Hub has no {what}, or it is private: correct the name, or set HF_TOKEN to a token that may read it."
         )
     if is_one_of(errors.LocalTokenNotFoundError) or status == 401:
-        return HubAccessError(
-            f"the Hub wants a valid token for {what} (401): set HF_TOKEN to one, or run `hf auth login`."
-        )
+        return HubAccessError(f"the Hub requires a valid token for {what} (401): set HF_TOKEN, or run `hf auth login`.")
     if status == 403:
         return HubAccessError(
-            f"the token may not do this with {what} (403): take one with the right to, or ask the repository's owner."
+            f"the token is not allowed to do this with {what} (403): use a token with this right, or ask the owner."
         )
     return _explain_failure(what, chain, status)
 
@@ -121,26 +118,28 @@ def _explain_failure(what: str, chain: list[BaseException], status: int | None) 
     asked = _retry_after(chain)
     if status == 429:
         when = f"in {asked} seconds" if asked else "in some minutes"
-        return HubUnavailableError(f"the Hub takes no more requests for now (429, about {what}): try again {when}.")
+        return HubUnavailableError(f"the Hub accepts no more requests for now (429, about {what}): try again {when}.")
     if status in (409, 412):
         return HubError(f"{what} was changed by someone else meanwhile ({status}): try again.")
     if status is not None and status >= 500:
-        return HubUnavailableError(f"the Hub fails ({status}, about {what}): try again later.")
+        return HubUnavailableError(f"the Hub failed ({status}, about {what}): try again later.")
     if status is not None:
         return HubError(f"the Hub refuses the request about {what} ({status}): {_first_sentence(chain[0])}.")
     if any(map(_is_broken_connection, chain)) or isinstance(chain[0], json.JSONDecodeError):
         reason = type(chain[-1]).__name__
         return HubUnavailableError(
-            f"the Hub cannot be reached for {what}, or stopped half-way ({reason}): check the connection and "
-            "HF_ENDPOINT, and try again; files that arrived whole are kept."
+            f"the Hub cannot be reached for {what}, or the transfer stopped ({reason}): check the connection and "
+            "HF_ENDPOINT, and try again; complete files are kept."
         )
     if isinstance(chain[0], OSError) and chain[0].errno is not None:
-        return HubError(f"{what} cannot be stored ({chain[0].strerror}): name a folder of yours by HF_HOME.")
+        return HubError(
+            f"{what} cannot be stored ({chain[0].strerror}): set HF_HOME to a folder that you can write to."
+        )
     return HubError(f"{what}: {_first_sentence(chain[0])}.")
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and those that led to it, the last one first."""
+    """An exception and its causes, the last one first."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
@@ -166,7 +165,7 @@ def _retry_after(chain: list[BaseException]) -> int | None:
 
 
 def _wait(chain: list[BaseException], attempt: int) -> int | None:
-    """Seconds until a further attempt; None if that would be in vain."""
+    """Seconds until the next attempt; None if another attempt cannot help."""
     if any(isinstance(error, OSError) and error.errno in FULL_DISK for error in chain):
         return None
     status, asked = _status(chain), _retry_after(chain)
@@ -179,13 +178,13 @@ def _wait(chain: list[BaseException], attempt: int) -> int | None:
 def _is_broken_connection(error: BaseException) -> bool:
     from huggingface_hub.errors import FileMetadataError, HTTPError
 
-    # A file that came shorter than announced is an OSError without a number.
+    # A file shorter than announced is an OSError without a number.
     incomplete = isinstance(error, OSError) and error.errno is None
     return isinstance(error, HTTPError | FileMetadataError | ConnectionError | TimeoutError) or incomplete
 
 
 def _is_no_connection(error: BaseException) -> bool:
-    """There is none to begin with, so that a cached file or an error should come at once."""
+    """Whether there is no connection, so that a cached file or an error should come at once."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in ("ConnectError", "ConnectTimeout")

@@ -1,4 +1,4 @@
-"""Where the name of a checkpoint leads: to a folder, to one of those at hand, or to the Hub."""
+"""Finds the checkpoint of a name: a folder, a local checkpoint, or a repository on the Hub."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from bkn_zoo.errors import CheckpointError, HubError, InputError, UnknownNameErr
 log = logging.getLogger(__name__)
 
 NAMESPACE = "bkn-zoo"
-"""Of the repositories that short names mean; BKN_ZOO_NAMESPACE in the environment overrides it."""
+"""The owner of repositories with short names; the environment variable BKN_ZOO_NAMESPACE overrides it."""
 
 NAMESPACE_VARIABLE = "BKN_ZOO_NAMESPACE"
 
@@ -28,7 +28,7 @@ def list_checkpoints() -> list[str]:
 
 
 class Location(NamedTuple):
-    """Where a name led: a folder, and the commit that it was downloaded from; None for one that was here."""
+    """A checkpoint that was found: its folder, and its commit on the Hub (None for a local folder)."""
 
     name: str
     folder: Path
@@ -42,7 +42,7 @@ def locate(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Location:
-    """Where a name leads: to a folder, to one of `list_checkpoints()`, or to the Hub, from which it is downloaded.
+    """Find a checkpoint: a folder, one of `list_checkpoints()`, or a repository on the Hub, which is downloaded.
 
     The arguments are those of `from_pretrained`.
     """
@@ -61,7 +61,7 @@ def locate(
             if not REPOSITORY.fullmatch(repository):
                 raise
             unknown = str(error).rstrip(".")
-    try:  # out here, since what the client raises would otherwise seem to come of the error above
+    try:  # outside the handler above, so that errors of the client are not chained to that error
         folder, commit = download(repository, revision or None, token, cache_dir)
         log.info("%s is commit %s of %s on the Hub", text, commit, repository)
         return Location(text, folder, commit)
@@ -74,21 +74,21 @@ def locate(
 
 
 def _at(name: str | os.PathLike[str], revision: str) -> str:
-    """The name with a revision behind an "@"."""
+    """The name with its revision after an "@"."""
     text = os.fspath(name)
     if is_folder(name):
-        raise InputError(f"{text} is a folder, which has no revision {revision!r}: leave the revision out.")
+        raise InputError(f"{text} is a folder and has no revision {revision!r}: omit the revision.")
     repository, at, named = text.partition("@")
     if at and named != revision:
-        raise InputError(f"{text} and revision={revision!r} name two revisions: leave one of them out.")
+        raise InputError(f"{text} and revision={revision!r} are two different revisions: omit one of them.")
     return f"{repository}@{revision}"
 
 
 @reading()
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint that is on this machine, by its path or its name; the Hub is not asked.
+    """The folder of a checkpoint on this machine, by its path or its name, without a request to the Hub.
 
-    The folder of a run leads to the checkpoint in it, which has the same name.
+    The folder of a run stands for the checkpoint inside, which has the same name.
     """
     text = os.fspath(name)
     names = list_checkpoints()
@@ -108,16 +108,16 @@ def find(name: str | os.PathLike[str]) -> Path:
     if len(found) > 1:
         places = " and ".join(map(str, found))
         raise CheckpointError(
-            f"the checkpoint {text!r} exists more than once, as {places}: remove all but one, or pass a folder's path."
+            f"the checkpoint {text!r} exists more than once, in {places}: remove all but one, or pass a folder's path."
         )
     return found[0]
 
 
 def is_folder(name: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is named by a folder's path: the one rule, for everyone who takes a name.
+    """Whether the name of a checkpoint is the path of a folder.
 
-    It is if it is no string, starts with ".", "/" or "~", exists as a folder, or has a separator in it and cannot be an
-    id on the Hub.
+    It is if it is not a string, starts with ".", "/" or "~", exists as a folder, or contains a separator and cannot be
+    an id on the Hub.
     """
     if not isinstance(name, str) or name.startswith((".", "/", "~")) or os.path.isdir(name):
         return True
@@ -128,5 +128,5 @@ def _roots() -> list[Path]:
     named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
     roots = [Path(name).expanduser().resolve() for name in named if name]
     for root in filter(Path.is_dir, roots):
-        os.scandir(root).close()  # or else one that may not be read would be taken for empty
+        os.scandir(root).close()  # otherwise a folder without read permission would seem empty
     return list(dict.fromkeys([*roots, *([SOURCE_TREE] if SOURCE_TREE.is_dir() else [])]))

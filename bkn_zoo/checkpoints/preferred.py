@@ -1,4 +1,4 @@
-"""Which checkpoint to use where the caller names none."""
+"""The checkpoint to use if the caller does not name one."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.errors import CheckpointError
 
 PREFERRED_CHECKPOINT = "efficientnet_lite0_bkn.imagenet"
-"""Not the most accurate, but no slower and no larger than others for photographs: results/benchmark_defaults.*.json."""
+"""Not the most accurate checkpoint, but the fastest and smallest for photographs: results/benchmark_defaults.*.json."""
 
 NETWORKS = (
     "efficientnet_lite0",
@@ -18,19 +18,19 @@ NETWORKS = (
     "inception_v2",
     "resnet101",
 )
-"""Of the zoo itself: known here, so that choosing one of their checkpoints does not import PyTorch."""
+"""The networks of the zoo, listed here so that choosing a checkpoint does not import PyTorch."""
 
 
 def default_checkpoint() -> str:
-    """The name of the checkpoint to use where none is named."""
+    """The name of the default checkpoint."""
     return usable_checkpoints()[0]
 
 
 def usable_checkpoints() -> list[str]:
-    """The names of those that can classify images, in the order to prefer them in; an error if there is none.
+    """The names of all checkpoints that classify images, in order of preference; an error if there is none.
 
-    The preferred one if it is there, then BKN networks before others, then those that tell most classes apart, then the
-    most accurate ones. `bkn-zoo list` has the same order.
+    First the preferred one, if it exists, then BKN networks before others, then those with more classes, then the more
+    accurate ones. `bkn-zoo list` has the same order.
     """
     ranked = sorted(
         (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, -(top1(config) or 0.0), name)
@@ -38,8 +38,8 @@ def usable_checkpoints() -> list[str]:
     )
     if not ranked:
         raise CheckpointError(
-            "there is no checkpoint here that classifies images: name one, a folder or owner/repo on the Hub "
-            "(by --checkpoint in a shell), or put some into a folder that the variable BKN_ZOO_CHECKPOINTS names."
+            "no checkpoint that classifies images was found: name a folder or owner/repo on the Hub (in a shell with "
+            "--checkpoint), or set BKN_ZOO_CHECKPOINTS to a folder of checkpoints."
         )
     return [rank[-1] for rank in ranked]
 
@@ -53,7 +53,7 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
     for name in names:
         try:
             config = Config.read(find(name) / CONFIG)
-        except CheckpointError:  # loading it by name says why
+        except CheckpointError:  # loading it by name will say why
             continue
         if config.preprocessing is not None and _is_model(config.architecture):
             yield name, config
@@ -62,6 +62,6 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
 def _is_model(architecture: str) -> bool:
     if architecture.rpartition("_")[0] in NETWORKS:
         return True
-    from bkn_zoo.conversion.libraries import is_model  # which imports PyTorch
+    from bkn_zoo.conversion.libraries import is_model  # imports PyTorch
 
     return is_model(architecture)

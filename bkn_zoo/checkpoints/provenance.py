@@ -30,15 +30,15 @@ PACKAGES = (
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:
-    """Where and how the running script runs."""
+    """The command, hardware and versions of the running script."""
     installed = {"bkn-zoo": __version__}
     for name in PACKAGES:
         try:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    # Paths of the machine say nothing to others: of those, the last part, and that a script is one of scripts/.
-    # Without --resume, which continues a run that others do not have.
+    # Paths of this machine mean nothing to others, so keep only their last part, and scripts/ for a script. Drop
+    # --resume, because it continues a run that others do not have.
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv if word != "--resume"]
     if os.path.isabs(sys.argv[0]) and Path(sys.argv[0]).parent.name == "scripts":
         words[0] = f"scripts/{words[0]}"
@@ -52,12 +52,12 @@ def environment(seed: int | None = None) -> dict[str, Any]:
 
 
 def processes() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def launched(words: list[str]) -> list[str]:
-    """The words of a command, after those that start it: for several processes, torchrun's."""
+    """The words that start a command: those of torchrun for several processes."""
     script = words[0] != "bkn-zoo"
     if processes() == 1:
         return ["python", *words] if script else words
@@ -67,12 +67,12 @@ def launched(words: list[str]) -> list[str]:
 
 
 def machines() -> int:
-    """On how many these processes run, by what torchrun says of this one."""
+    """The number of machines, according to torchrun."""
     return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 
 def hardware() -> str:
-    """The GPU in use, or the CPU with the cores that this process may use."""
+    """The GPU in use, or the CPU with the number of cores that this process may use."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{cpu_name()}, {allowed_cores()} cores"

@@ -1,4 +1,4 @@
-"""Files of weights <-> the tensors of a network; only safetensors, and each file with its SHA-256."""
+"""Reads and writes files of weights: only safetensors, each with its SHA-256."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
 from bkn_zoo.regular import open_regular
 
-ALIGNMENT = 64  # bytes, at which PyTorch puts tensors too, and engines read them fastest
+ALIGNMENT = 64  # bytes, as in PyTorch; engines read aligned tensors fastest
 
 
 def stored_dtype(tensor: Tensor) -> torch.dtype:
@@ -35,7 +35,7 @@ def to_stored(name: str, tensor: Tensor) -> Tensor:
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], max_file_size: int) -> dict[str, str]:
-    """Write one file or, beyond the limit, shards with an index; returns the SHA-256 of each file of weights."""
+    """Write one file or, beyond the limit, shards with an index. Returns the SHA-256 of each file."""
     shards = split(tensors, max_file_size)
     hashes: dict[str, str] = {}
     files: dict[str, str] = {}
@@ -52,14 +52,14 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], max_file_size: int) 
 
 
 def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tensor]]:
-    """Tensors in their order, in as many shards as it takes.
+    """Tensors in their order, in as many shards as needed.
 
-    huggingface_hub would do it too, but imports PyTorch's distributed tensors on the way, which takes seconds.
+    huggingface_hub has such a function, but it imports PyTorch's distributed tensors, which takes seconds.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        needed = tensor.nbytes + len(name) + 128  # its entry in the file's header is shorter than this
+        needed = tensor.nbytes + len(name) + 128  # upper bound for its entry in the file's header
         if shards[-1] and size + needed > max_file_size:
             shards.append({})
             size = 0
@@ -69,7 +69,7 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file that `weights_file` found, which must be finite."""
+    """All tensors, for the result of `weights_file`. They must be finite."""
     if path.name == WEIGHTS:
         return _finite(of_today(read_tensors(path)), path)
     files = read_index(path)
@@ -77,24 +77,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for file in sorted(set(files.values())):
         shard = read_tensors(path.parent / file)
         if shard.keys() != {name for name, where in files.items() if where == file}:
-            raise CheckpointError(f"{path.parent / file} does not hold the tensors that {INDEX} says: restore both.")
+            raise CheckpointError(
+                f"{path.parent / file} does not contain the tensors that {INDEX} lists: restore both files."
+            )
         weights |= _finite(of_today(shard), path.parent / file)
     return weights
 
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     for name, tensor in weights.items():
-        # The least and the largest are NaN where any number is; other ways take many times as long for 16 bits.
+        # Minimum and maximum are NaN if any number is. Other ways take many times as long for 16 bits.
         if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
             raise CheckpointError(
-                f"{path}: {name} has numbers that are infinite or not numbers, so that every answer would be, too: "
+                f"{path}: {name} contains infinite numbers or NaN: "
                 "restore the file from the original checkpoint, or save the model as it was before it diverged."
             )
     return weights
 
 
 def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that share one piece of memory: in pieces of their own, ResNet101's take half as much again."""
+    """Copies in one block of memory. Separate allocations would need half as much again for ResNet101."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in weights.values()]
     places = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
     return {
@@ -104,9 +106,9 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as today's layers have them.
+    """The tensors of a checkpoint in the format of today's layers.
 
-    The zoo's first checkpoints store a raw gain as a number without dimensions, infinite where q = 1.
+    The first checkpoints of the zoo store a raw gain as a scalar, which is infinite if q = 1.
     """
 
     def updated(name: str, tensor: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        open_regular(path).close()  # safetensors says of a file that may not be opened that there is none
+        open_regular(path).close()  # safetensors reports a file without read permission as missing
         return safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: restore it from the original checkpoint.") from None
@@ -129,9 +131,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             start = file.read(4)
         if start.startswith((b"\x80", b"PK\x03\x04")):
             raise CheckpointError(
-                f"{path} is a pickle by another name, which could run any code and is never loaded: "
-                "convert it with safetensors."
+                f"{path} is a pickle with another name: pickles can run code and are never loaded, so convert it "
+                "with safetensors."
             ) from None
         raise CheckpointError(
-            f"{path} is truncated or no safetensors file ({error}): restore it from the original checkpoint."
+            f"{path} is truncated or not a safetensors file ({error}): restore it from the original checkpoint."
         ) from None

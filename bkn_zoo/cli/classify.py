@@ -1,4 +1,4 @@
-"""`bkn-zoo classify`: images and folders of them, to a terminal or pipe, or to a file that outlives interruptions."""
+"""`bkn-zoo classify`: classifies images and folders. An output file can be resumed after an interruption."""
 
 import argparse
 import csv
@@ -21,17 +21,17 @@ from bkn_zoo.cli.parser import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.terminal import printable
 
-if TYPE_CHECKING:  # what takes seconds to import is imported by the commands that need it
+if TYPE_CHECKING:  # slow imports happen in the commands that need them
     from bkn_zoo.inference.classifier import Classification, Classifier
 
 FAILED = 1
-EVERY = 30.0  # seconds between lines that say how far it is, where no terminal shows a bar
-MAX_RECORD = 100_000  # bytes; a path has a few thousand at most
+EVERY = 30.0  # seconds between lines of progress without a terminal
+MAX_RECORD = 100_000  # bytes; a path has at most a few thousand
 COLUMNS = ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
 
 
 class Made(NamedTuple):
-    """What all rows of a file have in common; of a checkpoint on disk, the weights' SHA-256 is the revision."""
+    """Settings that all rows of a file share. The revision of a local checkpoint is the SHA-256 of its weights."""
 
     model: str
     revision: str | None
@@ -40,7 +40,7 @@ class Made(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a file says of one image, and where that ends."""
+    """The result of one image in a file, and its end."""
 
     end: int
     file: str
@@ -48,10 +48,10 @@ class Row(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How results are written: what stands before, between and after those of each image; and how they are read again.
+    """A file format: the text before, between and after the results of images, and how to read them back.
 
-    `read` yields the rows of a file, given how many labels each has; those of an image that are torn, as they are where
-    a process was killed, come last and are left out.
+    `read` yields the rows of a file, given the number of labels per image. An incomplete last image, written by a
+    process that was killed, is left out.
     """
 
     write: "Callable[[str, Classification], str]"
@@ -62,7 +62,7 @@ class Format(NamedTuple):
 
 
 def load(args: argparse.Namespace) -> "Classifier":
-    """The classifier that the options ask for; its name is checked before PyTorch is imported."""
+    """The classifier for the options. The checkpoint's name is checked before PyTorch is imported."""
     name = args.checkpoint or default_checkpoint()
     check_checkpoint(name)
     announce(f"loading {name}")
@@ -74,10 +74,10 @@ def load(args: argparse.Namespace) -> "Classifier":
 
 
 def classify(args: argparse.Namespace) -> int:
-    """The results of all good images; the bad ones are named at the end. Returns the exit code."""
+    """Print the results of all readable images, and list the others at the end. Returns the exit code."""
     form = FORMATS[args.format]
     if args.output and form.read is None:
-        raise InputError("--output takes --format csv or json: add one of them.")
+        raise InputError("--output needs --format csv or --format json: add one of them.")
     failures: dict[str, str] = {}
     files = list(_image_files(args.paths, failures))
     done = 0
@@ -97,12 +97,12 @@ def classify(args: argparse.Namespace) -> int:
 
 
 def _for_terminal(text: str) -> str:
-    """CSV and JSON as they are, unless they are shown to a person."""
+    """Escape terminal control characters, except in CSV and JSON that is not shown in a terminal."""
     return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
 
 
 def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
-    """Names rather than paths, which take several times the memory: there may be hundreds of thousands."""
+    """The names of all images. Path objects would need several times the memory for hundreds of thousands of them."""
     from bkn_zoo.images import image_files, passed_over
 
     for path in paths:
@@ -117,7 +117,7 @@ def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
         if others:
             print(f"bkn-zoo: {printable(passed_over(path, others))}", file=sys.stderr)
         if not found:
-            failures[str(path)] = f"{path} holds no images: name a folder that does."
+            failures[str(path)] = f"{path} contains no images: choose another folder."
         for name in found:
             yield name.removeprefix(f".{os.sep}")
 
@@ -125,15 +125,15 @@ def _image_files(paths: list[Path], failures: dict[str, str]) -> Iterator[str]:
 def _results(
     classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str], before: int = 0
 ) -> "Iterator[tuple[str, Classification]]":
-    """The good ones as they come; what is wrong with the others is added to the failures.
+    """Yield the results of readable images, and add the errors of the others to the failures.
 
     Args:
-        before: images that were done already, for who looks how far it is.
+        before: number of images that were done before, for the progress.
     """
     from tqdm import tqdm
 
     terminal, total = sys.stderr.isatty(), before + len(files)
-    # The bar steps aside for what is printed.
+    # Clear the bar before printing.
     aside = nullcontext if args.output else tqdm.external_write_mode
     begun = told = time.monotonic()
     revision = _revision(classifier)
@@ -162,7 +162,7 @@ def _spread(
 
 
 def _texts(form: Format, results: "Iterable[tuple[str, Classification]]", begun: bool = False) -> Iterator[str]:
-    """What to write for each result; not what comes after the last."""
+    """The text of each result, without the text after the last one."""
     for name, result in results:
         yield (form.between if begun else form.before) + form.write(name, result)
         begun = True
@@ -171,7 +171,7 @@ def _texts(form: Format, results: "Iterable[tuple[str, Classification]]", begun:
 def _to_file(
     form: Format, classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]
 ) -> int:
-    """Write what is not in the file yet; how many images are in it then."""
+    """Write the missing results to the file. Returns the number of images in it."""
     statistics = classifier.choose(args.statistics)
     top_k = min(args.top_k, classifier.model.num_classes)
     made = Made(classifier.name, _revision(classifier), statistics, top_k)
@@ -179,19 +179,19 @@ def _to_file(
         done, end = _read(form, file, args, made)
         todo = [name for name in files if _text(name) not in done]
         if done:
-            print(f"bkn-zoo: {len(done):,} images are in {args.output} already", file=sys.stderr)
+            print(f"bkn-zoo: {len(done):,} images are already in {args.output}", file=sys.stderr)
         count = len(done)
         try:
             file.truncate(end)
             results = _results(classifier, todo, args, failures, len(files) - len(todo))
             for text in _texts(form, results, bool(done)):
                 file.write(_bytes(text))
-                file.flush()  # of an image all or nothing, but for what kills in the middle of that
+                file.flush()  # so that an image is complete or missing, unless the process is killed during this call
                 count += 1
             file.write(_bytes(form.after if count else form.before + form.after.lstrip()))
             file.flush()
         except KeyboardInterrupt:
-            print(f"bkn-zoo: {count:,} images are in {args.output}: the same command continues", file=sys.stderr)
+            print(f"bkn-zoo: {count:,} images are in {args.output}: repeat the command to continue", file=sys.stderr)
             raise
     bad = f"; {len(failures):,} could not be used" if failures else ""
     print(f"bkn-zoo: {count:,} images are in {args.output}{bad}", file=sys.stderr)
@@ -199,7 +199,7 @@ def _to_file(
 
 
 def _revision(classifier: "Classifier") -> str | None:
-    """What tells these weights from others of the same name."""
+    """An identifier of the weights."""
     hashes = sorted(classifier.model.config.sha256.values())
     if classifier.revision is not None or len(hashes) < 2:
         return classifier.revision or next(iter(hashes), None)
@@ -208,24 +208,24 @@ def _revision(classifier: "Classifier") -> str | None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read and to append to, made where there is none, and by no other process at the same time."""
+    """Open a file for reading and appending, create it if needed, and lock it against other processes."""
     try:
         with open(path, "a+b") as file:
-            lock(file, f"another process writes {path}: wait for its end, or name another file.")
+            lock(file, f"another process is writing {path}: wait until it ends, or choose another file.")
             file.seek(0)
             yield file
     except OSError as error:
-        remedy = "make room there or name another file, and repeat the command, which continues"
+        remedy = "free space there, or choose another file, then repeat the command to continue"
         raise InputError(f"{path} cannot be written ({error.strerror}): {remedy}.") from None
 
 
 def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -> tuple[set[str], int]:
-    """The images that are in a file already, and where the last of them ends; an error where it is of another kind."""
+    """The images in an existing file, and the end of the last one; an error if the file was made with other options."""
     assert form.read is not None
     start = _bytes(form.before)
     found = file.read(len(start))
     if found != start and not (start.startswith(found) and not file.read(1)):
-        raise InputError(f"{args.output} was not made with --format {args.format}: name another file.")
+        raise InputError(f"{args.output} was not made with --format {args.format}: choose another file.")
     done, end = set(), 0
     try:
         for row in form.read(file, made.top_k):
@@ -234,23 +234,23 @@ def _read(form: Format, file: IO[bytes], args: argparse.Namespace, made: Made) -
                     if name == "revision":
                         raise InputError(
                             f"{args.output} was made with other weights of {made.model} (revision {theirs}, not "
-                            f"{ours}): name another file."
+                            f"{ours}): choose another file."
                         )
                     option = f"--{'checkpoint' if name == 'model' else name.replace('_', '-')} {theirs}"
                     raise InputError(
-                        f"{args.output} was made with {option}, not {ours}: repeat that, or name another file."
+                        f"{args.output} was made with {option}, not {ours}: use that option, or choose another file."
                     )
             done.add(row.file)
             end = row.end
     except (ValueError, KeyError, TypeError, csv.Error) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{args.output} is damaged after byte {end}: cut it off there, or delete it.") from None
+        raise InputError(f"{args.output} is damaged after byte {end}: truncate it there, or delete it.") from None
     return done, end
 
 
 def _text(name: str) -> str:
-    """A name as it can be read again: it need not be valid text."""
+    """A file name in a form that can be read back, even if it is not valid text."""
     return _bytes(name).decode()
 
 
@@ -278,7 +278,7 @@ def _read_json(file: IO[bytes], top_k: int) -> Iterator[Row]:
         try:
             row = json.loads(text)
         except ValueError:
-            if not file.read(1):  # the last line, which is torn
+            if not file.read(1):  # the last line, which is incomplete
                 return
             raise
         made = Made(row["model"], row["revision"], row["statistics"], len(row["predictions"]))
@@ -294,7 +294,7 @@ def _write_csv(name: str, result: "Classification") -> str:
 
 def _line(fields: list[object]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\r\n").writerow(fields)  # so that a name with either of them is quoted
+    csv.writer(text, lineterminator="\r\n").writerow(fields)  # so that names with either character are quoted
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
@@ -310,12 +310,12 @@ def _read_csv(file: IO[bytes], top_k: int) -> Iterator[Row]:
 
 
 def _records(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a CSV that are whole, and where they end; names and labels may have line breaks, in quotes."""
+    """The complete records of a CSV file, with their ends. Names and labels may contain line breaks in quotes."""
     end, record = file.tell(), b""
     for line in file:
         record += line
         if len(record) > MAX_RECORD:
-            raise ValueError("a quote without its twin")
+            raise ValueError("an unclosed quote")
         if record.endswith(b"\n") and record.count(b'"') % 2 == 0:
             end += len(record)
             yield end, next(csv.reader(io.StringIO(record.decode(), newline="")))

@@ -1,6 +1,6 @@
-"""The command `bkn-zoo`: its parser, its log level, its exit codes, and the commands that it leads to.
+"""The command `bkn-zoo`: its parser, log level, exit codes and subcommands.
 
-PyTorch takes seconds to import: a command checks its arguments and paths first, and imports it after that.
+PyTorch takes seconds to import, so a command checks its arguments and paths first.
 """
 
 import argparse
@@ -32,23 +32,23 @@ from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, I
 from bkn_zoo.terminal import printable
 from bkn_zoo.version import __version__
 
-MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports signals
+MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are those of signals in a shell
 LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
-DESCRIPTION = "Classify images with networks that choose whose statistics normalize them."
+DESCRIPTION = "Classify images with networks that use Batch Kalman Normalization; train, evaluate and serve them."
 EXAMPLES = """\
 examples:
   bkn-zoo classify photo.jpg                               the five likeliest labels
-  bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and in those within it
+  bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and its subfolders
   bkn-zoo compare photo.jpg                                the three statistics modes side by side
-  bkn-zoo list                                             the checkpoints that are here
-  bkn-zoo train photos/                                    teach the default checkpoint your own classes
-  bkn-zoo serve --port 8000                                the same over HTTP, with a page to try it on
+  bkn-zoo list                                             the local checkpoints
+  bkn-zoo train photos/                                    fine-tune the default checkpoint on your images
+  bkn-zoo serve --port 8000                                classify over HTTP, with a web page
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ended(name: str, run: Callable[[], int | None]) -> int:
-    """The exit code of a command or a script of this name, whose end is silent but for a sentence about an error."""
+    """Run a command or script and return its exit code. Errors print one sentence."""
     try:
         return _ended(name, run)
-    except KeyboardInterrupt:  # a second one, while it ended
+    except KeyboardInterrupt:  # a second Ctrl-C while it ends
         return INTERRUPTED
 
 
@@ -72,7 +72,7 @@ def _ended(name: str, run: Callable[[], int | None]) -> int:
         code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # of a print, or after --help, say; or of something else, which is told
+    except (BrokenPipeError, SystemExit):  # from a print, or after --help
         if _is_read():
             raise
         return PIPE_CLOSED
@@ -80,7 +80,7 @@ def _ended(name: str, run: Callable[[], int | None]) -> int:
 
 
 def _is_read() -> bool:
-    """Whether there is still someone who reads what is printed."""
+    """Whether standard output still has a reader."""
     try:
         sys.stdout.flush()
         if not _is_broken(sys.stdout):
@@ -92,11 +92,11 @@ def _is_read() -> bool:
 
 
 def _is_broken(stream: TextIO) -> bool:
-    """Whether it is a pipe without a reader: what could not be written is lost, and a flush would not notice."""
+    """Whether standard output is a pipe without a reader, which a flush would not detect."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # no such thing on this system, no file, or a closed one
+    except (AttributeError, OSError, ValueError):  # not available on this system, not a file, or closed
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
@@ -110,14 +110,16 @@ def _run(arguments: list[str]) -> int:
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
-    what = f"what to log, before the command: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
+    what = (
+        f"messages to log; must come before the command: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=what)
 
 
 def _set_log_level(arguments: list[str]) -> list[str]:
-    """Obey --log-level where it stands before the command, or the variable; returns what follows it.
+    """Apply --log-level, if it comes before the command, or the environment variable. Returns the remaining words.
 
-    The variable is set for the processes of the service, too.
+    The variable is also set for the processes of the service.
     """
     if arguments and arguments[0].partition("=")[0] == "--log-level":
         parser, end = Parser("bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
@@ -134,7 +136,7 @@ def _set_log_level(arguments: list[str]) -> list[str]:
 
 
 def parser() -> Parser:
-    """Of the words before a command: each command has a parser of its own."""
+    """The parser for the words before a command. Each command has its own parser."""
     found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
     found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
     _add_log_level(found)
@@ -151,9 +153,9 @@ def _own(make_parser: Callable[[], Parser], run: Callable[[argparse.Namespace], 
 def _evaluate(args: argparse.Namespace) -> int:
     args.data = args.folder or args.data
     if args.data is None:
-        raise InputError("name the folder of the data set: bkn-zoo evaluate CHECKPOINT FOLDER.")
+        raise InputError("the folder of the data set is missing: run bkn-zoo evaluate CHECKPOINT FOLDER.")
     if args.engine == "eager" and args.precision != "f32":
-        raise InputError("--precision is for a prepared network: add --engine torch or --engine openvino.")
+        raise InputError("--precision needs a prepared network: add --engine torch or --engine openvino.")
     check_checkpoint(args.checkpoint)
     check_folder(args.data)
     announce(f"loading {args.checkpoint}")
@@ -176,7 +178,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _publish(args: argparse.Namespace) -> int:
     if args.name and len(args.checkpoints) > 1:
-        raise InputError("--name is for a single checkpoint.")
+        raise InputError("--name needs a single checkpoint: publish one at a time, or omit --name.")
     folders = [find(checkpoint) for checkpoint in args.checkpoints]
     announce(f"validating {', '.join(args.checkpoints)}")
     from bkn_zoo.cli.publish import run
@@ -195,7 +197,7 @@ def _train(arguments: list[str]) -> int:
 def _complete(arguments: list[str]) -> int:
     from bkn_zoo.cli.completion import candidates, script
 
-    if arguments[:1] == ["--"]:  # from the script: the words after bkn-zoo up to the cursor
+    if arguments[:1] == ["--"]:  # called by the script, with the words after bkn-zoo up to the cursor
         print("\n".join(candidates(arguments[1:])))
     else:
         print(script(completion_parser().read(arguments).shell), end="")
@@ -203,12 +205,12 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    # The service calls checkpoints models, as its clients do; here they have the same name as everywhere.
+    # The service calls checkpoints models. This command calls them checkpoints everywhere.
     arguments = [re.sub("^--checkpoints?(?==|$)", "--models", with_dashes(word)) for word in arguments]
-    for name in ("bkn_zoo_service", "service"):  # as it is installed, and as it stands in a checkout
+    for name in ("bkn_zoo_service", "service"):  # installed, and in a checkout
         try:
             code: int = import_module(f"{name}.__main__").main(arguments)
-            _is_read()  # who read its address may be gone since, which says nothing of how it ended
+            _is_read()  # a reader of its address may be gone, which is not an error
             return code
         except ModuleNotFoundError as error:
             missing = error
@@ -231,14 +233,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 HELP = {
-    "classify": "say what is on images",
+    "classify": "classify images",
     "compare": "show the three statistics modes side by side",
-    "list": "list the checkpoints that are here",
+    "list": "list the local checkpoints",
     "info": "describe a checkpoint, or list its classes",
-    "train": "train a network by a recipe, or on images of one's own",
+    "train": "train a network by a recipe, or fine-tune one on your images",
     "evaluate": "measure a checkpoint on a data set",
     "export": "write a checkpoint for ONNX Runtime or OpenVINO",
     "publish": "publish checkpoints on the Hugging Face Hub",
     "serve": "start the HTTP service",
-    "completion": "print a script for the shell that completes commands and options",
+    "completion": "print a script for shell completion",
 }

@@ -1,4 +1,4 @@
-"""Completion in shells: a short script for each, which asks `bkn-zoo completion -- WORDS` what may follow."""
+"""Shell completion: a short script for each shell, which calls `bkn-zoo completion -- WORDS`."""
 
 from collections.abc import Callable, Iterable
 
@@ -46,7 +46,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "completion": options.completion_parser,
 }
 SERVE = ("--host", "--port", "--checkpoint", "--engine", "--device", "--precision", "--workers", "--help")
-"""The most used options of the service, whose own parser takes half a second to import."""
+"""The most used options of the service. Its own parser would take half a second to import."""
 
 
 def script(shell: str) -> str:
@@ -54,10 +54,10 @@ def script(shell: str) -> str:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What may stand in place of the last word; empty where a file may, which the shell completes itself.
+    """Completions of the last word. Empty if it is a file name, which the shell completes itself.
 
     Args:
-        words: those after `bkn-zoo`, up to the cursor; the last may be empty.
+        words: the words after `bkn-zoo`, up to the cursor; the last may be empty.
     """
     *before, word = words or [""]
     if not before:
@@ -71,7 +71,7 @@ def candidates(words: list[str]) -> list[str]:
     if word.startswith("-"):
         return _beginning(word, sorted(name for name in by_option if name.startswith("--")))
     action = by_option.get(before[-1])
-    if action is None or action.nargs == 0:  # no option that takes a value: an argument by its place
+    if action is None or action.nargs == 0:  # not an option with a value, so a positional argument
         action = next((each for each in parser._actions if not each.option_strings), None)
     if action is None:
         return []

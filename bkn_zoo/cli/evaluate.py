@@ -23,7 +23,7 @@ from bkn_zoo.training.tree import keep_apart
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print, and write what the options ask for."""
+    """Measure and print the accuracy, and write files as the options say."""
     args.device = default_device() if args.device == "auto" else args.device
     check_device(args.device)
     keep_to_quota()
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> None:
     unknown = data.held_out and model.config.training.get("validation_split") != "of each class"
     if split == "validation" and dataset == "folder" and unknown:
         raise InputError(
-            f"{args.checkpoint} does not say which images its training held out: measure it on a folder that it has "
-            "not seen, with --split all."
+            f"{args.checkpoint} does not record which images its training held out: use a folder of images that "
+            "it was not trained on, with --split all."
         )
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers, strict=True)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             write_results(args.output, rows, split=split, **about)
         except OSError as error:
-            raise InputError(f"{args.output} cannot be written ({error.strerror}): name another file.") from None
+            raise InputError(f"{args.output} cannot be written ({error.strerror}): choose another file.") from None
     if args.report:
         mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_places(args: argparse.Namespace, dataset: str) -> None:
-    """Create the folders of --output and --report, or refuse them now rather than after the evaluation."""
+    """Create the folders of --output and --report, so that errors come before the evaluation."""
     folders = {"--report": args.report} if args.report else {}
     if args.output and not os.path.exists(args.output):
         folders["--output"] = args.output.parent
@@ -74,20 +74,25 @@ def make_places(args: argparse.Namespace, dataset: str) -> None:
     for folder in folders.values():
         make_folder(folder)
     if args.output and os.path.isdir(args.output):
-        raise InputError(f"--output {args.output} is a folder: name a file in it.")
+        raise InputError(f"--output {args.output} is a folder: choose a file in it.")
 
 
 def read_data(args: argparse.Namespace, model: Network, dataset: str) -> Data:
-    """The data set, preprocessed and split as the checkpoint says; its classes must be the checkpoint's."""
+    """The data set with the preprocessing and split of the checkpoint. The classes must be the same."""
     preprocessing = model.config.preprocessing
-    # The same share as in training, so that what was held out then is held out now.
+    # The same share as in training, so that the same images are held out.
     share = None if args.split == "all" else model.config.recipe.get("validation", 0.1)
     data = load_data(dataset, args.data, preprocessing and preprocessing.size, share)
     if len(data.label_names) != model.num_classes:
-        raise InputError(f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} {model.num_classes}.")
+        raise InputError(
+            f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} has {model.num_classes}: "
+            "choose the data set that it was trained on."
+        )
     for theirs, ours in zip(data.label_names, model.config.label_names or data.label_names, strict=True):
         if theirs != ours:
-            raise InputError(f"{args.data} has {theirs!r} for {ours!r} of {args.checkpoint}: name the classes alike.")
+            raise InputError(
+                f"{args.data} has {theirs!r} where {args.checkpoint} has {ours!r}: use the same names of classes."
+            )
     return replace(data, preprocessing=preprocessing or data.preprocessing)
 
 
@@ -95,6 +100,6 @@ def described(split: str, data: Data, model: Network) -> str:
     if split == "validation" and data.held_out:
         return (
             f"the {model.config.recipe.get('validation', 0.1):.0%} of images that a training on this folder holds out "
-            "to choose by (--split all if it was trained on another)"
+            "(use --split all if it was trained on another folder)"
         )
     return "all images" if split == "all" else f"the {split} images"

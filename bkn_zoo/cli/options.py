@@ -1,4 +1,4 @@
-"""The options of all commands but `train` and `serve`. Nothing here imports PyTorch."""
+"""The options of all commands except `train` and `serve`. This module does not import PyTorch."""
 
 from pathlib import Path
 
@@ -19,17 +19,17 @@ examples:
   bkn-zoo classify photos/ --format csv --output out.csv
   bkn-zoo classify photos/ --format csv --output out.csv --ray
 
-A command with --output that was stopped continues when it is repeated: images that are in FILE already are not
-classified again. --ray uses all machines of a Ray cluster: see docs/ray.md.
+With --output, the command resumes if FILE exists: images in FILE are not classified again. --ray uses all machines of
+a Ray cluster (docs/ray.md).
 
-Images that cannot be used are named on stderr at the end. The exit code is 1 if one of them was named in the command,
-if no image could be used, or with --strict if any could not; otherwise 0.
+Images that cannot be read are listed on stderr at the end. The exit code is 1 if such an image was an argument of the
+command, if no image could be read, or with --strict if any could not be read; otherwise it is 0.
 """
 COMPARE_EXAMPLES = """\
 example:
   bkn-zoo compare photo.jpg --checkpoint inception_v2_bkn.tiny_imagenet
 
-The times are those of the network alone: the median of five runs after a first one that prepares it.
+The times are those of the network alone: the median of five runs, after a first run that is not counted.
 """
 INFO_EXAMPLES = """\
 examples:
@@ -43,19 +43,19 @@ Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER
     bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER --engine openvino      # faster on a CPU
     bkn-zoo evaluate runs/NAME/NAME FOLDER_OF_CLASSES --output accuracy.json --report pictures
-    bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # none of it seen before
+    bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # not used in training
 
---output writes the figures to a file, with the command and the machine. --report writes two pictures into a folder:
-confusion.png (which classes are confused) and mistakes.png (the most confident wrong answers), in the checkpoint's own
-statistics mode unless --statistics leaves that out.
+--output writes the results to a file, with the command and the hardware. --report writes two pictures into a folder:
+confusion.png (which classes are confused) and mistakes.png (the most confident wrong answers). They use the
+checkpoint's default statistics mode, unless --statistics excludes it.
 """
 EXPORT = """\
-Writes a checkpoint as a file for another runtime, and compares the file's outputs with the checkpoint's.
+Writes a checkpoint as a file for another runtime, and compares the outputs of both.
 
     bkn-zoo export inception_v2_bkn.tiny_imagenet --format onnx
     bkn-zoo export ./my_network --format openvino --statistics sample --precision f16 --output my_network.xml
 
-An OpenVINO file has its weights beside it, in one that ends in .bin.
+The weights of an OpenVINO file are in a second file that ends in .bin.
 """
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
@@ -64,10 +64,10 @@ Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOL
     bkn-zoo publish runs/NAME/NAME --namespace me
     bkn-zoo publish checkpoints/* --namespace me --tag v1.2.3                # a release
 
-Each folder is validated first: it loads, repeats its golden outputs, and agrees with results/ and with its card, unless
-that is the short one of save_pretrained; `bkn_zoo.push_to_hub` publishes a folder with a card of your own. Then the Hub
-is asked, which has to answer within seconds; a dry run works without it. What was published is downloaded again into an
-empty cache and compared. Publishing twice changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
+Each folder is validated first: it must load, reproduce its golden outputs, and agree with results/ and with its card.
+The short card of save_pretrained is accepted, too. To publish a folder with another card, use `bkn_zoo.push_to_hub`.
+Then the Hub must respond within seconds; a dry run works without it. Published files are downloaded into an empty cache
+and compared. Publishing again changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
 """
 COMPLETION = """\
 Prints a script that completes commands, options, their values and the names of checkpoints.
@@ -79,14 +79,16 @@ Prints a script that completes commands, options, their values and the names of 
 
 
 def classify_parser() -> Parser:
-    parser = Parser("bkn-zoo classify", description="Say what is on images.", epilog=CLASSIFY_EXAMPLES)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images, and folders of them")
+    parser = Parser("bkn-zoo classify", description="Classify images.", epilog=CLASSIFY_EXAMPLES)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images or folders of images")
     _add_classifier(parser)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
     parser.add_argument("--format", choices=FORMATS, default="table", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="for csv or json; continues if the file exists")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be used")
-    parser.add_argument("--ray", action="store_true", help="use all machines of the Ray cluster that RAY_ADDRESS names")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write csv or json to this file; resumes if the file exists"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be read")
+    parser.add_argument("--ray", action="store_true", help="use all machines of the Ray cluster in RAY_ADDRESS")
     return parser
 
 
@@ -107,14 +109,14 @@ def _add_classifier(parser: Parser) -> None:
 
 
 def list_parser() -> Parser:
-    text = "List the checkpoints that are here: the default first, then in the order of preference."
+    text = "List the local checkpoints in order of preference. The first is the default."
     return Parser("bkn-zoo list", description=text)
 
 
 def info_parser() -> Parser:
     parser = Parser("bkn-zoo info", description="Describe a checkpoint.", epilog=INFO_EXAMPLES)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
-    parser.add_argument("--classes", action="store_true", help="list its classes, one in a line, and nothing else")
+    parser.add_argument("--classes", action="store_true", help="list only its classes, one per line")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: %(default)s")
     return parser
 
@@ -122,17 +124,19 @@ def info_parser() -> Parser:
 def evaluate_parser() -> Parser:
     parser = Parser("bkn-zoo evaluate", description=EVALUATE)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder that holds the data set")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the data set")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the same, as an option")
-    parser.add_argument("--dataset", help="default: the one that the checkpoint was trained on")
+    parser.add_argument("--dataset", help="the kind of data set (default: that of the checkpoint's training)")
     parser.add_argument(
         "--split", choices=["validation", "test", "all"],
-        help="default: the test images or, of a folder without any, the validation images that the training held out; "
-        "all is for a folder that the training did not see",
+        help="images to use (default: the test images or, in a folder without any, the validation images that the "
+        "training held out); all: for a folder that the training did not use",
     )  # fmt: skip
-    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help="default: all three")
+    parser.add_argument(
+        "--statistics", nargs="+", choices=MODES, default=list(MODES), help="modes to measure (default: all three)"
+    )
     named, exact = ([name for name in choices if name != "auto"] for choices in (ENGINES, PRECISIONS))  # for the record
-    what = "the network as it is, or prepared (default: eager)"
+    what = "how to run the network (default: eager, the unchanged PyTorch network)"
     parser.add_argument("--engine", choices=["eager", *named], default="eager", help=what)
     add_precision(parser, exact, "f32")
     parser.add_argument(
@@ -140,13 +144,13 @@ def evaluate_parser() -> Parser:
     )
     add_device(parser)
     add_workers(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON, for the figures, command and machine")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="for pictures of what went wrong")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures of mistakes to this folder")
     return parser
 
 
 def add_workers(parser: Parser) -> None:
-    what = "processes that decode image files (default: 0, this one)"
+    what = "processes that decode image files (default: 0, decode in this process)"
     parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
 
@@ -156,7 +160,7 @@ def export_parser() -> Parser:
     parser.add_argument("--format", choices=EXPORT_FORMATS, required=True, help="the runtime")
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
     add_precision(parser, ("f32", "f16"), "f32")
-    what = "default: CHECKPOINT.STATISTICS.onnx or .xml in the working directory"
+    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx or .xml in the working directory)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=what)
     return parser
 
@@ -165,16 +169,16 @@ def publish_parser() -> Parser:
     parser = Parser("bkn-zoo publish", description=PUBLISH)
     parser.add_argument("checkpoints", nargs="+", metavar=CHECKPOINT, help="a name or a folder")
     parser.add_argument("--namespace", required=True, help="the user or organization to publish under")
-    parser.add_argument("--name", help="of the repository, for a single checkpoint (default: the folder's)")
-    parser.add_argument("--tag", help="for the commit, as in v1.2.3; a tag that exists is never moved")
-    parser.add_argument("--private", action="store_true", help="make repositories that are created private")
+    parser.add_argument("--name", help="name of the repository, for a single checkpoint (default: that of the folder)")
+    parser.add_argument("--tag", help="tag of the commit, such as v1.2.3; an existing tag is never moved")
+    parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--dry-run", action="store_true", help="validate and show what would change; change nothing")
-    what = "the folder of the cards' figures (default: results beside the checkpoint or above)"
+    what = "the folder of results (default: results beside the checkpoint or above)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
     return parser
 
 
 def completion_parser() -> Parser:
     parser = Parser("bkn-zoo completion", description=COMPLETION)
-    parser.add_argument("shell", choices=SHELLS, help="the shell that will read it")
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
     return parser

@@ -1,4 +1,4 @@
-"""The parser of every command, and the options that several commands share. Nothing here imports PyTorch."""
+"""The parser of every command, and shared options. This module does not import PyTorch."""
 
 import argparse
 import os
@@ -13,20 +13,20 @@ from bkn_zoo.errors import InputError, did_you_mean
 from bkn_zoo.inference import PRECISIONS
 
 CHECKPOINT = "CHECKPOINT"
-"""The metavar of every argument that takes one; completion offers the names of checkpoints for it."""
+"""The metavar of every argument that is a checkpoint. Shell completion offers checkpoint names for it."""
 
 LONG_PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the line breaks of examples, takes underscores for dashes in options, and suggests close matches."""
+    """Keeps line breaks in examples, accepts underscores instead of dashes in options, and suggests close matches."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The arguments and options that these words give; an error ends the process with its usage."""
+        """Parse these words. An error prints the usage and ends the process."""
         found, unknown = self.parse_known_intermixed_args([with_dashes(word) for word in words])
         if unknown:
             close = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
@@ -40,13 +40,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_dashes(word: str) -> str:
-    """An option with dashes in place of underscores; its value after "=", and what is no option, as it is."""
+    """Replace underscores in the name of an option by dashes; other words, and the value after "=", stay the same."""
     name, equals, value = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number of at least so much."""
+    """The type of an option that is a whole number of at least `least`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -64,7 +64,7 @@ def device(text: str) -> str:
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser, old: str) -> None:
-    """The option --checkpoint, which is still accepted by its old name."""
+    """Add the option --checkpoint, which also has its old name."""
     what = "a name, a folder or owner/repo on the Hub (default: the first of bkn-zoo list)"
     parser.add_argument("--checkpoint", old, dest="checkpoint", metavar=CHECKPOINT, help=what)
 
@@ -75,26 +75,26 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_precision(parser: argparse.ArgumentParser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:
-    """The option --precision, with long names (float32) accepted as well."""
+    """Add the option --precision, which also accepts long names (float32)."""
     parser.add_argument(
         "--precision", type=lambda text: LONG_PRECISIONS.get(text, text), choices=choices, default=default,
-        help=f"that the network runs in (default: {default}{', the fastest here' if default == 'auto' else ''})",
+        help=f"precision of the network (default: {default}{', the fastest here' if default == 'auto' else ''})",
     )  # fmt: skip
 
 
 def check_checkpoint(name: str) -> None:
-    """Refuse a name that leads to no checkpoint; one on the Hub is looked for when it is loaded."""
+    """Refuse a name without a checkpoint. Names on the Hub are checked when they are loaded."""
     if is_folder(name) or "/" not in name:
         locate(name)
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a data set that is not there."""
+    """Refuse a data set that does not exist."""
     if not os.path.isdir(path):
-        raise InputError(f"there is no folder {path}: name the one that holds the data set.")
+        raise InputError(f"there is no folder {path}: pass the folder of the data set.")
 
 
 def announce(text: str) -> None:
-    """Tell somebody at a terminal what happens, before seconds are spent on imports."""
+    """Print what happens to a terminal, before imports that take seconds."""
     if sys.stderr.isatty():
         print(f"bkn-zoo: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`bkn-zoo publish`: checkpoints to the Hugging Face Hub, one after another."""
+"""`bkn-zoo publish`: publishes checkpoints on the Hugging Face Hub."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from bkn_zoo.publishing.publish import publish
 
 
 def run(args: argparse.Namespace, folders: list[Path]) -> None:
-    """Publish these folders, or show what that would change."""
+    """Publish these folders, or show what would change."""
     options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
     for folder in folders:
         results = args.results or _results_of(folder.resolve())
@@ -15,6 +15,6 @@ def run(args: argparse.Namespace, folders: list[Path]) -> None:
 
 
 def _results_of(folder: Path) -> Path:
-    """The results that a checkpoint came with: those of its run, or those of the tree that it is in."""
+    """The folder of results of a checkpoint: of its run, or of the source tree around it."""
     beside = folder.parent / "results"
     return beside if beside.is_dir() else folder.parent.parent / "results"

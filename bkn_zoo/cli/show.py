@@ -24,14 +24,14 @@ TIMED_RUNS = 5
 
 
 def compare(args: argparse.Namespace) -> int:
-    """The likeliest labels of one image in each statistics mode, with the network's time."""
+    """Print the likeliest labels of one image in each statistics mode, with the time of the network."""
     if not args.image.exists():
         raise ImageError(f"there is no file {args.image}: correct the path.")
     classifier = load(args)
     image = classifier.prepare(args.image)[None]
     columns = []
     for mode in MODES:
-        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for the mode
+        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
         seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
         chosen = " (default)" if mode == classifier.choose() else ""
         best = classifier.best(scores, args.top_k)
@@ -56,7 +56,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def list_here(args: argparse.Namespace) -> int:
-    """All checkpoints that are here, in the order of preference: the first is the default."""
+    """Print all local checkpoints in order of preference. The first is the default."""
     rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
     names = list_checkpoints()
     try:
@@ -77,18 +77,20 @@ def list_here(args: argparse.Namespace) -> int:
     if len(rows) > 1:
         _print_columns(rows)
     elif code == 0:
-        remedy = "put some into the folder that BKN_ZOO_CHECKPOINTS names, or use one on the Hub (owner/repo)"
-        print(f"bkn-zoo: there are no checkpoints here: {remedy}.", file=sys.stderr)
+        remedy = "set BKN_ZOO_CHECKPOINTS to a folder of checkpoints, or use one on the Hub (owner/repo)"
+        print(f"bkn-zoo: there are no local checkpoints: {remedy}.", file=sys.stderr)
     return code
 
 
 def info(args: argparse.Namespace) -> int:
-    """What a checkpoint's config says, and what its files hold; or its classes alone."""
+    """Print the config of a checkpoint and facts about its files, or only its classes."""
     location = locate(args.checkpoint)
     config = Config.read(location.folder / CONFIG)
     if args.classes:
         if config.label_names is None:
-            raise CheckpointError(f"{args.checkpoint} has {config.num_classes} classes, but no names for them.")
+            raise CheckpointError(
+                f"{args.checkpoint} has {config.num_classes} classes without names: save it with label_names."
+            )
         print("\n".join(map(printable, config.label_names)))
         return 0
     announce(f"loading {args.checkpoint}")

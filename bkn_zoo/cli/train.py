@@ -65,7 +65,7 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> Plan:
     if args.publish:
         if plan.results.resolve().name != "runs":
             raise InputError(
-                f"the record of what is published is in a folder called runs: --results {plan.results}/runs."
+                f"the record of a published run must be in a folder called runs: use --results {plan.results}/runs."
             )
         check_repository(f"{args.publish}/{plan.name}")
         check_reachable(f"{args.publish}/{plan.name}")
@@ -95,12 +95,12 @@ def report(result: "TrainingResult", plan: Plan) -> None:
         print(f"{split}, {mode}: top-1 {shown(metrics)}{chosen}")
     if split == "validation":
         missing = f"{plan.data} has no val or test"
-        print(f"there are no test images, by which to know how much the choices flatter it: {missing}")
+        print(f"there are no test images, so the accuracy is slightly optimistic: {missing}")
     print(f"saved to {folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(folder))}")
 
 
 def publish_result(result: "TrainingResult", plan: Plan, args: argparse.Namespace) -> None:
-    """Send it to the Hub; if that fails, say how to do it later."""
+    """Publish the result on the Hub; if that fails, say how to do it later."""
     from bkn_zoo.publishing.publish import publish
 
     results = plan.results.parent
@@ -114,7 +114,7 @@ def publish_result(result: "TrainingResult", plan: Plan, args: argparse.Namespac
 
 
 Stamp = tuple[int, int] | None
-"""Of a saved state: changes whenever it is written; None where there is none."""
+"""A stamp of a saved state, which changes whenever it is written; None if there is none."""
 
 
 def stamp(plan: Plan) -> Stamp:
@@ -132,10 +132,14 @@ def how_to_go_on(error: BaseException, command: str, plan: Plan | None, found: S
     from bkn_zoo.checkpoints.provenance import machines
 
     saved = plan and stamp(plan)
-    if plan is None or saved is None or (not plan.resume and saved == found):  # none, or that of an earlier training
+    if (
+        plan is None or saved is None or (not plan.resume and saved == found)
+    ):  # no state, or that of an earlier training
         return "stopped before the first step: begin again with the same command"
     stopped = "stopped at once, and the last saved state stays"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped
-    if machines() > 1:  # whose torchrun was also told how they meet
-        return f"{what}; go on with the same torchrun command{'' if plan.resume else ' and --resume'}, on each machine"
-    return f"{what}; go on with:\n{command}{'' if plan.resume else ' --resume'}"
+    if machines() > 1:  # torchrun has further options then
+        return (
+            f"{what}; continue with the same torchrun command{'' if plan.resume else ' and --resume'}, on each machine"
+        )
+    return f"{what}; continue with:\n{command}{'' if plan.resume else ' --resume'}"

@@ -27,7 +27,7 @@ Options override fields of the recipe: --epochs 5 --augmentation.cutmix 1.0 --no
 --statistics-batch None (whole batches). Overrides become part of the run's name, unless --name is given. The output
 folder, runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt and
 results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test images are used
-once, at the end, on the weights as they are stored.
+once, at the end, with the stored weights.
 
 Ctrl-C saves the state, prints how to resume and stops; a second Ctrl-C stops at once. The state is also saved every
 few minutes. --resume needs the same options and as many processes; on the same hardware and versions the weights are
@@ -40,10 +40,10 @@ FIELDS = {
     "epochs": "passes over the training images",
     "gradient_batch": "images per optimizer step, over all processes",
     "statistics_batch": "images per statistics group; None is all that a process holds at a time",
-    "micro_batch": "images per forward pass, where a batch does not fit; None is all at once",
+    "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
     "size": "side of the network's input in pixels; None is the data set's or the checkpoint's",
-    "train_size": "the same in training, where it differs",
-    "validation": "share of the training images to choose by, where the data set has no validation images",
+    "train_size": "the same in training, if different",
+    "validation": "share of the training images to hold out for validation, if the data set has no validation images",
     "optimizer": "how weights are updated",
     "lr": "highest learning rate",
     "momentum": "of sgd",
@@ -55,8 +55,8 @@ FIELDS = {
     "kalman_lr": "learning rate of the transition A, process noise R and gain q, relative to the others'",
     "clip": "largest norm of the gradient; 0 is no limit",
     "precision": "of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same",
-    "keep": "weights of the last epoch, or of the best on the validation images",
-    "patience": "epochs without a better one after which the training ends; None is never",
+    "keep": "weights of the last epoch, or of the best: the last whose validation loss is about the lowest",
+    "patience": "epochs without a lower validation loss after which the training ends; None is never",
     "freeze": "train the classifier only (true), or keep this share of the layers, from the input on, as they are",
     "graph": "replay steps from a CUDA graph",
     "compile": "run the network through torch.compile",
@@ -121,7 +121,7 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
 
 
 def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> str:
-    """The help of a field: what it means, what it takes, and its default."""
+    """The help of a field: its meaning, its values and its default."""
     missing = field.default is dataclasses.MISSING
     default = "the recipe's" if missing else str(field.default)
     name = f"{table}{field.name}"
@@ -155,16 +155,16 @@ def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.N
 
 
 def _take_sources(parser: Parser, args: argparse.Namespace) -> None:
-    """Set `data` and `recipe` from the words that are no options: [RECIPE] FOLDER, or RECIPE with --data."""
+    """Set `data` and `recipe` from the positional arguments: [RECIPE] FOLDER, or RECIPE with --data."""
     words: list[str] = args.sources
     if args.data is None and words:
         folder = next((word for word in reversed(words) if os.path.isdir(word)), words[-1])
         if not os.path.isdir(folder) and find_recipe(folder).is_file():
-            parser.error(f"{folder} is a recipe: name the folder of the data set after it")
+            parser.error(f"{folder} is a recipe: add the folder of the data set")
         words = [word for word in words if word != folder]
         args.data = Path(folder)
     if args.data is None:
-        parser.error("name the folder of the data set, as in bkn-zoo train FOLDER")
+        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
     if len(words) > 1:
         parser.error(f"unrecognized arguments: {' '.join(words[1:])}")
     args.recipe = Path(words[0]) if words else None

@@ -1,4 +1,4 @@
-"""From batch normalization to BKN."""
+"""Converts networks from batch normalization to BKN."""
 
 import warnings
 from typing import Any

@@ -1,4 +1,4 @@
-"""From the weights of a batch normalization network to its BKN twin."""
+"""Loads weights of a batch normalization network into a BKN network."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
@@ -11,36 +11,37 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain
-from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, for who looks here
+from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, also exported from here
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
-"""q after `start_near_population`, where it is neither given nor measured."""
+"""The gain q after `start_near_population`, if it is neither given nor measured."""
 
 LEARNING_GAIN = 0.01
-"""Where a gain that is to be learned starts at least: from 0 it could not move."""
+"""The smallest initial value of a gain that should learn. A gain of 0 does not learn."""
 
 
 def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
-    """Start a BKN network from the weights of its batch normalization twin (or a BN network from its own).
+    """Load the weights of a batch normalization network into the same network with BKN (or BN).
 
-    Afterwards `population` outputs are the twin's. Where a layer has a prior, q = `BATCHNORM_GAIN`, A = 0 and R
-    is the running variance (an R that all layers share stays as it was), so that training starts from nearly batch
-    normalization. Nothing changes if a tensor is missing, left over or of the wrong shape.
+    Afterwards the outputs with `population` statistics are those of the BN network. In layers with a prior, the gain q
+    is `BATCHNORM_GAIN`, the transition A is 0, and the process noise R is the running variance (an R that all layers
+    share keeps its value), so training starts close to batch normalization. If a tensor is missing, superfluous or has
+    the wrong shape, nothing changes.
 
     Args:
         model: a `_bkn` or `_bn` network.
-        state_dict: of the `_bn` network or, for a ResNet, of torchvision's.
+        state_dict: the state dict of the `_bn` network or, for a ResNet, of torchvision's network.
     """
     if model.name.rpartition("_")[2] not in ("bkn", "bn"):
-        raise InputError(f"{model.name} does not normalize by the running statistics as BN does: take its _bkn twin.")
+        raise InputError(f"{model.name} does not normalize with running statistics as BN does: use the _bkn network.")
     layers = {prefix: layer for prefix, layer in model.named_modules() if isinstance(layer, RunningNorm)}
     not_needed = set()
     for prefix, layer in layers.items():
         images = {f"{prefix}.{name}" for name, _ in layer.named_buffers() if name.startswith("image_")}
         spread = state_dict.get(f"{prefix}.image_spread")
-        # A plain batch normalization never kept them, nor did one of the zoo that was trained on whole batches, where
-        # they stand where they started: the layer derives them from the population's.
+        # Plain batch normalization does not store them, and a network of the zoo that was trained on whole batches has
+        # only their initial values. The layer derives them from the population.
         if not images & state_dict.keys() or (spread is not None and not spread.any()):
             not_needed |= images
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in images}
@@ -67,42 +68,41 @@ def start_near_population(
     group: int | None = None,
     least_gain: float = 0.0,
 ) -> list[str]:
-    """Let the training of a converted, pretrained network start near frozen batch normalization.
+    """Make the training of a converted, pretrained network start near frozen batch normalization.
 
-    Each norm then predicts the statistics of the pretraining: the transition A is 0, the process noise R is the
-    pretrained variance, and the pretrained mean is a parameter `center`. Norms without a norm below get them as their
-    initial belief. With a low gain q, these statistics are most of what a norm believes; with q = 0 the network is
-    frozen batch normalization, in all modes and in training. `population` outputs stay what they are. Make the
-    optimizer afterwards, since there are new parameters.
+    Each norm then predicts its pretrained statistics: the transition A is 0, the process noise R is the pretrained
+    variance, and a parameter `center` is the pretrained mean. Norms without a norm below get them as their initial
+    belief. With a low gain q, the belief is close to these statistics. With q = 0 the network is frozen batch
+    normalization, in all modes and in training. Outputs with `population` statistics do not change. Create the
+    optimizer afterwards, because there are new parameters.
 
-    With `images`, each norm's gain is measured (`bkn_zoo.conversion.measure`): nT / (nT + V) for groups of n images, or
-    such a gain that the norms on a path take that share away together. One gain serves mean and variance: the update's
-    term p q (xbar - m')^2 also restores in expectation the V/n that the variance of a group lacks. `sample` uses the
-    same gain as training; since it has n = 1, it is the right one for `group=1`, and too trusting for larger groups.
-    `expected` makes an observation that is as steady as a group's, so that the gain for the group suits it.
+    With `images`, the gain of each norm is measured (`bkn_zoo.conversion.measure`): Q = nT / (nT + V) for groups of n
+    images, divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the
+    same gain as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much
+    weight to a single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the
+    derivation.
 
     Args:
-        model: from `convert`, or one with a part that is.
-        gain: q, how far observations are trusted at the start, for all norms; in [0, 1]. It overrides the measurement.
-            By default `POPULATION_GAIN`, where there are no images to measure it on.
-        images: batches of a few hundred unlabelled images, or of tuples that begin with them; or a mapping from the
-            names of several domains to such batches. One domain is enough where the network's population is that of
-            its pretraining: T is then the distance of your images from it.
-        adapted: whether the population was re-estimated on these images before (AdaBN: `bkn_zoo.recalibrate` of the
-            network before its conversion). What is left of T is the variance between domains, and with one domain
-            nothing: the gain is 0, which is AdaBN, then frozen. Choose this for images of several domains, where those
-            to come may be from yet another.
-        group: images per statistics group that gains are measured for; by default the network's, or 1.
-        least_gain: where a measured gain is lower, it starts here. A gain of 0 never moves; choose `LEARNING_GAIN` to
-            let training find the gain where T is 0.
+        model: a network from `convert`, or with a converted part.
+        gain: the gain q of all norms at the start, from 0 to 1, instead of a measurement. Without images, the default
+            is `POPULATION_GAIN`.
+        images: batches of a few hundred unlabelled images, or tuples that begin with them; or a dict from the names of
+            several domains to such batches. One domain is enough if the network's population is that of its
+            pretraining: T is then the distance of your images from it.
+        adapted: whether the population was re-estimated on these images (AdaBN: `bkn_zoo.recalibrate` of the network
+            before its conversion). T is then the variance between domains. With one domain it is 0, and so is the gain:
+            AdaBN with frozen norms. Choose this if images are from several domains, and later ones may be from another.
+        group: images per statistics group for the measurement; by default that of the network, or 1.
+        least_gain: lower bound of measured gains. A gain of 0 does not learn. Choose `LEARNING_GAIN` to let training
+            find the gain if T is 0.
 
     Returns:
-        The names of the norms that start so. Others were never trained; they start as `convert` has them.
+        The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
     """
     norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
     if not norms:
         raise InputError(
-            "no norm of this network can start near its population: pass a pretrained one that bkn_zoo.convert made."
+            "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
         )
     check_gain(least_gain)
     gains = dict.fromkeys(norms, POPULATION_GAIN if gain is None else gain)

@@ -1,4 +1,4 @@
-"""What cannot be converted, and which norms stay as they are."""
+"""Refuses networks that cannot be converted, and finds norms that stay unchanged."""
 
 import copy
 import inspect
@@ -16,69 +16,73 @@ from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 
 WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-"""PyTorch's own, the last one by torch.compile, and where the network is in them."""
+"""Wrappers of PyTorch, and the attribute with the network inside. The last one is that of torch.compile."""
 
 OWN_NAMES = ("report", "foldable", "statistics_batch_size", "default_statistics")
-"""Attributes of a converted network: parts and attributes of the original must not be called so."""
+"""Attributes of a converted network, whose names the original must not use."""
 
-NAMED_SO = "which is what a converted network calls its own: rename it."
+NAMED_SO = "a name that converted networks use themselves: rename it."
 
 
 def check(model: nn.Module, name: str) -> None:
-    """Refuse what cannot be converted: the part of this name, or the whole, which has none."""
+    """Refuse a network, or its part with this name, if it cannot be converted."""
     kind = type(model).__name__
     if any(isinstance(m, torch.jit.ScriptModule) and "BatchNorm" in m.original_name for m in model.modules()):
-        raise ConversionError(f"{kind} holds norms in scripted code: pass the module as it was before.")
+        raise ConversionError(f"{kind} contains scripted norms: pass the module before scripting.")
     if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
-        raise ConversionError(f"{kind} holds lazy modules, whose sizes are not known yet: run it once first.")
+        raise ConversionError(f"{kind} contains lazy modules with unknown sizes: run it once first.")
     try:
         part = model.get_submodule(name)
     except AttributeError:
         names = ", ".join(child for child, _ in model.named_children())
         raise UnknownNameError(f"{kind} has no part {name!r}: choose from {names}.") from None
     if part is model and kind in WRAPPERS and type(model).__module__.startswith("torch."):
-        raise ConversionError(f"a {kind} is around the network: convert its .{WRAPPERS[kind]}, then wrap the result.")
+        raise ConversionError(
+            f"the network is wrapped in a {kind}: convert its .{WRAPPERS[kind]}, then wrap the result."
+        )
     what = kind if part is model else f"the part {name!r}"
     atoms, modules = name.split("."), list(part.modules())
     around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
     if any(isinstance(m, BatchKalmanNorm) or hasattr(type(m), "_original") for m in (*around, *modules)):
         raise ConversionError(
-            f"{what} has Batch Kalman Norms in it or around it already: pass the network as it was before, or name "
-            "another part as only=."
+            f"{what} already contains, or is part of, a converted network: pass the original network, or "
+            "choose another part with only=."
         )
     if isinstance(part, Network):
         twin = f"{part.name.rpartition('_')[0]}_bkn"
-        raise ConversionError(f"{part.name} is one of the zoo's own networks: take create_model({twin!r}) instead.")
+        raise ConversionError(f"{part.name} is a network of the zoo: use create_model({twin!r}) instead.")
     if isinstance(part, _BatchNorm):
-        raise ConversionError(f"{type(part).__name__} is a batch norm itself: convert a network that it is part of.")
+        raise ConversionError(f"{type(part).__name__} is itself a batch norm: convert the network that contains it.")
     if not holds_batchnorm(part):
-        raise ConversionError(f"{what} holds no batch norm: there is nothing to convert.")
+        raise ConversionError(
+            f"{what} contains no batch norm, so there is nothing to convert: pass a network with batch norms."
+        )
     _check_own_names(part, what)
     if part is not model and not isinstance(getattr(model, "report", Report((), (), 0, 0)), Report):
-        raise ConversionError(f"{kind} has something called report, {NAMED_SO}")
+        raise ConversionError(f"{kind} has an attribute report, {NAMED_SO}")
     devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
     if len(devices) > 1:
         raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
 
 
 def _check_own_names(part: nn.Module, what: str) -> None:
-    """Refuse what would stand in the way of a converted network's own names."""
+    """Refuse names that conflict with those of a converted network."""
     taken = set(OWN_NAMES) & {*dir(type(part)), *vars(part), *part._modules, *part._parameters, *part._buffers}
     if taken:
-        raise ConversionError(f"{what} has something called {' and '.join(sorted(taken))}, {NAMED_SO}")
+        raise ConversionError(f"{what} has an attribute {' and '.join(sorted(taken))}, {NAMED_SO}")
     if "statistics" in inspect.signature(type(part).forward).parameters:
-        raise ConversionError(f"{what} has an input called statistics, {NAMED_SO}")
+        raise ConversionError(f"{what} has an input statistics, {NAMED_SO}")
     if "forward" in vars(part):
-        raise ConversionError(f"the forward of this {type(part).__name__} was replaced by another: put it in a class.")
+        raise ConversionError(f"the forward of this {type(part).__name__} was replaced: define it in a class.")
 
 
 def copy_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except Exception as error:  # a module may hold anything
+    except Exception as error:  # a module may contain anything
         raise ConversionError(
             f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
-            "remove it or, if the first pass made it, convert the network before that."
+            "remove it or, if the first pass created it, convert the network before that pass."
         ) from error
 
 
@@ -99,7 +103,7 @@ def holds_batchnorm(module: nn.Module) -> bool:
 
 
 def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
-    """The batch norms of a part that stay as they are, and why."""
+    """The batch norms of a part that stay unchanged, and why."""
     trains = any(parameter.requires_grad for parameter in whole.parameters())
     left = {}
     for name, norm in part.named_modules():
@@ -110,15 +114,15 @@ def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
         if norm.running_mean is None:
             left[name] = "keeps no running statistics"
         elif any(hooks):
-            left[name] = "has hooks, which expect what a batch norm takes and gives"
+            left[name] = "has hooks, which expect the inputs and outputs of a batch norm"
         elif is_parametrized(norm):
             left[name] = "has parametrized weights"
         elif "forward" in vars(norm):
-            left[name] = "its forward was replaced by another"
+            left[name] = "its forward was replaced"
         elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
             left[name] = f"a {type(norm).__name__}, which does more than normalize"
         elif whole.training and not norm.training:
             left[name] = "frozen: in evaluation mode"
         elif trains and norm.weight is not None and not norm.weight.requires_grad:
-            left[name] = "frozen: its weight takes no gradient"
+            left[name] = "frozen: its weight has no gradient"
     return left

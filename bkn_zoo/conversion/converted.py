@@ -1,4 +1,4 @@
-"""Any batch-normalized network becomes a BKN network with the same weights, names and code."""
+"""Converts a network with batch normalization to BKN. It keeps its weights, names and code."""
 
 import copy
 import functools
@@ -30,37 +30,37 @@ class Converted(nn.Module):
     """A network from `convert`. Its class is a subclass of the original's class and of this one.
 
     Attributes:
-        report: what was done, norm by norm.
-        statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
+        report: a description of the conversion, norm by norm.
+        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
             inference; None means the whole batch.
-        default_statistics: what normalizes at inference when a call does not say.
-        foldable: norms that a convolution can take in at inference with population statistics, with its name.
+        default_statistics: the statistics mode at inference, if a call does not choose one.
+        foldable: norms that can be folded into a convolution at inference with population statistics, with its name.
     """
 
     _original: type[nn.Module]  # the class of the network before its conversion
-    _looked = False  # whether it was asked if the network was trained after its conversion
-    _methods: tuple[str, ...] = ()  # those of the original, beside `forward`, that run norms
+    _looked = False  # whether it was checked that the network was trained after its conversion
+    _methods: tuple[str, ...] = ()  # methods of the original, besides `forward`, that run norms
     report: Report
     foldable: dict[str, str] = types.MappingProxyType({})  # type: ignore[assignment]
     statistics_batch_size: int | None = None
     default_statistics: str = "population"
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
-        """What the original returns, normalized as asked.
+        """Call the original network with the chosen statistics.
 
         Args:
-            args, kwargs: the original's.
+            args, kwargs: the arguments of the original.
             statistics: "population", "sample" or "expected"; at inference only.
         """
         return run(self, self._choose(statistics, (args, kwargs)), self._original.forward, args, kwargs)
 
     @contextmanager
     def one_call(self, statistics: str | None = None, images: int | None = None) -> Iterator[None]:
-        """Within it, what runs of the network's parts is one call: its norms receive each other's beliefs.
+        """Run parts of the network as one call, so that norms receive the beliefs of other parts.
 
         Args:
             statistics: as in `forward`.
-            images: how many there are, if norms get several rows for each.
+            images: number of images, if norms get several rows per image.
         """
         CALLS.open.append(Record(self, self._choose(statistics, ()), images))
         try:
@@ -71,13 +71,13 @@ class Converted(nn.Module):
     def _choose(self, statistics: str | None, inputs: Any) -> Statistics:
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in tree_leaves(inputs)):
-            return Statistics("population")  # nothing to take statistics of, and nothing that needs them
+            return Statistics("population")  # an empty batch has no statistics and needs none
         if chosen.mode in ("sample", "expected") and not self._looked:
             self._warn_if_untrained(chosen.mode)
         return chosen
 
     def _warn_if_untrained(self, mode: str) -> None:
-        """Say once that a pretrained network has to be trained before it takes the statistics of an image."""
+        """Warn once that a pretrained network must be trained before it uses the statistics of an image."""
         norms = [norm for norm in self.modules() if isinstance(norm, LinkedNorm)]
         if torch.compiler.is_compiling() or any(observed_by_pytorch(norm.running_var) for norm in norms):
             return
@@ -86,27 +86,29 @@ class Converted(nn.Module):
         trained = any(norm.center is not None or any(b.any() for b in norm.transition_blocks) for norm in linked)
         if not trained and any((norm.running_var != 1).any() for norm in norms):
             warnings.warn(
-                f"statistics={mode!r} on a network that was pretrained with batch normalization and only converted "
-                "destroys its accuracy: train it first, as by bkn_zoo.conversion.start_near_population and a few "
-                "epochs, or choose statistics='population'.",
+                f"statistics={mode!r} destroys the accuracy of a pretrained network that was converted but not "
+                "trained: train it first, for example for a few epochs after "
+                "bkn_zoo.conversion.start_near_population, or choose statistics='population'.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def no_weight_decay(self) -> set[str]:
-        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
+        """Names of A, R and q, to exclude them from weight decay, in the form that timm expects."""
         others = getattr(self._original, "no_weight_decay", None)
         return no_weight_decay(self) | set(others(self) if others else ())
 
     def _get_name(self) -> str:
         return f"Converted{self._original.__name__}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # for copies and pickles, which cannot find a class made here
+    def __reduce_ex__(
+        self, protocol: Any
+    ) -> Any:  # for copies and pickles, which cannot import a class that is created here
         return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
 
     @classmethod
     def _kind(cls) -> type["Converted"]:
-        """The class that is joined with the original's: this one, or a subclass of it."""
+        """The class that is combined with the original's: this one, or a subclass."""
         return cls.__mro__[1]
 
 
@@ -121,19 +123,19 @@ def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
 
     Args:
         kind: `Converted`, or a subclass of it.
-        methods: those of the original, beside `forward`, that run norms.
+        methods: methods of the original, besides `forward`, that run norms.
     """
     members: dict[str, Any] = {"_original": original, "_methods": methods, "__doc__": original.__doc__}
     members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if kind is Converted:
         members["forward"] = _with_signature(original.forward)
     members |= {name: _method(getattr(original, name)) for name in methods}
-    meta: Any = type(original)  # Lightning, say, may have one of its own
+    meta: Any = type(original)  # Lightning, for example, may have its own metaclass
     return meta(original.__name__, (kind, original), members)
 
 
 def _with_signature(function: Any) -> Any:
-    """`Converted.forward`, as those see it who ask for its arguments, such as Hugging Face's Trainer."""
+    """`Converted.forward` with the signature of the original, which Hugging Face's Trainer inspects, for example."""
 
     @functools.wraps(function)
     def forward(self: Converted, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
@@ -148,7 +150,7 @@ def _with_signature(function: Any) -> Any:
 
 
 def _method(function: Any) -> Any:
-    """A method of a network that runs norms: called from outside, it is a call of its own, with `statistics`."""
+    """Wrap a method that runs norms, so that a call from outside is one call of the network, with `statistics`."""
 
     @functools.wraps(function)
     def method(self: Converted, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,7 @@ def _method(function: Any) -> Any:
 
 
 def _methods_of(model: nn.Module) -> tuple[str, ...]:
-    """The methods that run norms: those whose code names a child that holds some, or a method that does."""
+    """The methods that run norms: their code mentions a child with norms, or another such method."""
     holders = {name for name, child in model.named_children() if holds_batchnorm(child)}
     own = {}
     for name in dir(type(model)):
@@ -182,22 +184,22 @@ def convert(
     statistics_batch_size: int | None = None,
     default_statistics: str = "population",
 ) -> nn.Module:
-    """A copy of `model` in which every batch norm is a Batch Kalman Norm that receives the beliefs of those below it.
+    """Convert a network: a copy of `model` in which Batch Kalman Norms replace batch norms.
 
-    The network keeps its class, its code and the names of its modules and parameters, so that a state dict of the
-    original loads (with `strict=False`; loading running variances reinitializes A, R and q, which are new). With
-    `population` statistics, the default at inference, the outputs are the original's; training starts from nearly batch
-    normalization, with q = 0.99, A = 0 and R the running variance. `print(converted.report)` says what was done, and
-    `bkn_zoo.conversion.prove` shows that it is right.
+    The network keeps its class, its code and the names of its modules and parameters. A state dict of the original
+    loads with `strict=False`; loading running variances reinitializes the new parameters: the transition A, the process
+    noise R and the gain q. With `population` statistics, the default at inference, the outputs are those of the
+    original. Training starts close to batch normalization, with q = 0.99, A = 0 and R = the running variance.
+    `print(converted.report)` shows the conversion, and `bkn_zoo.conversion.prove` checks it.
 
     Args:
-        model: any module that holds batch norms.
-        example: inputs that the network takes, from which is learned how its norms are connected: a tensor, a tuple of
-            inputs or a dict of named ones. Two images or more are best. None makes up images that fit the first layer.
-        only: the name of a part, such as "backbone", or several names. The rest stays as it is; each part is then what
-            takes `statistics` and has the attributes of a `Converted`. None, or the empty name, is the whole.
+        model: any module with batch norms.
+        example: inputs of the network, which show how its norms are connected: a tensor, a tuple of inputs or a dict of
+            named inputs, preferably with two or more images. None creates images that fit the first layer.
+        only: the name of a part, such as "backbone", or several names. The rest stays unchanged, and each part takes
+            `statistics` and has the attributes of a `Converted`. None, or an empty name, is the whole network.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
-        default_statistics: what normalizes at inference when a call does not say.
+        default_statistics: the statistics mode at inference, if a call does not choose one.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
@@ -229,7 +231,7 @@ def convert(
 
 
 def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
-    """What a part of a network is called with when the network gets these inputs."""
+    """The inputs of a part of a network when the network gets these inputs."""
     found: list[Inputs] = []
     failure: Exception | None = None
     for training in (model.training, not model.training):
@@ -240,12 +242,12 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
             twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
             try:
                 twin(*inputs.args, **inputs.kwargs)
-            except Exception as error:  # perhaps after the part
+            except Exception as error:  # perhaps after the part was called
                 failure = error
         if found:
             return found[0]
     why = f" ({first_sentence(failure)})" if failure else ""
-    raise ConversionError(f"the part {name!r} is not called when the network gets the example{why}: pass another one.")
+    raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
 
 
 def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -253,7 +255,7 @@ def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any)
 
 
 def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str]) -> None:
-    """Convert a network in place, which is a part of this name or the whole."""
+    """Convert a network in place: the part with this name, or the whole."""
     while True:
         norms = [n for n, m in part.named_modules() if isinstance(m, _BatchNorm) and n not in left]
         plans = plans_for(part, norms, example)
@@ -263,7 +265,7 @@ def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str])
             break
     if not any(plan.calls for plan in plans.values()):
         reasons = "; ".join(f"{norm}: {why}" for norm, why in left.items()) or "none is called"
-        hint = ": convert a part with only=NAME, to which each row is an image" if INTERLEAVED in left.values() else ""
+        hint = ": convert a part with only=NAME in which each row is an image" if INTERLEAVED in left.values() else ""
         raise ConversionError(f"{type(part).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
     _settle_shapes(plans)
     prefix = f"{name}." if name else ""
@@ -277,7 +279,7 @@ def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str])
 
 
 def _settle_shapes(plans: dict[bool, Plan]) -> None:
-    """A norm that is called several times has one transition: where the calls would need different ones it has none."""
+    """Remove the transition of a norm whose calls would need different transitions."""
     calls = [call for plan in plans.values() for call in plan.calls]
     for name in {call.name for call in calls}:
         same = [call for call in calls if call.name == name]

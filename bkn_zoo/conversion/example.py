@@ -1,4 +1,4 @@
-"""The inputs that a network is planned on: the caller's, or made up from its first layer."""
+"""The example inputs of a conversion: given by the caller, or created to fit the first layer."""
 
 import copy
 import inspect
@@ -21,47 +21,49 @@ from bkn_zoo.conversion.record import count_images
 from bkn_zoo.errors import ConversionError
 
 SIZES = {1: ((64,), (1024,), (16000,)), 2: ((64, 64), (224, 224), (299, 299), (8, 8)), 3: ((8, 64, 64), (32, 64, 64))}
-"""Of images that are made up, by the dimensions of the first convolution; the first that a network takes is used."""
+"""Sizes of created images, by the dimensions of the first convolution. The first accepted size is used."""
 
 FRAMES, TOKENS = 8, 7
-"""Of videos and sequences that are made up."""
+"""Sizes of created videos and sequences."""
 
 
 class Inputs(NamedTuple):
-    """What a network is called with."""
+    """The arguments of a call of a network."""
 
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}  # noqa: RUF012, nobody changes it
+    kwargs: dict[str, Any] = {}  # noqa: RUF012, never changed
 
 
 def inputs_of(example: Any) -> Inputs:
-    """An example as the caller gives it: a tuple of inputs, a dict of named ones, or a single one."""
+    """The arguments for an example: a tuple of inputs, a dict of named inputs, or a single input."""
     if isinstance(example, tuple):
         return Inputs(example)
-    # What a Hugging Face processor returns is a mapping, but no dict.
+    # A Hugging Face processor returns a mapping that is not a dict.
     if isinstance(example, dict) or hasattr(example, "keys"):
         return Inputs((), dict(example))
     return Inputs((example,))
 
 
 def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dict[bool, Plan]:
-    """Plans for training and for evaluation; one of them is missing if the network takes the example in one mode alone.
+    """Plans for training and evaluation. One is missing if the network accepts the example in one mode only.
 
     Args:
-        model: which is left as it is.
-        norms: the names of those that are to become BKN.
+        model: the network, which is not changed.
+        norms: the names of the norms to convert.
     """
     plans, errors = {}, []
     given = [(example, False)] if example is not None else []
     if example is not None and count_images(example) == 1:
-        given.insert(0, (tree_map(_twice, example, is_leaf=_is_single_list), False))  # to tell an image from a batch
+        given.insert(
+            0, (tree_map(_twice, example, is_leaf=_is_single_list), False)
+        )  # to distinguish an image from a batch
     tried = given or [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
     for training in (True, False):
         for inputs, meta in tried:
             try:
                 plans[training] = _run(model, norms, inputs, training, meta)
                 break
-            except Exception as error:  # a network may do anything with inputs that it does not expect
+            except Exception as error:  # a network may raise any error for unexpected inputs
                 errors.append((error, inputs))
     if not plans:
         raise _refused(model, errors[-1] if example is not None else errors[0], example is not None) from errors[0][0]
@@ -81,7 +83,7 @@ def _run(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, met
 
 
 def _on_meta(model: nn.Module) -> dict[int, Any]:
-    """For a copy without values: what takes the places of the parameters and buffers."""
+    """Replacements of parameters and buffers, for a copy without values."""
     tensors: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for p in model.parameters():
         tensors[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
@@ -90,10 +92,10 @@ def _on_meta(model: nn.Module) -> dict[int, Any]:
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Within it, code of others may draw random numbers and warn, without a trace of it afterwards."""
+    """Run foreign code: warnings are ignored, and the states of random generators are restored."""
     python, numpy = random.getstate(), np.random.get_state()
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it is one operation, of which nothing could be told
+    torch.backends.mha.set_fastpath_enabled(False)  # it is a single operation, which cannot be analysed
     try:
         with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             yield
@@ -114,10 +116,10 @@ def _twice(x: Any) -> Any:
 
 
 def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
-    """Inputs that the network may take: what it says of itself, then images and others that its first layer takes.
+    """Inputs that the network may accept: its own example, then images and other inputs that fit its first layer.
 
     Args:
-        quick: whether large ones cost nothing, as on the meta device.
+        quick: whether large inputs cost nothing, as on the meta device.
     """
     own = getattr(model, "example_input_array", None)  # of Lightning
     if own is not None:
@@ -165,21 +167,21 @@ def _refused(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -
     error, inputs = failure
     kind, line, why = type(model).__name__, _line_of(error), first_sentence(error)
     if given:
-        return ConversionError(f"{kind} does not take the example: it fails at {line} ({why}): correct the example.")
+        return ConversionError(f"{kind} does not accept the example and fails at {line} ({why}): correct the example.")
     shape = tuple(next(x.shape for x in (*inputs.args, *inputs.kwargs.values()) if isinstance(x, Tensor)))
     return ConversionError(
-        f"{kind} does not take inputs made up by its first layer, such as one of {shape}: it fails at {line} ({why}): "
-        "pass inputs that it takes, convert(model, example=inputs), a tuple or a dict if there are several."
+        f"{kind} does not accept inputs created for its first layer, such as {shape}, and fails at {line} ({why}): "
+        "pass valid inputs, convert(model, example=inputs), as a tuple or a dict if there are several."
     )
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost line that is neither PyTorch's nor ours."""
+    """The innermost line outside PyTorch and this package."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if "/torch/" not in f.filename and "/bkn_zoo/conversion/" not in f.filename]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}, `{theirs[-1].line}`" if theirs else "its forward"
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error of others says, which may continue with advice of its own."""
+    """The first sentence of a foreign error."""
     return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Kalman parameters learned without labels, from what a network itself says of images."""
+"""Learns Kalman parameters without labels, from the network's own outputs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -20,16 +20,16 @@ from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
 
 GAIN_RATE = 10.0
-"""The learning rate of gains relative to the others': Adam moves each by about the rate at a step, and from 0.02 a
-gain may have far to go."""
+"""The learning rate of gains, relative to the other parameters. Adam changes each parameter by about its learning rate
+per step, and the best gain may be far from 0.02."""
 
 
 class Learned(NamedTuple):
-    """What `learn_statistics` did.
+    """The result of `learn_statistics`.
 
     Attributes:
         losses: the mean loss of each epoch.
-        moved: the largest change of a parameter of each kind ("transition", "raw_process_noise", "raw_gain", "center").
+        moved: the largest change of each kind of parameter ("transition", "raw_process_noise", "raw_gain", "center").
     """
 
     losses: list[float]
@@ -50,25 +50,26 @@ def learn_statistics(
 ) -> Learned:
     """Learn the transition A, process noise R, gain q and center of all norms without labels, and nothing else.
 
-    The target is what the network itself gives for an image by `population` statistics; the student is the same
-    network, normalized by `sample` statistics, or by `expected`. Both use the same weights and running statistics,
-    which stay as they are, and so do `population` outputs. What is learned for `sample` serves `expected` as well:
-    there an image's deviations are one n-th as large in all norms, and A is linear.
+    The target is the network's own output for an image with `population` statistics. The student is the same network
+    with `sample` or `expected` statistics. Other weights and the running statistics do not change, nor do the outputs
+    with `population` statistics. Parameters that were learned for `sample` also suit `expected`: the deviations of an
+    image are one n-th as large in all norms, and A is linear.
 
     Args:
-        model: from `bkn_zoo.convert`, pretrained, or one with a part that is.
-        images: batches of unlabelled images, or of tuples that begin with them, to be gone through once an epoch: a
-            DataLoader or a list, not a generator.
-        epochs: how often.
-        lr: Adam's learning rate, ten times as large for gains; it falls to zero as a cosine.
-        gain: where all norms start by `start_near_population`; None to start where the network is.
-        link: whether A learns; else it is held where it is, which is zero after `start_near_population`.
-        jitter: applied to the student's images alone, so that it learns to undo what it does to them.
-        statistics: the student's, "sample" or "expected".
-        loss: of the student's output and the target; by default the squared error over the variance of the target.
+        model: a pretrained network from `bkn_zoo.convert`, or with a converted part.
+        images: batches of unlabelled images, or tuples that begin with them. They are iterated once per epoch, so pass
+            a DataLoader or a list, not a generator.
+        epochs: number of epochs.
+        lr: Adam's learning rate, ten times as large for gains, with a cosine schedule to zero.
+        gain: initial gain of all norms for `start_near_population`; None keeps the current parameters.
+        link: whether A learns; otherwise it keeps its value, which is zero after `start_near_population`.
+        jitter: a function of the student's images only, whose effect the student learns to undo.
+        statistics: the student's mode, "sample" or "expected".
+        loss: a function of the student's output and the target; by default the squared error over the variance of the
+            target.
     """
     if statistics not in ("sample", "expected"):
-        raise InputError(f"the statistics to learn for are sample or expected, not {statistics!r}.")
+        raise InputError(f"statistics={statistics!r} cannot be learned: choose sample or expected.")
     if epochs < 1 or not lr > 0:
         raise InputError(f"epochs={epochs} and lr={lr} learn nothing: choose values above 0.")
     if gain is not None:
@@ -115,7 +116,7 @@ def _learn(
                 values.append(value.detach())
                 done(1)
             if not values:
-                raise InputError("there are no images, or none in the second epoch: pass a list or a DataLoader.")
+                raise InputError("there are no images in this epoch: pass a list or a DataLoader, not a generator.")
             losses.append(float(torch.stack(values).mean()))
             if not math.isfinite(losses[-1]):
                 raise InputError(f"the loss is {losses[-1]}: check the images, or choose a smaller learning rate.")
@@ -124,11 +125,11 @@ def _learn(
 
 
 class Student:
-    """A network that runs by any statistics, and of which only the Kalman parameters learn.
+    """A network with any statistics, in which only the Kalman parameters learn.
 
     Attributes:
-        parameters: those that learn, by name.
-        statistics: those that it is to learn for.
+        parameters: the parameters that learn, by name.
+        statistics: the statistics mode to learn for.
     """
 
     def __init__(self, model: nn.Module, statistics: Statistics, link: bool) -> None:
@@ -137,8 +138,8 @@ class Student:
         fixed = [name for name, norm in self.norms.items() if norm.gain.min() in (0, 1)]
         if fixed or not self.norms:
             raise InputError(
-                f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network that bkn_zoo.convert "
-                "made, and a gain between 0 and 1."
+                f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
+                "and a gain between 0 and 1."
             )
         self.called: set[str] = set()
         found = {
@@ -147,7 +148,7 @@ class Student:
             for own, parameter in norm.named_parameters()
             if own.partition(".")[0] in norm.kalman and (link or not own.startswith("transition"))
         }
-        names = {id(parameter): name for name, parameter in found.items()}  # an R that norms share has one
+        names = {id(parameter): name for name, parameter in found.items()}  # a shared R has one name
         self.parameters = {name: found[name] for name in names.values()}
 
     def __call__(self, images: Tensor, statistics: Statistics) -> Any:
@@ -157,7 +158,7 @@ class Student:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Within it the network is in evaluation, its norms take the statistics of the call, and the rest is frozen."""
+        """Put the network into evaluation mode, use the statistics of the call in its norms, and freeze the rest."""
 
         def watch(name: str) -> Any:
             def hook(norm: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -173,7 +174,7 @@ class Student:
         every = {name: m for name, m in self.model.named_modules() if isinstance(m, BatchKalmanNorm)}
         hooks = [norm.register_forward_pre_hook(watch(name)) for name, norm in every.items()]
         try:
-            self.model.eval()  # which may return nothing, if the network has a train() of its own
+            self.model.eval()  # not chained, because a custom train() may return nothing
             self.model.requires_grad_(False)
             for parameter in self.parameters.values():
                 parameter.requires_grad_(True)
@@ -186,7 +187,7 @@ class Student:
                 parameter.grad = None
 
     def changes(self, before: dict[str, Tensor]) -> dict[str, float]:
-        """The largest change of each kind of parameters; where one of a norm in use has none, an error."""
+        """The largest change of each kind of parameter; an error if a parameter of a used norm did not change."""
         found: dict[str, float] = {}
         still = []
         for name, parameter in self.parameters.items():
@@ -198,8 +199,7 @@ class Student:
                 still.append(name)
         if still:
             raise InputError(
-                f"{', '.join(still)} did not learn: nothing that the network gives depends on it, or all images are "
-                "alike."
+                f"{', '.join(still)} did not learn: the output does not depend on it, or all images are alike."
             )
         return found
 

@@ -1,7 +1,7 @@
-"""Classifiers of torchvision and timm, converted, under names such as "torchvision:resnet50" and "timm:repvgg_a0".
+"""Converted classifiers of torchvision and timm, with names such as "torchvision:resnet50" and "timm:repvgg_a0".
 
-The name and its options may come from a stranger's config.json: a builder is one that the library lists, options are
-plain numbers, and nothing is downloaded unless the caller asks for the library's weights.
+Name and options may come from an untrusted config.json. So only functions that the library lists are called, options
+are plain numbers, and nothing is downloaded unless the caller requests the library's weights.
 """
 
 import sys
@@ -19,13 +19,13 @@ from bkn_zoo.models.network import Network
 
 LIBRARIES = ("torchvision", "timm")
 REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
-"""Beginnings of options that would load something, or build something else than a classifier."""
+"""Prefixes of options that would load something, or build something other than a classifier."""
 
 WITHOUT_AUXILIARY_HEADS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
 class LibraryNetwork(Converted, Network):
-    """A converted classifier that checkpoints, training and inference take as they take the zoo's own networks."""
+    """A converted classifier that checkpoints, training and inference support like the networks of the zoo."""
 
     def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:  # type: ignore[override]
         """Logits, (images, classes).
@@ -39,7 +39,7 @@ class LibraryNetwork(Converted, Network):
 
 
 def named_network(converted: Any, name: str, num_classes: int, options: dict[str, Any], stride: int) -> LibraryNetwork:
-    """The converted network itself, as one of the zoo's, with its name and what it was built with."""
+    """The converted network as a network of the zoo, with its name and options."""
     converted.__class__ = converted_class(LibraryNetwork, converted._original, converted._methods)
     converted.name, converted.num_classes, converted.norm_options = name, num_classes, options
     converted.stride, converted.config, converted.revision = stride, None, None
@@ -47,19 +47,19 @@ def named_network(converted: Any, name: str, num_classes: int, options: dict[str
 
 
 def build(name: str, num_classes: int | None = None, **options: Any) -> Network:
-    """A freshly initialized network, the zoo's own or a library's, by the arguments of `bkn_zoo.create_model`."""
+    """A newly initialized network of the zoo or of a library. The arguments are those of `bkn_zoo.create_model`."""
     if ":" in name:
         return from_library(name, num_classes, options)
     return registry.build(name, num_classes, **options)
 
 
 def of_library(name: str) -> bool:
-    """Whether this is the name of a library's network, which may exist or not."""
+    """Whether this has the form of a library's network name, even if it does not exist."""
     return name.startswith(tuple(f"{library}:" for library in LIBRARIES))
 
 
 def is_model(name: str) -> bool:
-    """Whether `build` knows this name here."""
+    """Whether `build` supports this name."""
     if ":" not in name:
         return name in registry.list_models()
     try:
@@ -76,38 +76,44 @@ def from_library(
 
     Args:
         name: "torchvision:NAME" or "timm:NAME".
-        num_classes: outputs of the classifier; by default the library's.
-        options: numbers and lists of numbers, as the library's builder takes them.
+        num_classes: outputs of the classifier; by default that of the library.
+        options: numbers and lists of numbers for the library's constructor.
     """
     build, load = _builder(name)
     options = dict(options or {})
     _check_options(name, options)
     classes = 1000 if num_classes is None else num_classes
     if not isinstance(classes, int) or classes < 1:
-        raise InputError(f"num_classes is {classes!r}, but a classifier needs a whole number of at least 1.")
+        raise InputError(f"num_classes is {classes!r}: choose a whole number of at least 1.")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the library's own future
+        with warnings.catch_warnings(action="ignore"):  # deprecation warnings of the library
             model = build(num_classes=classes, **options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise InputError(f"{name} does not take these options ({error}): correct {options or 'num_classes'}.") from None
+        raise InputError(
+            f"{name} does not support these options ({error}): correct {options or 'num_classes'}."
+        ) from None
     if pretrained:
         try:
             weights = load()
-        except Exception as error:  # whatever stands between here and the library's own server
-            raise HubUnavailableError(f"the weights of {name} could not be had ({error}): try again later.") from error
+        except Exception as error:  # any problem with the library's server
+            raise HubUnavailableError(
+                f"the weights of {name} could not be downloaded ({error}): try again later."
+            ) from error
         _load(model, weights)
     return named_network(convert(model), name, classes, options, _smallest_image(name, model))
 
 
 def preprocessing_of(name: str, size: int) -> Preprocessing:
-    """How the library's weights of a network want their images, of a side of one's own choice."""
+    """The preprocessing of the library's weights of a network, for a given image size."""
     library, _, network = name.partition(":")
-    _builder(name)  # which refuses names that are none
+    _builder(name)  # refuses unknown names
     about: Any
     if library == "torchvision":
         import torchvision.models as models
 
-        if network in WITHOUT_AUXILIARY_HEADS:  # TensorFlow's weights, for which torchvision would change ours within
+        if (
+            network in WITHOUT_AUXILIARY_HEADS
+        ):  # TensorFlow's weights, for which torchvision changes the input inside the network
             return Preprocessing(size, (0.5,) * 3, (0.5,) * 3)
         about = models.get_model_weights(network).DEFAULT.transforms()
         return Preprocessing(size, about.mean, about.std, interpolation=about.interpolation.value)
@@ -118,7 +124,7 @@ def preprocessing_of(name: str, size: int) -> Preprocessing:
 
 
 def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[str, Tensor]]]:
-    """What makes a network, and what loads its weights."""
+    """The functions that build a network and load its weights."""
     library, _, network = name.partition(":")
     if library == "torchvision":
         import torchvision.models as models
@@ -143,21 +149,27 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
             )
         untagged, dot, _ = network.partition(".")
         if dot and untagged in timm.list_models():
-            raise UnknownNameError(f"networks of timm are named without the tag of their weights: timm:{untagged}.")
+            raise UnknownNameError(
+                f"names of timm's networks do not contain the tag of their weights: use timm:{untagged}."
+            )
     else:
         raise UnknownNameError(f"unknown library in {name!r}: choose one of {', '.join(LIBRARIES)}.")
-    raise UnknownNameError(f"{library} here has no classifier {network!r}: correct the name, or upgrade {library}.")
+    raise UnknownNameError(
+        f"the installed {library} has no classifier {network!r}: correct the name, or upgrade {library}."
+    )
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         plain = all(isinstance(x, bool | int | float) for x in (value if isinstance(value, list | tuple) else [value]))
         if option.startswith(REFUSED_OPTIONS) or not plain:
-            raise InputError(f"{name} is not built with {option}={value!r}: options are numbers or lists of numbers.")
+            raise InputError(
+                f"{name} does not support {option}={value!r}: options must be numbers or lists of numbers."
+            )
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """The library's weights, but for a classifier of other classes."""
+    """The library's weights, without a classifier for other classes."""
     own = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict(fitting, strict=False)

@@ -1,20 +1,20 @@
-"""How far the user's images are from a network's population, and what to do about it.
+"""Measures how far images are from a network's population, and recommends what to do.
 
 Each norm of a pretrained network estimates the mean of its input. Let V be the variance of the images' means around
 the mean of their domain, and T the squared distance between the domain's mean and the population's, both in units of
 the population's variance plus eps and averaged over channels. Then the expected squared error of the estimate is
 
-    frozen BN, which takes the population's mean                     T
-    BN, which takes the mean of a group of n images                  V/n
-    BKN, which takes (1 - q) of the first and q of the second        (1 - q)^2 T + q^2 V/n
+    frozen BN, which uses the population's mean                      T
+    BN, which uses the mean of a group of n images                   V/n
+    BKN, which uses (1 - q) of the first and q of the second         (1 - q)^2 T + q^2 V/n
 
-The last is smallest at Q(n) = nT / (nT + V), where it is the product of the first two over their sum: below the smaller
-of them, but never below half of it, and only near that where T is close to V/n. The positions of one image are not
-independent samples, so only the means of whole images are counted.
+The last is smallest at Q(n) = nT / (nT + V), where it is the product of the first two divided by their sum. It is below
+the smaller of them, but at least half of it, and close to half only if T is close to V/n. The positions of one image
+are not independent samples, so only the means of whole images count.
 
-A norm hands what is left of a deviation on to the norm above, which takes a share of it away again. Of a deviation that
-passes L norms with a gain of q each, (1 - q)^L is left; it should be 1 - Q. So the gain of a norm is 1 - (1 - Q)^(1/L),
-with L the norms on the longest path through the network.
+Each norm removes a share of a deviation and passes the rest to the norm above. After L norms with a gain of q each, (1
+- q)^L of it is left, which should be 1 - Q. So the gain of a norm is 1 - (1 - Q)^(1/L), where L is the number of norms
+on the longest path through the network.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,25 +36,25 @@ from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.norms.statistics import observe
 
 CHOICES = ("freeze", "AdaBN", "BN", "BKN")
-"""What `advise` recommends, the simplest first."""
+"""The recommendations of `advise`, the simplest first."""
 
 WORTHWHILE = 1.25
-"""A choice that is less simple has to have an error lower by this factor,"""
+"""A less simple choice needs an error that is lower by this factor,"""
 
 NEGLIGIBLE = 0.01
-"""and by this: a mean that is wrong by a tenth of a standard deviation."""
+"""and by this: a mean with an error of a tenth of a standard deviation."""
 
 
 class Shift(NamedTuple):
-    """What one norm sees of the images, in units of its population's variance plus eps, averaged over channels.
+    """Statistics of the images at one norm, in units of its population variance plus eps, averaged over channels.
 
     Attributes:
         shift: T, the squared distance between a domain's mean and the population's, averaged over domains.
-        between: the variance of the domains' means around their own mean, which is what T is after AdaBN on these
-            images: 0 with one domain.
+        between: the variance of the domains' means around their own mean. This is T after AdaBN on these images, and 0
+            with one domain.
         spread: V, the variance of the images' means around their domain's mean.
-        images: how many there are.
-        path: L, how many norms stand on the longest path through the network.
+        images: number of images.
+        path: L, the number of norms on the longest path through the network.
     """
 
     shift: float
@@ -64,17 +64,17 @@ class Shift(NamedTuple):
     path: int = 1
 
     def share(self, group: int, adapted: bool = False) -> float:
-        """Q, the share of a group's deviation to be taken away in all, of a network as it was or after AdaBN."""
+        """Q, the share of a group's deviation to remove in total, for the original network or after AdaBN."""
         shift = self.between if adapted else self.shift
         return group * shift / (group * shift + self.spread) if shift > 0 else 0.0
 
     def gain(self, group: int, adapted: bool = False) -> float:
-        """The gain q with which the norms on a path take away this share together."""
+        """The gain q with which the norms on a path remove this share together."""
         return 1 - (1 - self.share(group, adapted)) ** (1 / self.path)
 
 
 class _Deviations:
-    """Sums over images of one domain, of how far their means are from the population's, channel by channel."""
+    """Sums of the differences between images' means and the population mean over one domain, per channel."""
 
     def __init__(self) -> None:
         self.images = 0
@@ -97,20 +97,20 @@ class _Deviations:
 
 @torch.no_grad()
 def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Shift]:
-    """T and V of every BKN norm of a network, by name, with the features that `population` statistics give.
+    """Measure T and V of every BKN norm of a network, with `population` statistics.
 
     Args:
-        model: from `bkn_zoo.convert`, or one with a part that is, or a `_bkn` network of the zoo.
-        images: batches of a few hundred unlabelled images, or of tuples that begin with them, such as a DataLoader
-            gives; or such batches for each of several domains, by its name.
+        model: a network from `bkn_zoo.convert`, or with a converted part, or a `_bkn` network of the zoo.
+        images: batches of a few hundred unlabelled images, or tuples that begin with them, such as a DataLoader; or a
+            dict from the names of several domains to such batches.
 
     Returns:
-        Nothing for a norm whose rows are not images: there the conversion could not follow which row is whose.
+        The measurements by the name of the norm. Norms whose rows could not be assigned to images are missing.
     """
     domains = images if isinstance(images, Mapping) else {"images": images}
     norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
     if not norms:
-        raise InputError("this network has no BKN norm to measure: pass one that bkn_zoo.convert made.")
+        raise InputError("this network has no BKN norm to measure: pass a network from bkn_zoo.convert.")
     path = 0
     seen = {}
     for name, batches in domains.items():
@@ -124,7 +124,7 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
 
 
 def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> tuple[dict[str, _Deviations], int]:
-    """What the norms see of a domain's images, and how many norms stand on the longest path."""
+    """The sums of all norms over a domain's images, and the number of norms on the longest path."""
     found: dict[str, _Deviations] = {}
     count, path = 0, _longest_path([norm for norm in norms.values() if isinstance(norm, Linked)])
 
@@ -140,7 +140,7 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
         return hook
 
     def after(norm: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """With population statistics no belief travels: a count of the norms below takes its place."""
+        """Count the norms below in place of beliefs, which population statistics do not need."""
         nonlocal path
         if isinstance(norm, Linked):
             return None
@@ -166,7 +166,7 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
 
 
 def _longest_path(norms: list[Linked]) -> int:
-    """How many norms of a converted network stand one above another at most."""
+    """The number of norms on the longest path of a converted network."""
     below = {
         norm.key: {source for links in norm.links.values() for link in links for source, _, _ in link.sources}
         for norm in norms
@@ -179,7 +179,7 @@ def _longest_path(norms: list[Linked]) -> int:
 
 @contextmanager
 def by_statistics(model: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """Within it, calls of converted networks that choose no statistics get these."""
+    """Set the default statistics of calls of converted networks."""
     parts = [part for part in model.modules() if isinstance(part, Converted)]
     before = [(part.default_statistics, part.statistics_batch_size) for part in parts]
     try:
@@ -195,7 +195,7 @@ def by_statistics(model: nn.Module, statistics: Statistics) -> Iterator[None]:
 def _shift(domains: list[_Deviations], path: int) -> Shift:
     images = sum(domain.images for domain in domains)
     spread = sum(domain.scatter() for domain in domains) / (images - len(domains))
-    # A domain's mean is itself known to V/N only, by which the squared distances come out too large.
+    # The mean of a domain has an error of V/N, which makes the squared distances too large.
     unrest = sum(spread / domain.images for domain in domains) / len(domains)
     means = torch.stack([domain.mean for domain in domains])
     shift = max(float(means.square().mean()) - unrest, 0.0)
@@ -204,16 +204,16 @@ def _shift(domains: list[_Deviations], path: int) -> Shift:
 
 
 class Advice(NamedTuple):
-    """What to do with a network's norms. Printed, it is a table.
+    """A recommendation for a network's norms. Printing it shows a table.
 
     Attributes:
         choice: "freeze" (frozen batch normalization), "AdaBN" (re-estimate the population by `bkn_zoo.recalibrate`,
             then freeze), "BN" (statistics of the batch) or "BKN" (AdaBN, then `start_near_population` with these images
             and `adapted=True`).
-        errors: the expected squared error of a norm's mean by each choice, in population variances, averaged over
+        errors: the expected squared error of a norm's mean for each choice, in population variances, averaged over
             norms.
-        norms: what was measured, by the norm's name.
-        batch_size: images in a group.
+        norms: the measurements, by the norm's name.
+        batch_size: images per group.
     """
 
     choice: str
@@ -228,32 +228,35 @@ class Advice(NamedTuple):
             gain = norm.gain(self.batch_size, norm.between > 0)
             lines.append(f"{name:{width}}  {norm.shift:9.4f}  {norm.between:9.4f}  {norm.spread:9.4f}  {gain:6.3f}")
         errors = ", ".join(f"{choice} {error:.4f}" for choice, error in self.errors.items())
-        lines += [f"expected squared error of a mean, {self.batch_size} images a group: {errors}"]
+        lines += [f"expected squared error of a mean, {self.batch_size} images per group: {errors}"]
         return "\n".join([*lines, f"recommended: {self.choice}"])
 
 
 def advise(
     model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]], batch_size: int | None = None
 ) -> Advice:
-    """Recommend what to do with the norms of a pretrained network before it is trained on these images.
+    """Recommend how to normalize a pretrained network before it is trained on these images.
 
-    The errors of this module's first lines are averaged over norms. AdaBN leaves V/N with N images of one domain, and
-    the variance between domains where there are several, since an image then comes from one of them and is normalized
-    by all. BKN is taken to start from there, too. With one domain, AdaBN therefore leaves nothing for the other two to
-    improve on, and the choice is between it and freezing: pass the images by domain if those to come are from several,
-    or from new ones. The simplest choice wins whose error is at most 1.25 times the smallest plus 0.01.
+    The recommendation compares the expected squared errors of means, averaged over norms (docs/paper.md, 3.8). The
+    error of AdaBN is V/N with N images of one domain. With several domains it is the variance between them, because an
+    image comes from one domain and is normalized with all. BKN is assumed to start from AdaBN, too. With one domain, BN
+    and BKN therefore cannot improve on AdaBN, and the choice is between AdaBN and freezing. If later images are from
+    several domains, or from new ones, pass the images by domain. The simplest choice wins whose error is at most 1.25
+    times the smallest error plus 0.01.
 
-    What this leaves out: errors of variances; that training changes the features; and how sensitive a network is.
+    The comparison ignores errors of variances, changes of the features by training, and the sensitivity of a network.
 
     Args:
-        model: from `bkn_zoo.convert`, pretrained, before it was trained further.
-        images: as `measure` takes them.
-        batch_size: images that a group will have in training; by default the network's `statistics_batch_size`, or 1.
+        model: a pretrained network from `bkn_zoo.convert`, before further training.
+        images: as in `measure`.
+        batch_size: images per group in training; by default the network's `statistics_batch_size`, or 1.
     """
     group = group_of(model, batch_size)
     norms = measure(model, images)
     if not norms:
-        raise InputError("no norm of this network can be measured: its norms see rows that are not images.")
+        raise InputError(
+            "no norm of this network can be measured, because their rows are not images: convert a part with only=NAME."
+        )
 
     def mean(error: Any) -> float:
         return sum(error(norm) for norm in norms.values()) / len(norms)
@@ -275,10 +278,10 @@ def advise(
 
 
 def group_of(model: nn.Module, group: int | None) -> int:
-    """Images per statistics group: as given, or the network's own choice, or one, as `sample` has it."""
+    """Images per statistics group: as given, or as in the network, or one, as in `sample`."""
     if group is None:
         sizes = (getattr(part, "statistics_batch_size", None) for part in model.modules())
         group = next((size for size in sizes if size is not None), 1)
     if type(group) is not int or group < 1:
-        raise InputError(f"a statistics group of {group!r} images cannot be: choose a whole number of at least 1.")
+        raise InputError(f"a statistics group cannot have {group!r} images: choose a whole number of at least 1.")
     return group

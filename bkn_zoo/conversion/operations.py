@@ -1,7 +1,7 @@
-"""What each kind of operation makes of the tags of its inputs: one small handler per kind, in the table HANDLERS.
+"""How each kind of operation transforms the tags of its inputs: one small handler per kind, in the table HANDLERS.
 
-PyTorch shows the planner every operation as one of its basic ones, however it was written: `x + y`, `x.add_(y)` and
-`torch.add(x, y)` are all "add". What is not in the table is guessed, and the guess is reported.
+PyTorch shows the planner every operation as one of its basic operations: `x + y`, `x.add_(y)` and `torch.add(x, y)` are
+all "add". For operations that are not in the table, the planner guesses, and reports the guess.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NeedsValuesError(Exception):
-    """A plan depends on values, which tensors on the meta device do not have."""
+    """The plan depends on values of tensors, which the meta device does not have."""
 
 
 class Operation:
@@ -29,7 +29,7 @@ class Operation:
         self.name = name_of(function)
         tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
         self.tensors = [tensor for tensor in tensors if id(tensor) in tags]
-        """Those with a tag."""
+        """The tensors with a tag."""
 
     @property
     def first(self) -> Tag:
@@ -37,7 +37,7 @@ class Operation:
 
     @property
     def shape(self) -> Sequence[int]:
-        """Of the result, or of the first one of several."""
+        """The shape of the result, or of the first of several."""
         result = self.result[0] if isinstance(self.result, tuple | list) else self.result
         return result.shape
 
@@ -55,7 +55,7 @@ class Operation:
 
 
 def name_of(function: Any) -> str:
-    """`add` for aten::add.Tensor, aten::add_.Scalar and the like."""
+    """The basic name: `add` for aten::add.Tensor, aten::add_.Scalar and so on."""
     return str(function._schema.name).rpartition("::")[2].strip("_")
 
 
@@ -76,7 +76,7 @@ def move(o: Operation) -> Any:
 
 
 def select(o: Operation) -> Any:
-    """As a move, by an index; which rows an index takes is known only when the network runs."""
+    """A move by an index, whose rows are known only when the network runs."""
     x, *index = o.args
     if any(tensor.is_meta for tensor in _tensors(index)):
         raise NeedsValuesError
@@ -91,7 +91,7 @@ def select(o: Operation) -> Any:
 
 
 def sum_(o: Operation) -> Tag:
-    """Takes the belief of the main branch, which is the deeper one."""
+    """Passes on the belief of the main branch, which is the deeper one."""
     planner = o.planner
     tensors = [x for x in o.tensors if not (o.name == "where" and x is o.args[0])] or o.tensors
     deepest = max(tensors, key=lambda x: planner.depth_of(o.tag(x)))
@@ -99,7 +99,7 @@ def sum_(o: Operation) -> Tag:
 
 
 def product(o: Operation) -> Tag:
-    """Takes the belief about what is not the gate, or else about the shallower factor."""
+    """Passes on the belief about the factor that is not a gate, otherwise about the shallower factor."""
     planner = o.planner
     tags = [o.tag(x) for x in o.tensors]
     kept = min([t for t in tags if not planner.is_gate(t)] or tags, key=planner.depth_of)
@@ -118,7 +118,7 @@ def pass_on(o: Operation) -> Tag:
 
 
 def pad(o: Operation) -> Tag:
-    """Adds channels about which nothing is known; positions that are added belong to their channel."""
+    """Padding: added channels are unknown; added positions belong to their channel."""
     tag, amounts = o.first, list(o.given("pad"))
     for place in range(0, len(amounts), 2):
         dim = -1 - place // 2
@@ -129,8 +129,8 @@ def pad(o: Operation) -> Tag:
 
 
 def reduce(o: Operation) -> Tag | None:
-    """Drops dimensions; images that become one value are mixed."""
-    if o.given("other") is not None:  # the larger of two, by another name
+    """Removes dimensions. Images that are combined into one value are mixed."""
+    if o.given("other") is not None:  # max(x, y), an elementwise operation
         return sum_(o)
     x, dims = o.tensors[0], o.given("dim")
     if dims is None or dims == []:
@@ -156,7 +156,7 @@ def linear(o: Operation) -> Tag | None:
 
 
 def contract(o: Operation) -> Tag:
-    """A matrix product: with a parameter it mixes channels; of two features, one weighs the other (attention)."""
+    """A matrix product. With a parameter, it mixes channels. With two features, one weighs the other (attention)."""
     planner = o.planner
     left, right = o.args[-2:] if len(o.args) < 4 else o.args[1:3]  # a sum may come first
     if id(left) not in o.tags and id(right) not in o.tags:
@@ -172,7 +172,7 @@ def contract(o: Operation) -> Tag:
 
 
 def attend(o: Operation) -> Tag:
-    """Attention: mixtures of the value's rows in the places of the query's."""
+    """Attention: rows of the value are mixed, at the positions of the query."""
     query, key, value = (o.tags.get(id(x)) for x in o.args[:3])
     if value is None:
         return pass_on(o)
@@ -183,7 +183,7 @@ def attend(o: Operation) -> Tag:
 
 
 def put(o: Operation) -> Tag:
-    """Features in places of another tensor, about whose channels nothing is known if it had none."""
+    """Copies features into another tensor. Its other channels are unknown if it had no tag."""
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
@@ -193,7 +193,7 @@ def put(o: Operation) -> Tag:
 
 
 def forget(o: Operation) -> None:
-    """Makes a tensor of the same size, or asks for one."""
+    """Creates or queries a tensor without features."""
 
 
 def guess(o: Operation) -> Any:
@@ -202,7 +202,7 @@ def guess(o: Operation) -> Any:
     planner, x = o.planner, o.tensors[0]
     name, kind = planner.modules[-1]
     place = f"{name} (a {kind})" if name else "the network itself"
-    note = f"{o.name} in {place}: taken to pass on the belief about its first tensor"
+    note = f"{o.name} in {place}: assumed to pass on the belief about its first tensor"
     tag, tags = planner.renumbered(o.first.channels, o.first.images, guess=(note,)), []
     for result in results:
         shape: Sequence[int] = getattr(result, "shape", ())
@@ -258,7 +258,7 @@ FAMILIES: tuple[tuple[Callable[[Operation], Any], tuple[str, ...]], ...] = (
     ),
     (forget, ("new_",)),
 )
-"""Of operations by the beginnings of their names, which end in their dimensions and the like."""
+"""Handlers by the beginnings of names, for operations whose names end in dimensions or variants."""
 
 
 def handler_of(name: str) -> Callable[[Operation], Any]:

@@ -1,4 +1,4 @@
-"""Where beliefs about channels are to be had, and the transition of a norm that gets such channels."""
+"""The origins of beliefs about channels, and the transition of a norm over such channels."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from itertools import groupby
 from typing import Any
 
 MOST_PIECES = 8
-"""Of a transition; channels that are interleaved more finely than this get one full matrix."""
+"""Largest number of blocks of a transition. Channels that would need more get one full matrix."""
 
 
 @dataclass(frozen=True)
 class Single:
-    """A channel about which the norm of a call holds a belief, or that is made of one such channel alone."""
+    """A channel with a belief from the call of a norm, or that depends on one such channel only."""
 
     call: int
     channel: int
@@ -20,7 +20,7 @@ class Single:
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """What a convolution or linear layer makes of channels: `outputs` of them, by `groups` blocks, from `sources`."""
+    """The channels that a convolution or linear layer computes: `outputs` from `sources`, in `groups` blocks."""
 
     sources: tuple[Single, ...]
     outputs: int
@@ -31,19 +31,19 @@ class Mix:
 
 @dataclass(frozen=True)
 class Mixed:
-    """One of the channels that a `Mix` makes."""
+    """One channel of a `Mix`."""
 
     mix: Mix
     index: int
 
 
 Origin = Single | Mixed | None
-"""Where a belief about a channel is to be had; None for channels of the input."""
+"""The origin of the belief about a channel; None for channels of the input."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a norm's channels: what they are predicted from, and the shape of their block of A.
+    """Consecutive channels of a norm: the source of their prediction, and the shape of their block of A.
 
     Attributes:
         sources: the channels of other norms' beliefs, as (call, channel), in the order of the block's columns.
@@ -61,7 +61,7 @@ def through(origin: Origin, name: str) -> Origin:
 
 
 def sources_of(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tuple[str, ...]]:
-    """The channels of beliefs behind channels, the blocks in which they are linked so far, and the path."""
+    """The channels of beliefs that channels depend on, their blocks so far, and the path."""
     path = _join(origin.path if isinstance(origin, Single) else origin.mix.path for origin in origins if origin)
     if all(isinstance(origin, Single) for origin in origins):
         return tuple(o for o in origins if isinstance(o, Single)), len(origins), path
@@ -77,7 +77,7 @@ def sources_of(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tupl
 
 
 def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
-    """The mix of which these are all channels, in their order."""
+    """The mix that consists of exactly these channels, in order."""
     first = origins[0] if origins else None
     if not isinstance(first, Mixed) or list(origins) != [Mixed(first.mix, i) for i in range(first.mix.outputs)]:
         return None

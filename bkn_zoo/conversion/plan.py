@@ -1,8 +1,8 @@
-"""Which norms' beliefs each norm of a network receives, for which channels, and over which path.
+"""Plans which beliefs each norm of a network receives, for which channels, and over which path.
 
-The planner runs the network once on an example and looks on. It gives every channel of every tensor a number (see
-`tags`), lets each operation do to the numbers what it does to features (see `operations`), and keeps for each number
-where a belief about its channel is to be had (see `origins`). What reaches a norm then says which norms are below it.
+The planner runs the network once on an example and observes all operations. It gives every channel of every tensor a
+number (see `tags`), applies each operation to the numbers as to the features (see `operations`), and stores the origin
+of the belief for each number (see `origins`). The numbers that reach a norm then show which norms are below it.
 """
 
 import functools
@@ -23,21 +23,21 @@ from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Piece, Single, pieces
 from bkn_zoo.conversion.record import count_images, lists_of_images
 from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, UNKNOWN, Tag, by_row, shortened, tensors_in, without
 
-NOT_FOLLOWED = "called on something whose channels are not known"
-INTERLEAVED = "the rows of its input are not one image after another"
+NOT_FOLLOWED = "its input has unknown channels"
+INTERLEAVED = "the rows of its input are not grouped by image"
 
 
 @dataclass
 class NormCall:
-    """A call of a norm that is to become BKN.
+    """A call of a norm that will be converted.
 
     Attributes:
-        name: the module's.
-        features: its channels.
-        pieces: of its transition; none for a first layer.
-        ordered: whether rows, if an image has several, are known to be one image after another.
-        depth: norms below it on its path, and itself.
-        why: where `pieces` is empty although there are norms below, the reason.
+        name: name of the module.
+        features: number of channels.
+        pieces: pieces of its transition; none for a first layer.
+        ordered: whether rows are known to be grouped by image, if an image has several.
+        depth: number of norms on its path, including itself.
+        why: the reason if `pieces` is empty although there are norms below.
     """
 
     name: str
@@ -54,8 +54,8 @@ class NormCall:
 
 @dataclass
 class Plan:
-    """Of one run: the calls of norms in their order, norms that have to be left and why, what was guessed, and the
-    norms that a convolution could take in, with its name."""
+    """The result of one run: the calls of norms in order, norms that cannot be converted and why, guesses, and norms
+    that can be folded into a convolution, with its name."""
 
     calls: list[NormCall] = field(default_factory=list)
     unfit: dict[str, str] = field(default_factory=dict)
@@ -64,10 +64,10 @@ class Plan:
 
 
 def make_plan(model: nn.Module, norms: dict[str, nn.Module], args: Any, kwargs: Any) -> Plan:
-    """Run a model, which is changed, on an example.
+    """Run a model on an example. The model is changed.
 
     Args:
-        norms: those of the model that are to become BKN.
+        norms: the norms of the model to convert.
     """
     planner = Planner(model, norms, count_images((args, kwargs)) or 0)
     with untracked():
@@ -80,17 +80,17 @@ def make_plan(model: nn.Module, norms: dict[str, nn.Module], args: Any, kwargs: 
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Within it, nothing looks on: for what the planner computes itself."""
+    """Disable the planner for its own computations."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 class Planner(TorchDispatchMode):
-    """Sees every operation of a network, and keeps the tags of the tensors.
+    """Observes every operation of a network, and stores the tags of tensors.
 
     Attributes:
-        images: how many there are in the example.
-        origins: where a belief about the channel of each number is to be had.
+        images: number of images in the example.
+        origins: the origin of the belief for each number.
         guessed: the guesses that each number depends on.
         gates: the numbers of channels that only weigh others.
     """
@@ -101,7 +101,7 @@ class Planner(TorchDispatchMode):
         self.origins: list[Origin] = [None]
         self.guessed: list[tuple[str, ...]] = [()]
         self.gates: set[int] = set()
-        self.modules: list[tuple[str, str]] = []  # those that are running, with their kinds, the innermost last
+        self.modules: list[tuple[str, str]] = []  # running modules with their kinds, the innermost last
         self.owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their memory
         self.written: dict[int, Any] = {}  # memory into which features were copied
         self.convolved: list[tuple[str, Tag]] = []
@@ -144,7 +144,7 @@ class Planner(TorchDispatchMode):
                 self.set_tag(image, Tag(channels, torch.full((1, 1, 1), number)))
 
     def vague(self, x: Tensor) -> Tag:
-        """A tag that knows no channels, and takes the first dimension for that of images if its size fits."""
+        """A tag without channels. The first dimension counts as images if its size fits."""
         images = torch.full((1,) * x.ndim, UNKNOWN)
         if x.ndim and x.shape[0] == self.images:
             images = torch.arange(self.images).view(-1, *[1] * (x.ndim - 1))
@@ -156,7 +156,7 @@ class Planner(TorchDispatchMode):
             self.owners[x.untyped_storage()._cdata] = x
 
     def tag_of(self, x: Tensor) -> Tag | None:
-        """A tensor's tag; what shares the memory of a tagged tensor has one, too."""
+        """The tag of a tensor, or of a tensor that shares its memory."""
         tag = vars(x).get("_bkn_tag")
         if tag is None and not isinstance(x, nn.Parameter):
             memory = x.untyped_storage()._cdata
@@ -169,11 +169,11 @@ class Planner(TorchDispatchMode):
         return tag
 
     def write(self, x: Tensor) -> None:
-        """Remember that features are copied into the memory of a tensor, which may be a part of a larger one."""
+        """Record that features are copied into the memory of a tensor, which may be part of a larger one."""
         self.written[x.untyped_storage()._cdata] = x.untyped_storage()
 
     def numbered(self, ndim: int, dim: int, origins: Sequence[Origin], guessed: tuple[str, ...] = ()) -> Tensor:
-        """New numbers for channels along a dimension."""
+        """Create numbers for channels along a dimension."""
         numbers = torch.arange(len(self.origins), len(self.origins) + len(origins))
         self.origins.extend(origins)
         self.guessed.extend([guessed] * len(origins))
@@ -221,7 +221,7 @@ class Planner(TorchDispatchMode):
         kwargs = kwargs or {}
         if handler_of(name_of(function)) is guess:
             with self:
-                result = function.decompose(*args, **kwargs)  # into simpler operations, which come here one by one
+                result = function.decompose(*args, **kwargs)  # into simpler operations, which are handled one by one
             if result is not NotImplemented:
                 return result
         tags = {}
@@ -243,11 +243,11 @@ class Planner(TorchDispatchMode):
             return handler_of(operation.name)(operation)
         except NeedsValuesError:
             raise
-        except Exception:  # one of many ways to call it that its handler does not know
+        except Exception:  # a way to call it that its handler does not support
             return guess(operation)
 
     def set_tags(self, result: Any, made: Any) -> None:
-        """Give results their tags; one tag for several is that of all which have the first one's shape."""
+        """Set the tags of results. A single tag applies to all results with the shape of the first."""
         if isinstance(result, Tensor):
             self.set_tag(result, made)
         elif isinstance(result, tuple | list):
@@ -269,16 +269,16 @@ class Planner(TorchDispatchMode):
             blocks = gcd(groups, blocks)
             if blocks == 1:
                 sources = tuple({(source.call, source.channel): source for source in sources}.values())
-            depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than what it is made of: x + conv(x)
+            depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than its sources, for x + conv(x)
             mix = Mix(sources, outputs, blocks, (*path, name), depth)
             made = [Mixed(mix, index) if sources else None for index in range(outputs)]
         images = without(tag.images, [d for d in range(x.ndim) if d == dim or x.shape[d] != shape[d]])
         return Tag(self.numbered(len(shape), dim, made, self.guesses_behind(numbers)), images)
 
-    # Layers that are looked at as a whole
+    # Layers that are handled as a whole
 
     def norm(self, name: str, norm: Any, forward: Any, input: Tensor) -> Tensor:
-        """A norm that is to become BKN: what reaches it is its plan."""
+        """A norm that will be converted: its plan follows from its input."""
         with untracked():
             result = forward(input)
             tag = self.tag_of(input)
@@ -307,7 +307,7 @@ class Planner(TorchDispatchMode):
         return Tag(self.numbered(x.ndim, 1, seen), images)
 
     def look_at_rows(self, name: str, tag: Tag, rows: int) -> bool:
-        """Whether rows are one image after another, as many of each; a norm of which images are in turn is unfit."""
+        """Whether rows are grouped by image, with the same number for each; otherwise the norm cannot be converted."""
         images = by_row(tag.images, rows)
         if bool((images == MIXED).any()) or bool((images.diff() < 0).any() and not (images < ANY).any()):
             self.plan.unfit[name] = INTERLEAVED
@@ -316,7 +316,7 @@ class Planner(TorchDispatchMode):
         return torch.equal(images, torch.arange(self.images).repeat_interleave(rows // self.images))
 
     def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Tensor, *states: Any) -> Any:
-        """A recurrent layer: it mixes the channels, and goes along the positions of an image, or mixes images."""
+        """A recurrent layer: it mixes channels along the positions of an image, or mixes images."""
         with untracked():
             output, state = forward(input, *states)
             tag = self.tag_of(input)
@@ -330,7 +330,7 @@ class Planner(TorchDispatchMode):
         return output, state
 
     def find_foldable(self, output: Any) -> None:
-        """The norms that one convolution could take in, since nothing else gets what it gives."""
+        """The norms that can be folded into a convolution, because nothing else uses its output."""
         returned = {id(vars(x).get("_bkn_tag")) for _, x in tensors_in(output)}
         convs, norms = [name for name, _ in self.convolved], [name for name, _ in self.normed]
         for name, tag in self.normed:

@@ -1,4 +1,4 @@
-"""That a converted network is what it should be, shown on inputs of the caller's."""
+"""Checks on your inputs that a converted network computes the same as the original."""
 
 import copy
 import math
@@ -19,25 +19,25 @@ from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 
 NEGLIGIBLE = 1e-4
-"""Of the largest gradient: what is smaller (a bias before a norm, say) is compared with this and not with itself."""
+"""Share of the largest gradient. Smaller gradients, such as that of a bias before a norm, are compared with it."""
 
 TOLERANCE = 1e-9
-"""Of relative differences in float64, for networks that do not amplify what rounding does."""
+"""Tolerance of relative differences in float64, for networks that do not amplify rounding errors."""
 
 ROUNDINGS, LARGEST_TOLERANCE = 100, 1e-5
 """Where they do: so many times what the last bit of the inputs does to the original, which stands for all the roundings
 in between; but a mistake shows as far more than the largest."""
 
 FLOAT32_TOLERANCES = 1e-4, 1e-2
-"""The same two where a network's code takes nothing but float32."""
+"""The same two for networks that support only float32."""
 
 
 class Proof(NamedTuple):
     """The largest relative differences between a network and its conversion, in float64.
 
     Attributes:
-        output: with `population` statistics.
-        loss, gradients, averages: of a training step at gain 1, where BKN is batch normalization.
+        output: difference with `population` statistics.
+        loss, gradients, averages: differences of a training step at gain 1, where BKN is batch normalization.
     """
 
     output: float
@@ -54,24 +54,24 @@ def prove(
     seed: int = 0,
     **named: Any,
 ) -> Proof:
-    """Check that `converted` computes what `original` does; neither is changed.
+    """Check that `converted` computes the same as `original`. Neither is changed.
 
     Args:
-        original: the network that was converted.
-        converted: what `convert` made of it, before it was trained.
-        inputs: a batch, as both take it; large enough to train the original on.
-        named: more of it, by name.
-        tolerance: of relative differences; by default 1e-9 or, for a network that amplifies rounding errors, a hundred
-            times what a change of the inputs in their last bit does to the original itself. A network whose code takes
-            nothing but float32 is compared in float32, by 1e-4 where others are by 1e-9.
-        seed: for dropout and the like, so that both draw the same numbers.
+        original: the network before its conversion.
+        converted: the result of `convert`, before training.
+        inputs: the inputs of both, large enough for a training step of the original.
+        named: further inputs by name.
+        tolerance: largest relative difference; by default 1e-9 or, for a network that amplifies rounding errors, a
+            hundred times the effect of changing the last bit of the inputs. A network that supports only float32 is
+            compared in float32, with 1e-4 instead of 1e-9.
+        seed: seed of random numbers, such as those of dropout, which must be the same for both.
     """
     given = (inputs, named)
     try:
         return _prove(original, converted, given, torch.float64, tolerance, seed)
     except ConversionError:
         raise
-    except Exception as error:  # code of others, which may take nothing but float32
+    except Exception as error:  # the network may support only float32
         try:
             return _prove(original, converted, given, torch.float32, tolerance, seed)
         except ConversionError:
@@ -89,7 +89,7 @@ def _prove(
         if isinstance(module, Converted):
             module.default_statistics, module.statistics_batch_size = "population", None
     for model in (bn, bkn):
-        model.eval()  # which may return nothing, if the network has a train() of its own
+        model.eval()  # not chained, because a custom train() may return nothing
     with torch.no_grad():
         output = _difference(_outputs(bn, inputs, seed), _outputs(bkn, inputs, seed))
     for module in bkn.modules():
@@ -104,7 +104,9 @@ def _prove(
         allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), largest)
     if not max(proof) <= allowed:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(proof._fields, proof, strict=True))
-        raise ConversionError(f"the converted network differs from the original by more than {allowed:.0e}: {shown}.")
+        raise ConversionError(
+            f"the converted network differs from the original by more than {allowed:.0e}: {shown}. Please report it."
+        )
     return proof
 
 
@@ -114,7 +116,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _nudge(x: Any) -> Any:
-    """A tensor with the last bits of its numbers changed, not all in one direction."""
+    """A tensor with the last bits of its numbers changed, in both directions."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     signs = 1 - 2 * (torch.arange(x.numel(), dtype=x.dtype, device=x.device) % 2)
@@ -124,26 +126,26 @@ def _nudge(x: Any) -> Any:
 def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor], ...]:
     """Loss, gradients and buffers of a training step, the buffers as the forward pass leaves them.
 
-    Where a checkpoint recomputes a part, batch norms of PyTorch move their averages once more in the backward pass.
+    If a checkpoint recomputes a part, PyTorch's batch norms update their averages again in the backward pass.
     """
     model.train()
     outputs = _outputs(model, inputs, seed)
-    with seeded(seed):  # random weights, since a mean of squares after a norm would have no gradient
-        # Not `randn_like`, which goes by how a tensor lies in memory: that may differ.
+    with seeded(seed):  # random weights, because a mean of squares after a norm would have no gradient
+        # Not `randn_like`, whose numbers depend on the memory layout, which may differ.
         weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
     terms = [(x * weights[name]).mean() for name, x in outputs.items() if x.numel()]
     loss = torch.stack(terms).sum() if terms else torch.zeros(())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if loss.requires_grad:
         loss.backward()
-    # None is a zero: where a forward detaches its features, a belief about them still has a gradient, zero at gain 1.
+    # None counts as zero: if a forward detaches features, a belief about them still has a gradient, zero at gain 1.
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach()}, gradients, buffers
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within it, random numbers of PyTorch, NumPy and Python begin with a seed; afterwards they are as before."""
+    """Seed the random numbers of PyTorch, NumPy and Python, and restore their states at the end."""
     with left_alone():
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -152,7 +154,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
-    """Of copies of the inputs, which a network may change in place."""
+    """Call with copies of the inputs, because a network may change them in place."""
     args, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
     with seeded(seed):
         output = model(*args, **named)
@@ -160,9 +162,9 @@ def _outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its own largest value; infinite where one is not finite.
+    """The largest difference of a tensor, relative to its largest value; infinite if one is not finite.
 
-    Infinities that are in both, as in a mask, are no difference.
+    Equal infinities, as in a mask, do not count as a difference.
     """
     scales = {name: _largest(tensor) for name, tensor in expected.items() if tensor.numel()}
     least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
@@ -173,7 +175,7 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
         for name, tensor in expected.items()
         if name in scales
     ]
-    # NaN is neither larger nor smaller than anything: a maximum would pass over it.
+    # NaN is neither larger nor smaller than anything, so a maximum would ignore it.
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 

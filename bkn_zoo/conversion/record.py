@@ -1,8 +1,8 @@
-"""How norms of a converted network find the beliefs of the norms below them.
+"""Passes beliefs between the norms of a converted network.
 
-While a network runs, a `Record` holds the beliefs that its norms have formed so far. The record belongs to one call in
-one thread: `run` opens it, each `Linked` norm reads it and adds its own belief, and it is gone when the call ends. The
-network's code knows nothing of it.
+While a network runs, a `Record` stores the beliefs of its norms so far. The record belongs to one call in one thread:
+`run` creates it, each `Linked` norm reads it and adds its own belief, and it is deleted when the call ends. The code of
+the network does not change.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from bkn_zoo.norms.statistics import group_size, in_full_precision
 
 POPULATION = Statistics("population")
 AFTER_NORM = ("drop", "act")
-"""What timm's norms hold beside the norm, in the order in which it is applied."""
+"""Modules inside timm's norms, in the order in which they are applied."""
 
 
 class Record:
@@ -32,11 +32,11 @@ class Record:
 
     Attributes:
         network: the network that is called.
-        statistics: what normalizes in this call.
-        images: how many there are in the call's inputs; None if the inputs hold no tensor.
-        beliefs: by norm and number of its call.
-        times: when a belief was formed: the number of norms called before.
-        calls: how often each norm has been called.
+        statistics: the statistics of this call.
+        images: number of images in the inputs; None if the inputs contain no tensor.
+        beliefs: the beliefs by norm and number of its call.
+        times: for each belief, the number of norms called before.
+        calls: the number of calls of each norm.
     """
 
     def __init__(self, network: nn.Module, statistics: Statistics, images: int | None) -> None:
@@ -53,16 +53,16 @@ class Record:
         return twin
 
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
-        """The number of this call of a norm among its planned ones, and when that call was made before (-1: never).
+        """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none).
 
-        After its last planned call a norm starts over with its first, as in a second pass through the same layers.
+        After its last planned call, a norm starts again with the first, as in a second pass through the same layers.
         """
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1
         return call, self.times.get((norm, call), -1)
 
     def find(self, source: tuple[str, int], since: int) -> Belief | None:
-        """The belief of a norm's call, unless it belongs to an earlier pass through the layers."""
+        """The belief of a norm's call, if it belongs to the current pass through the layers."""
         return self.beliefs.get(source) if self.times.get(source, -1) > since else None
 
     def add(self, norm: str, call: int, belief: Belief | None) -> None:
@@ -72,7 +72,7 @@ class Record:
 
 
 class _Calls(threading.local):
-    """The records of the calls that this thread is in, and the one of the region that a checkpoint recomputes."""
+    """The records of the current calls of this thread, and that of a region that a checkpoint recomputes."""
 
     def __init__(self) -> None:
         self.open: list[Record] = []
@@ -81,11 +81,11 @@ class _Calls(threading.local):
 
 CALLS = _Calls()
 AT_CHECKPOINT: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDictionary()
-"""The record as it was when a checkpointed region began, as long as PyTorch may recompute that region."""
+"""The record at the beginning of a checkpointed region, as long as PyTorch may recompute the region."""
 
 
 def run(network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function of a network with a record of its own."""
+    """Run a function of a network with its own record."""
     CALLS.open.append(Record(network, statistics, count_images((args, kwargs))))
     try:
         return function(network, *args, **kwargs)
@@ -99,9 +99,9 @@ def is_open(network: nn.Module) -> bool:
 
 
 def count_images(inputs: Any) -> int | None:
-    """How many images there are in the inputs of a network.
+    """The number of images in the inputs of a network.
 
-    That is the first size of the first tensor or, of images in a list (three dimensions each), the length of the list.
+    It is the first size of the first tensor or, for a list of images with three dimensions, the length of the list.
     """
     first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
     if first is None or first.ndim == 0:
@@ -111,7 +111,7 @@ def count_images(inputs: Any) -> int | None:
 
 
 def lists_of_images(inputs: Any) -> list[list[Tensor]]:
-    """Lists of images of three dimensions, which may differ in size."""
+    """Lists of images with three dimensions, which may have different sizes."""
     if isinstance(inputs, list) and inputs and all(isinstance(x, Tensor) and x.ndim == 3 for x in inputs):
         return [inputs]
     parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else ()
@@ -119,7 +119,7 @@ def lists_of_images(inputs: Any) -> list[list[Tensor]]:
 
 
 def find_record(norm: str) -> Record | None:
-    """The record of the call that a norm is in; None outside of any."""
+    """The record of the current call of a norm; None outside a call."""
     if torch.compiler.is_compiling():
         return CALLS.open[-1] if CALLS.open else None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -128,8 +128,8 @@ def find_record(norm: str) -> Record | None:
         return _recomputed(norm, hooks[0], frame)
     if recomputing():
         raise InputError(
-            f"{norm} is run again in a backward pass by a checkpoint that is reentrant, or that is inside another one, "
-            "where beliefs lose their gradients: choose checkpoint(..., use_reentrant=False), and no checkpoint in it."
+            f"{norm} is recomputed by a reentrant or nested checkpoint, where beliefs lose their gradients: use "
+            "checkpoint(..., use_reentrant=False), and do not nest checkpoints."
         )
     record = CALLS.open[-1] if CALLS.open else None
     if frame is not None and record is not None and frame not in AT_CHECKPOINT:
@@ -140,8 +140,8 @@ def find_record(norm: str) -> Record | None:
 def _checkpoint_of(hooks: tuple[Any, Any]) -> tuple[Any, bool]:
     """The checkpointed region whose hooks these are, and whether it is being recomputed; None for other hooks.
 
-    PyTorch has no public way to ask. The hooks of torch.utils.checkpoint hold the region's frame in their closures: the
-    first pass holds it itself, a recomputation holds a weak reference to it.
+    PyTorch has no public function for this. The hooks of torch.utils.checkpoint have the region's frame in their
+    closures: in the first pass the frame itself, in a recomputation a weak reference.
     """
     for hook in hooks:
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
@@ -154,21 +154,23 @@ def _checkpoint_of(hooks: tuple[Any, Any]) -> tuple[Any, bool]:
 
 
 def _recomputed(norm: str, hook: Any, frame: Any) -> Record:
-    """The record of a region that is being recomputed: it starts as it did in the first pass."""
+    """The record of a recomputed region, which starts as in the first pass."""
     if CALLS.recomputed is None or CALLS.recomputed[0] is not hook:
         if frame not in AT_CHECKPOINT:
-            raise InputError(f"{norm} is run again by a checkpoint that it was not in at first: remove the checkpoint.")
+            raise InputError(
+                f"{norm} is recomputed by a checkpoint that did not contain it at first: remove the checkpoint."
+            )
         CALLS.recomputed = hook, AT_CHECKPOINT[frame].copy()
     return CALLS.recomputed[1]
 
 
 class Link(NamedTuple):
-    """What a norm takes from the norms below it in one of its calls.
+    """The beliefs that a norm receives in one of its calls.
 
     Attributes:
         sources: the norms, the numbers of their calls, and their channels.
-        order: the name of the norm's buffer with the channels that it takes, in order; "" for all, one after another.
-        ordered: whether rows, if an image has several, are known to be one image after another.
+        order: the name of the buffer with the indices of the received channels; "" for all in sequence.
+        ordered: whether rows are known to be grouped by image, if an image has several.
     """
 
     sources: tuple[tuple[str, int, int], ...]
@@ -177,12 +179,12 @@ class Link(NamedTuple):
 
 
 class Linked(nn.Module):
-    """Makes a norm that takes and returns beliefs (the next class) one that takes and returns features alone.
+    """Turns a norm with beliefs (the next class) into a norm that takes and returns features only.
 
     Attributes:
-        key: what records call this norm.
-        label: what people call it.
-        links: for each call in a pass, by whether the network is in training.
+        key: its name in records.
+        label: its name in messages.
+        links: the links of each call in a pass, for training and for evaluation.
     """
 
     carries_belief = False
@@ -190,14 +192,14 @@ class Linked(nn.Module):
     key: str
     label: str
     links: dict[bool, tuple[Link, ...]]
-    prior_features: int | None = None  # channels of the beliefs that it takes
+    prior_features: int | None = None  # channels of the received beliefs
 
     def forward(self, input: Tensor) -> Tensor:
         record = find_record(self.label)
         if record is None and self.training:
             raise InputError(
-                f"{self.label} was called outside of a call of its network, where no beliefs reach it: call the "
-                "network itself, or put what you call into `with network.one_call():`."
+                f"{self.label} was called outside a call of its network, where it receives no beliefs: call the "
+                "network itself, or use `with network.one_call():`."
             )
         if record is None or record.statistics.mode == "population":
             y, _ = super().forward(input, None, POPULATION)
@@ -221,7 +223,7 @@ class Linked(nn.Module):
         return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
 
     def gather(self, link: Link, record: Record, since: int, x: Tensor) -> Belief:
-        """The beliefs of the norms below; where one is missing, that nothing is known: no mean, and no variance."""
+        """The beliefs of the norms below, with mean 0 and variance 0 for a missing one."""
         found = [record.find((norm, call), since) for norm, call, _ in link.sources]
         if None in found:
             self.report_missing(link, found)
@@ -246,15 +248,15 @@ class Linked(nn.Module):
         missing = [source for (source, _, _), belief in zip(link.sources, found, strict=True) if belief is None]
         names = " and ".join(source.partition("/")[2] for source in missing)
         warnings.warn(
-            f"{self.label} gets no belief from {names} in this call, which takes another path through the network than "
-            "the example of its conversion did, and goes by its own prior: if that is how you use the network, convert "
-            "it with such an example.",
+            f"{self.label} receives no belief from {names} in this call, because the call takes another path "
+            "through the network than the example of the conversion: if you use the network this way, convert it "
+            "with such an example.",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def take_links(self, other: "Linked") -> None:
-        """Be in the network what another norm was."""
+        """Take the place of another norm in the network."""
         self.key, self.label, self.links = other.key, other.label, other.links
         for name, buffer in other.named_buffers(recurse=False):
             if name.startswith("order"):
@@ -265,7 +267,7 @@ class Linked(nn.Module):
 
 
 def by_image(x: Tensor, record: Record, ordered: bool, norm: str) -> Tensor:
-    """Rows that belong to one image, as tokens flattened into the batch do, become positions of it."""
+    """Turn rows of one image, such as tokens that were flattened into the batch, into its positions."""
     images, statistics = record.images, record.statistics
     if images is None or x.shape[0] == images or x.shape[0] == 0:
         return x
@@ -273,8 +275,8 @@ def by_image(x: Tensor, record: Record, ordered: bool, norm: str) -> Tensor:
         return x.unflatten(0, (images, -1)).movedim(1, -1)
     if statistics != ("batch", None):
         raise InputError(
-            f"{norm} gets {x.shape[0]} rows of {images} images, and the conversion could not follow which are whose: "
-            "take statistics='population' and whole batches (statistics_batch_size=None) or one image at a time, or "
-            "convert a part of the network with only=NAME, to which each row is an image."
+            f"{norm} gets {x.shape[0]} rows for {images} images, and the conversion does not know which row belongs to "
+            "which image: use statistics='population' and whole batches (statistics_batch_size=None) or one image at a "
+            "time, or convert a part of the network with only=NAME in which each row is an image."
         )
     return x

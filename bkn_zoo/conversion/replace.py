@@ -1,4 +1,4 @@
-"""Carries out plans: batch norms become Batch Kalman Norms that are linked to the norms below them."""
+"""Executes plans: replaces batch norms by Batch Kalman Norms that are linked to the norms below."""
 
 import secrets
 
@@ -12,7 +12,7 @@ from bkn_zoo.norms.centered import Centered, Centered1d, Centered2d, Centered3d
 
 
 class LinkedNorm(Linked, Centered):  # type: ignore[misc]
-    """Batch Kalman Norm in the place of a batch norm: it is called with features alone, and finds its prior itself."""
+    """A Batch Kalman Norm that replaces a batch norm: it is called with features only, and finds its prior itself."""
 
     dims: tuple[int, ...] = (2, 3, 4, 5)
 
@@ -26,19 +26,19 @@ class LinkedNorm(Linked, Centered):  # type: ignore[misc]
 
 
 class LinkedNorm1d(LinkedNorm, Centered1d):  # type: ignore[misc]
-    """The same in the place of a BatchNorm1d."""
+    """Replaces a BatchNorm1d."""
 
 
 class LinkedNorm2d(LinkedNorm, Centered2d):  # type: ignore[misc]
-    """The same in the place of a BatchNorm2d, or of a batch norm of another library."""
+    """Replaces a BatchNorm2d, or a batch norm of another library."""
 
 
 class LinkedNorm3d(LinkedNorm, Centered3d):  # type: ignore[misc]
-    """The same in the place of a BatchNorm3d."""
+    """Replaces a BatchNorm3d."""
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All names of each module, of which one that is shared has several; the first is what a plan calls it."""
+    """All names of each module. A shared module has several; plans use the first."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -46,10 +46,10 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> None:
-    """Put BKN in the place of every batch norm that the plans call, under all of its names.
+    """Replace every batch norm of the plans by BKN, under all of its names.
 
     Args:
-        prefix: what the names of norms are to begin with for people.
+        prefix: prefix of the names of norms in messages.
     """
     names, network = names_of(model), secrets.token_hex(4)
     for name in dict.fromkeys(call.name for plan in plans.values() for call in plan.calls):
@@ -65,7 +65,7 @@ def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> Non
 
 
 def _kalman_norm(norm: _BatchNorm, call: NormCall) -> LinkedNorm:
-    """BKN in place of a batch norm: nearly the same in training, the same at inference."""
+    """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
     kind: type[LinkedNorm] = LinkedNorm2d
     if isinstance(norm, nn.BatchNorm1d):
         kind = LinkedNorm1d
@@ -79,7 +79,7 @@ def _kalman_norm(norm: _BatchNorm, call: NormCall) -> LinkedNorm:
         transition_shapes=call.shapes or None, device=like.device, dtype=like.dtype,
     )  # fmt: skip
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
-    layer.weight, layer.bias = norm.weight, norm.bias  # the very same, which may be shared or take no gradient
+    layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen
     for name, child in norm.named_children():
         layer.add_module(name, child)
     layer.train(norm.training)
@@ -87,8 +87,8 @@ def _kalman_norm(norm: _BatchNorm, call: NormCall) -> LinkedNorm:
 
 
 def _links(layer: LinkedNorm, plan: Plan, network: str, order: str) -> tuple[Link, ...]:
-    """What a norm takes from which others, call by call; the orders of channels become buffers of the norm."""
-    numbers: list[tuple[str, int]] = []  # of each call, among those of its norm
+    """The links of a norm, call by call. The orders of channels become buffers of the norm."""
+    numbers: list[tuple[str, int]] = []  # the number of each call among the calls of its norm
     counts: dict[str, int] = {}
     for call in plan.calls:
         counts[call.name] = counts.get(call.name, 0) + 1
@@ -113,5 +113,5 @@ def _links(layer: LinkedNorm, plan: Plan, network: str, order: str) -> tuple[Lin
 
 
 def _below(call: NormCall) -> list[int]:
-    """The calls whose beliefs it receives."""
+    """The calls whose beliefs a call receives."""
     return list(dict.fromkeys(source for piece in call.pieces for source, _ in piece.sources))

@@ -1,19 +1,19 @@
-"""What a conversion did, in words."""
+"""The report of a conversion."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Row:
-    """One norm of the network, or one call of it where it is called several times.
+    """One norm of the network, or one of its calls if there are several.
 
     Attributes:
         norm: its name.
-        priors: the norms whose beliefs it receives, with the number of their channels.
+        priors: the norms whose beliefs it receives, with their numbers of channels.
         path: the layers in between.
-        transition: the shapes of the blocks of A; none for a first layer and for a norm that was left.
-        note: why it has no prior, or why it was left as it is.
-        also: further names of the very same norm.
+        transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
+        note: why it has no prior, or why it is unchanged.
+        also: other names of the same norm.
     """
 
     norm: str
@@ -25,18 +25,18 @@ class Row:
 
     @property
     def left(self) -> bool:
-        """Whether it is the batch norm that it was."""
+        """Whether the norm is unchanged."""
         return self.note.startswith("left: ")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did: `print(converted.report)`.
+    """The report of a conversion, for `print(converted.report)`.
 
     Attributes:
-        rows: norm by norm, in the order in which they are called; then those left as they are.
-        guesses: operations that no rule covers, and what was assumed of them.
-        parameters_before, parameters_after: of the whole network.
+        rows: the converted norms in the order of their calls, then the unchanged ones.
+        guesses: operations without a rule, and what was assumed.
+        parameters_before, parameters_after: parameters of the whole network.
     """
 
     rows: tuple[Row, ...]

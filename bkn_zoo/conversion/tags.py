@@ -1,8 +1,8 @@
-"""Tags: what the planner knows about every value of a tensor.
+"""Tags: the channel and image of every value of a tensor.
 
-Beside each tensor of features stand two tensors of whole numbers, of the same shape: for every value the number of the
-channel that it belongs to, and the number of its image. What moves features (a concatenation, a split, a shuffle) moves
-both in the same way, however it is written. Along a dimension in which all numbers are the same, a tag has size 1.
+Each tensor of features has two tensors of whole numbers of the same shape: the number of the channel of every value,
+and the number of its image. An operation that moves features (a concatenation, a split, a shuffle) moves both in the
+same way. A tag has size 1 along a dimension in which all numbers are equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 NOTHING = 0
-"""The number of all channels about which no norm holds a belief, such as constants."""
+"""The number of all channels without a belief, such as constants."""
 
 ANY, MIXED, UNKNOWN = -1, -2, -3
-"""In place of an image's number: a constant, which is of no image; a value made of several images; not known."""
+"""Instead of an image's number: a constant without an image; a value from several images; unknown."""
 
 
 @dataclass(eq=False)
 class Tag:
-    """What is known about a tensor.
+    """The tag of a tensor.
 
     Attributes:
         channels: the number of each value's channel.
         images: the number of each value's image.
-        convolution: the name of the convolution whose output the tensor is, if it is one.
-        uses: operations that have taken the tensor.
+        convolution: the name of the convolution whose output this is, if any.
+        uses: number of operations that used the tensor.
     """
 
     channels: Tensor
@@ -38,7 +38,7 @@ class Tag:
 
 
 def shortened(numbers: Tensor) -> Tensor:
-    """With size 1 along each dimension in which all numbers are the same."""
+    """Reduce to size 1 along each dimension in which all numbers are equal."""
     for dim in range(numbers.ndim):
         if numbers.shape[dim] > 1:
             first = numbers.narrow(dim, 0, 1)
@@ -48,7 +48,7 @@ def shortened(numbers: Tensor) -> Tensor:
 
 
 def fitted(numbers: Tensor, shape: Sequence[int]) -> Tensor:
-    """Numbers for a result of another shape: where a size has changed, the first along it."""
+    """Numbers for a result of another shape: along a changed dimension, the first number."""
     while numbers.ndim < len(shape):
         numbers = numbers.unsqueeze(0)
     while numbers.ndim > len(shape):
@@ -60,7 +60,7 @@ def fitted(numbers: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]) -> Any:
-    """The tags of what a move makes of tensors, by moving their numbers."""
+    """The tags of the results of a move, computed by moving the numbers."""
 
     def run(part: str, default: int) -> Any:
         def stand_in(leaf: Any) -> Any:
@@ -78,7 +78,7 @@ def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]
         stand_ins, named = run(part, default)
         try:
             results.append(move(*stand_ins, **named))
-        except NotImplementedError:  # of whole numbers
+        except NotImplementedError:  # not implemented for whole numbers
             result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, stand_ins), **named)
             results.append(tree_map(Tensor.long, result))
     if isinstance(results[0], Tensor):
@@ -87,7 +87,7 @@ def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]
 
 
 def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The images of values that are made of several tensors' values, which are broadcast to a shape."""
+    """The images of values that are computed from several tensors, broadcast to a shape."""
     joined = fitted(images[0], shape)
     for other in images[1:]:
         joined, other = torch.broadcast_tensors(joined, fitted(other, shape))
@@ -98,21 +98,21 @@ def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def without(images: Tensor, dims: Sequence[int]) -> Tensor:
-    """The images of values that are made of all values along these dimensions, which stay, with size 1."""
+    """The images of values that are computed from all values along these dimensions, which are kept with size 1."""
     for dim in dims:
         largest = images.amax(dim, keepdim=True)
-        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant mixes nothing
+        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant does not mix images
         images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
     return images
 
 
 def by_row(images: Tensor, rows: int) -> Tensor:
-    """The image of each row of a tensor, MIXED where a row holds values of several."""
+    """The image of each row of a tensor; MIXED if a row contains values of several images."""
     return without(images, range(1, images.ndim)).flatten().expand(rows)
 
 
 def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a network returned, in lists, dicts, dataclasses and the like, with names for them."""
+    """The tensors in the output of a network (lists, dicts, dataclasses), with names."""
     if isinstance(output, Tensor):
         yield name, output
     elif isinstance(output, Mapping):

@@ -1,12 +1,12 @@
 """Images: reading untrusted files, and preprocessing them for a network.
 
     folders         which files of a folder are images
-    formats         the accepted formats, and what of a file is safe to read
-    reading         a file, an array or an image of Pillow's, as an upright RGB image
-    preprocessing   what a checkpoint's config says about its input
-    transforms      from an RGB image to that input
+    formats         the supported formats, and removal of unsafe parts of files
+    reading         files, arrays and PIL images as upright RGB images
+    preprocessing   the preprocessing settings of a checkpoint
+    transforms      from an RGB image to the network's input
 
-Pillow and PyTorch are imported when a name that needs them is first used: `bkn-zoo list` needs neither.
+Pillow and PyTorch are imported at the first use of a name that needs them, because `bkn-zoo list` needs neither.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Which files of a folder are images, by their names."""
+"""Finds the images of a folder by their file names."""
 
 import os
 from collections import Counter
@@ -8,18 +8,18 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp",
 
 
 def image_files(folder: str | os.PathLike[str], others: Counter[str] | None = None) -> list[str]:
-    """The names of all images in a folder and those within, in order; what is hidden is left out.
+    """The names of all images in a folder and its subfolders, in order, without hidden files.
 
-    Links to folders are followed, but not to one that was seen, nor to one that this is in: it would have no end.
+    Links to folders are followed, except to folders that were visited already or that contain the link.
 
     Args:
-        others: counts files that are not taken for images, by their suffixes.
+        others: counts the other files, by their suffixes.
     """
     whole = os.path.realpath(folder)
     seen = {whole, *(str(above) for above in Path(whole).parents)}
     found = []
     for place, inner, names in os.walk(folder, followlinks=True):
-        # What is no link comes first, and keeps its own name.
+        # Entries that are not links come first, so that they keep their own names.
         shown = sorted((name for name in inner if not name.startswith(".")), key=lambda name: _link_last(place, name))
         inner.clear()
         for name in shown:
@@ -43,6 +43,6 @@ def _link_last(place: str, name: str) -> tuple[bool, str]:
 
 
 def passed_over(folder: str | os.PathLike[str], others: Counter[str]) -> str:
-    """What to say of files that `image_files` counted: how many of which kind."""
+    """A message about the other files that `image_files` counted: how many of which kind."""
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in sorted(others.items()))
-    return f"not taken for images in {folder}, by their names: {kinds}"
+    return f"files in {folder} that are not images, by their names: {kinds}"

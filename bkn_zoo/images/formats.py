@@ -1,6 +1,6 @@
-"""File formats: which ones are accepted, and how each file is cut down to what Pillow may safely read.
+"""The supported file formats, and removal of the parts of a file that Pillow must not read.
 
-Functions here parse the bytes of untrusted files. Their bounds hold before Pillow sees a file; a file that exceeds one
+The functions of this module parse the bytes of untrusted files, before Pillow reads them. A file that exceeds a limit
 raises an exception of any type, which `bkn_zoo.images.reading` turns into an `ImageError`.
 """
 
@@ -20,13 +20,13 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from bkn_zoo.errors import ImageFormatError
 
-MAX_PARTS = 32_768  # chunks, blocks or strips of a file: millions of tiny ones would keep Python busy for minutes
-MAX_TAGS = 1000  # of a TIFF or of EXIF; cameras write a hundred or so
-MAX_SCANS = 50  # of a progressive JPEG, each of which passes over all pixels; encoders write ten or so
+MAX_PARTS = 32_768  # chunks, blocks or strips of a file; parsing millions would take Python minutes
+MAX_TAGS = 1000  # of a TIFF or of EXIF; cameras write about a hundred
+MAX_SCANS = 50  # of a progressive JPEG; each scan processes all pixels, and encoders write about ten
 
 
 class _GifImage(GifImageFile):
-    """Prepares no background for a second frame: that would be allocated before the frame's size can be checked."""
+    """Reads only the first frame. For a second one, Pillow would allocate memory before its size can be checked."""
 
     disposal_method = property(lambda self: 0, lambda self, method: None)
 
@@ -68,7 +68,7 @@ def find_format(data: bytes, what: str) -> str:
 
 
 def webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height, which Pillow reads only after it has allocated that many pixels."""
+    """Width and height. Pillow itself reads them only after it has allocated the pixels."""
     kind = data[12:16]
     if kind == b"VP8X":
         return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
@@ -81,13 +81,15 @@ def webp_size(data: bytes) -> tuple[int, int]:
 
 def _slim_bmp(data: bytes) -> tuple[bytes, None]:
     (header,) = struct.unpack_from("<I", data, 14)
-    if header >= 40 and struct.unpack_from("<I", data, 30)[0] in (1, 2):  # which Pillow decodes in Python
-        raise ImageFormatError("a BMP of run lengths would take too long to decode: save it as a PNG.")
+    if header >= 40 and struct.unpack_from("<I", data, 30)[0] in (1, 2):  # Pillow decodes these in Python
+        raise ImageFormatError(
+            "run-length encoded BMP files are not supported, because decoding takes too long: save it as a PNG."
+        )
     return data, None
 
 
 def _slim_jpeg(data: bytes) -> tuple[bytes, bytes | None]:
-    """A JPEG without what cameras and editors say of it, all of which Pillow would read; and its EXIF."""
+    """A JPEG without the metadata of cameras and editors, all of which Pillow would read; and its EXIF data."""
     if data.count(b"\xff\xda") > MAX_SCANS:
         raise ValueError("too many scans")
     kept, exif, place = [data[:2]], None, 2
@@ -96,30 +98,30 @@ def _slim_jpeg(data: bytes) -> tuple[bytes, bytes | None]:
         marker, length = struct.unpack_from(">xBH", data, place)
         if marker == 0xDA:  # the pixels
             return b"".join([*kept, data[place:]]), exif
-        if marker in (0x00, 0xFF):  # nothing, or one that is filled up
+        if marker in (0x00, 0xFF):  # not a marker, or a fill byte
             place += 1
-        elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # what has no length, and no place here
+        elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # markers without a length, which are not allowed here
             place += 2
         else:
             end = place + 2 + length
             if marker == 0xE1 and exif is None and data.startswith(b"Exif\0\0", place + 4):
                 exif = data[place + 4 : end]
             if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
-                kept.append(data[place:end])  # of what is for applications, these two say what the colours are
+                kept.append(data[place:end])  # only these two application segments define colours
             place = end
     raise ValueError("too many parts")
 
 
 def _slim_png(data: bytes) -> tuple[bytes, None]:
-    """A PNG without its text and profiles: they do not show, and a few bytes may inflate to many megabytes."""
+    """A PNG without text and profiles, which are not visible and can inflate from a few bytes to many megabytes."""
     kept, place = [data[:8]], 8
     for _ in range(MAX_PARTS):
         length, kind = struct.unpack_from(">I4s", data, place)
         end = place + 12 + length
         if end > len(data):
             raise EOFError("cut short")
-        if kind[0] & 0x20 == 0 or kind in (b"tRNS", b"eXIf"):  # a capital letter marks what no reader may skip
-            # How the camera was held may stand behind the pixels, where Pillow says it too late.
+        if kind[0] & 0x20 == 0 or kind in (b"tRNS", b"eXIf"):  # a capital letter marks a chunk that is required
+            # The orientation may come after the pixels, where Pillow reads it too late.
             kept.insert(2 if kind == b"eXIf" else len(kept), data[place:end])
         if kind == b"IEND":
             return b"".join(kept), None
@@ -128,7 +130,7 @@ def _slim_png(data: bytes) -> tuple[bytes, None]:
 
 
 def tiff_size(data: bytes) -> tuple[int, int]:
-    """Width and height, which Pillow reads only after it has looked at every strip."""
+    """Width and height. Pillow itself reads them only after it has read every strip."""
     order = "<" if data[:2] == b"II" else ">"
     sizes = {}
     for at, tag, kind, _ in _tiff_tags(data):
@@ -139,7 +141,7 @@ def tiff_size(data: bytes) -> tuple[int, int]:
 
 
 def _tiff_tags(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """The entries of the first directory: where each is, its tag, its type, and how many numbers it has."""
+    """The entries of the first directory: position, tag, type and number of values of each."""
     order = "<" if data[:2] == b"II" else ">"
     offset, count, entry = ("8xQ", "Q", "HHQ8x") if 43 in data[2:4] else ("4xI", "H", "HHI4x")
     (place,) = struct.unpack_from(order + offset, data)
@@ -153,10 +155,9 @@ def _tiff_tags(data: bytes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _slim_tiff(data: bytes) -> tuple[bytes, None]:
-    """A TIFF without the directories of EXIF, if what it says of itself can be read in a moment.
+    """A TIFF without the directories of EXIF; an error if it has too many tags or values.
 
-    Pillow copies the value of every tag, makes a Python object of every strip, and of every number in a tag that it
-    looks at.
+    Pillow copies the value of every tag, and makes a Python object for every strip and for every value that it reads.
     """
     slim, size = bytearray(data), 0
     for at, tag, kind, numbers in _tiff_tags(data):
@@ -167,7 +168,7 @@ def _slim_tiff(data: bytes) -> tuple[bytes, None]:
         if tag in (Tag.ExifOffset, Tag.GPSInfo, 0xA005):  # 0xA005: interoperability
             slim[at : at + 2] = b"\xff\xff"
     if size > 2 * len(data) + 2**20:
-        raise ValueError("tags that say the same again")
+        raise ValueError("repeated tags")
     return bytes(slim), None
 
 
@@ -176,13 +177,13 @@ SLIM: dict[str, Callable[[bytes], tuple[bytes, bytes | None]]] = {
     "JPEG": _slim_jpeg,
     "PNG": _slim_png,
     "TIFF": _slim_tiff,
-}  # from a file to what Pillow is given of it, and the EXIF that was taken out
+}  # from a file to the part that Pillow reads, and the EXIF data that was removed
 
 
 def orientation(image: Image.Image) -> int:
-    """How the camera was held, by EXIF; 1, upright, where that is missing or damaged, since the pixels are good.
+    """The orientation in EXIF data; 1 (upright) if it is missing or damaged.
 
-    Read here, because Pillow would read all that is beside it, which may be millions of numbers.
+    It is parsed here, because Pillow would read all other tags, too, which may contain millions of numbers.
     """
     if isinstance(image, TiffImageFile):
         found = image.tag_v2.get(Tag.Orientation, 1)

@@ -1,4 +1,4 @@
-"""What preprocessing is: `bkn_zoo.images.transforms` does it, a checkpoint's config.json keeps it."""
+"""The preprocessing settings, which config.json stores and `bkn_zoo.images.transforms` applies."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from bkn_zoo.fields import Rule, check_fields, one_of
 
 MAX_SIDE = 4096
-"""Of a network's input: many times what classifiers are trained at, and in float32 200 MB an image before any layer."""
+"""Largest side of a network's input. It is many times the usual size, and needs 200 MB per image in float32."""
 
 Side = Annotated[int, Rule(lambda value: 1 <= value <= MAX_SIDE, f"a whole number of 1 to {MAX_SIDE}")]
 
@@ -15,16 +15,16 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the network's input.
+    """How an image is turned into the network's input.
 
     Attributes:
         size: height and width of the input.
-        mean: per channel, subtracted from pixels in [0, 1].
-        std: per channel, by which the difference is divided.
-        native_size: height and width to which an image is brought first, where the training data had fewer pixels than
-            the network's input; None means that it goes to `size` at once.
-        interpolation: of every resize; one of `INTERPOLATIONS`.
-        crop: side of the central square that is kept, relative to the shorter side of the image.
+        mean: subtracted from pixels in [0, 1], per channel.
+        std: divides the result, per channel.
+        native_size: height and width to which an image is resized first, if the training images were smaller than the
+            network's input; None: images are resized to `size` directly.
+        interpolation: method of every resize; one of `INTERPOLATIONS`.
+        crop: side of the central square, relative to the shorter side of the image.
     """
 
     size: Side

@@ -1,7 +1,7 @@
-"""An image from anywhere -> an upright RGB image.
+"""Reads files, arrays and PIL images as upright RGB images.
 
-Files come from strangers. Their format and their number of pixels are known before anything is decoded, nothing that
-does not show is inflated, and whatever is wrong with one is an `ImageError`. Nothing is ever downloaded.
+Files are untrusted. Format and number of pixels are checked before anything is decoded, invisible parts are not
+decompressed, and every problem is an `ImageError`. Nothing is ever downloaded.
 """
 
 import io
@@ -19,8 +19,8 @@ from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, Image
 from bkn_zoo.images.formats import FORMATS, MAX_PARTS, SLIM, find_format, orientation, webp_size
 
 MAX_PIXELS = 50_000_000
-MAX_ROWS = 65_535  # as in JPEG; Pillow keeps a place and a few spare bytes for each, however short it is
-BYTES_PER_PIXEL = 8  # of the largest files, uncompressed RGBA in 16 bits
+MAX_ROWS = 65_535  # as in JPEG; Pillow needs memory for each row, even a short one
+BYTES_PER_PIXEL = 8  # of the largest files: uncompressed RGBA with 16 bits
 
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
@@ -32,19 +32,19 @@ TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # by EXIF's orientation
+}  # by the orientation in EXIF
 
 
 def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image as a person would see it, in RGB: upright, over white, and the first of an animation.
+    """The image as a person sees it, in RGB: upright, on white, and the first frame of an animation.
 
-    One of Pillow's that is all this already is returned as it is.
+    A PIL image that fulfils this already is returned unchanged.
 
     Args:
-        source: the bytes of a file; the path of one (a string is a path, never an address to download from); an image
-            of Pillow's; or an array, (height, width) or (height, width, 1, 3 or 4), of bytes, 16-bit numbers or
-            floating point numbers in [0, 1].
-        max_pixels: that the image may have.
+        source: the bytes of a file; the path of a file (a string is always a path, never a URL); a PIL image; or an
+            array, (height, width) or (height, width, 1, 3 or 4), of bytes, 16-bit numbers or floating point numbers in
+            [0, 1].
+        max_pixels: the maximal number of pixels.
     """
     if isinstance(source, np.ndarray):
         return _to_rgb(_from_array(source, max_pixels))
@@ -57,12 +57,12 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, str | os.PathLike):
         return _from_bytes(_read(source, BYTES_PER_PIXEL * max_pixels + 2**24), os.fspath(source), max_pixels)
     raise ImageFormatError(
-        f"a {type(source).__name__} is no image: pass the bytes or the path of a file, a PIL image or a numpy array."
+        f"a {type(source).__name__} is not an image: pass the bytes or the path of a file, a PIL image or an array."
     )
 
 
 def open_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFile:
-    """A file as far as its header says what it is, for `open_image`; what that shows to be wrong is an error here."""
+    """Read and check the header of a file, for `open_image`."""
     return _open(data, "the image", max_pixels)
 
 
@@ -78,10 +78,10 @@ def _read(path: str | os.PathLike[str], limit: int) -> bytes:
     name = os.fspath(path)
     try:
         about = os.stat(path)
-    except (OSError, ValueError):  # of which the latter for a null character
+    except (OSError, ValueError):  # ValueError for a null character
         raise ImageError(f"there is no file {name!r}: correct the path (URLs are not followed).") from None
     if not stat.S_ISREG(about.st_mode):
-        raise ImageFormatError(f"{name} is not a file: name an image file.")
+        raise ImageFormatError(f"{name} is not a file: pass an image file.")
     if about.st_size > limit:
         raise ImageTooLargeError(f"{name} has {about.st_size:,} bytes, but {limit:,} are allowed: make it smaller.")
     try:
@@ -97,7 +97,7 @@ def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
 
 
 def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
-    """A file of which the header is read and found to be harmless, and nothing is decoded."""
+    """A file whose header was read and checked. Nothing is decoded yet."""
     name = find_format(data, what)
     try:
         if name == "WebP":
@@ -107,7 +107,7 @@ def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
         if exif is not None:
             image.info["exif"] = exif
         _check_size(image.size, what, max_pixels)
-        # At least a row at once: Pillow copies what it has of a row, however long, with each block that it reads.
+        # Read at least one row at once: Pillow copies the incomplete row with each block that it reads.
         image.decodermaxblock = max(image.decodermaxblock, BYTES_PER_PIXEL * image.width)
         return image
     except ImageError:
@@ -136,11 +136,11 @@ def _decode(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.
 
 
 def _explain(error: Exception, what: str, kind: str) -> ImageError:
-    """Pillow's decoders raise almost anything, in words for programmers."""
+    """An ImageError for an exception of Pillow's decoders, which may raise almost anything."""
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return ImageTooLargeError(f"{what} has more pixels than Pillow allows: make it smaller first.")
     return BrokenImageError(
-        f"{what} is {kind} that cannot be decoded, since it is damaged, cut short or of a rare kind: save it again."
+        f"{what} is {kind} that cannot be decoded (damaged, truncated or of a rare kind): save it again."
     )
 
 
@@ -157,13 +157,13 @@ def _check_size(size: tuple[Any, Any], what: str, max_pixels: int) -> None:
 
 
 class _File(io.BytesIO):
-    """Bytes that cannot be read in too many parts."""
+    """Bytes with a limit on the number of reads."""
 
     reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         self.reads += 1
-        if self.reads > 4 * MAX_PARTS:  # a chunk of a PNG takes four
+        if self.reads > 4 * MAX_PARTS:  # a chunk of a PNG needs four reads
             raise ValueError("too many parts")
         return super().read(size)
 
@@ -173,23 +173,23 @@ def _from_array(array: np.ndarray, max_pixels: int) -> Image.Image:
         array = array[:, :, 0]
     if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (3, 4)):
         raise ImageFormatError(
-            f"an array of shape {array.shape} is no image: make it (height, width) or (height, width, 1, 3 or 4)."
+            f"an array of shape {array.shape} is not an image: make it (height, width) or (height, width, 1, 3 or 4)."
         )
     _check_size((array.shape[1], array.shape[0]), "the array", max_pixels)
     if array.dtype == np.uint16:
         array = array >> 8
     elif np.issubdtype(array.dtype, np.floating):
-        if not (array.min() >= 0 and array.max() <= 1):  # false for NaN as well
-            raise ImageFormatError("an array of floating point numbers must hold values in [0, 1]: scale it.")
+        if not (array.min() >= 0 and array.max() <= 1):  # false for NaN, too
+            raise ImageFormatError("an array of floating point numbers must have values in [0, 1]: scale it.")
         array = np.rint(array * 255.0)
     elif array.dtype != np.uint8:
-        raise ImageFormatError(f"an array of {array.dtype} is no image: make it uint8, uint16 or float in [0, 1].")
+        raise ImageFormatError(f"an array of {array.dtype} is not an image: make it uint8, uint16 or float in [0, 1].")
     return Image.fromarray(np.ascontiguousarray(array, dtype=np.uint8))
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip what is above 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip values above 255
     elif image.mode in ("I", "F"):
         image = _scale(image)
     if image.has_transparency_data:
@@ -201,10 +201,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _scale(image: Image.Image) -> Image.Image:
-    """Modes that do not say what white is: the least of 1 (for fractions), 255 and 65535 that no pixel exceeds."""
+    """Convert modes without a defined white. White is the smallest of 1, 255 and 65535 that no pixel exceeds."""
     values = np.asarray(image, dtype=np.float32)  # exact up to 65535 and beyond
     limits = (1, 255, 65535) if image.mode == "F" else (255, 65535)
     white = next((limit for limit in limits if values.max() <= limit), None)
     if white is None or not values.min() >= 0:
-        raise ImageFormatError("the image holds values outside of 0 to 65535: convert it to 8 or 16 bits.")
+        raise ImageFormatError("the image has values outside 0 to 65535: convert it to 8 or 16 bits.")
     return Image.fromarray(np.rint(values * np.float32(255 / white)).astype(np.uint8))

@@ -1,10 +1,10 @@
-"""From a checkpoint to predictions: prepared networks, the engines that run them, the classifier."""
+"""Inference: prepared networks, the engines that run them, and the classifier."""
 
 ENGINES = ("auto", "torch", "openvino")
-"""What can run a network; here, so that they can be named without importing them."""
+"""The engines. They are listed here so that their names are known without importing them."""
 
 PRECISIONS = ("auto", "f32", "f16", "bf16")
-"""What it can be run in; "auto" is the fastest that the hardware has."""
+"""The precisions; "auto" is the fastest of the hardware."""
 
 FORMATS = ("onnx", "openvino")
-"""What a checkpoint can be exported to."""
+"""The formats of exported checkpoints."""

@@ -1,4 +1,4 @@
-"""An image -> predictions, by a checkpoint, with a choice of whose statistics normalize it."""
+"""Classifies images with a checkpoint, with a choice of statistics."""
 
 import dataclasses
 import os
@@ -19,12 +19,13 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
+from bkn_zoo.inference.drift import Drift
 from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.modes import choose_statistics
 
 GPU_BATCH = 32
-DECODERS = min(4, usable_cores())  # threads; each may hold a large image, which is why they are not more
+DECODERS = min(4, usable_cores())  # threads; few, because each may hold a large image
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Classification:
-    """What a network says of one image, the likeliest first, and how it was asked.
+    """The predictions for one image, and the settings of the call.
 
     Attributes:
-        predictions: labels with their probabilities.
-        model: the checkpoint, by the name that it was loaded by.
-        revision: the commit of the repository that it was downloaded from; None if it was on disk.
-        statistics: the mode that normalized the image.
-        engine: what ran the network, "torch" or "openvino".
-        uncertain: whether the likeliest label is less probable than 95 % of the right answers were on held-out images,
-            so that the image may show none of the classes; False where the checkpoint has no such threshold.
+        predictions: labels with their probabilities, the likeliest first.
+        model: the name of the checkpoint.
+        revision: the commit of the repository that it was downloaded from; None for a local folder.
+        statistics: the statistics mode.
+        engine: the engine that ran the network, "torch" or "openvino".
+        uncertain: whether the highest probability is below the checkpoint's threshold, which 95 % of the correct
+            answers on held-out images reach. The image may then show none of the classes. False without a threshold.
+        drift: how unusual the image is, from 0 to 1 (see `Drift`); None unless `watch` was called.
     """
 
     predictions: tuple[Prediction, ...]
@@ -55,30 +57,32 @@ class Classification:
     statistics: str
     engine: str
     uncertain: bool = False
+    drift: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
+        """The same as a dict, for JSON."""
         return dataclasses.asdict(self)
 
 
 class Classifier:
-    """A network with its preprocessing and labels. Threads may share one, and mix statistics.
+    """A network with its preprocessing and labels. Threads may share it and use different statistics.
 
     Args:
-        model: a network that a checkpoint was loaded into, with its config.
-        name: what to call it in results.
-        device: "cpu", "cuda", or "auto" for a GPU where there is one.
-        engine: "torch", "openvino", or "auto" for the fastest that is installed.
-        precision: "f32", "f16", "bf16", or "auto" for the fastest that the hardware has.
-        streams: as `create_engine` takes them.
+        model: a network from `from_pretrained`.
+        name: its name in results.
+        device: "cpu", "cuda", or "auto" for a GPU if available.
+        engine: "torch", "openvino", or "auto" for the fastest installed one.
+        precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware.
+        streams: as in `create_engine`.
 
     Attributes:
-        name: of the checkpoint.
-        revision: the commit of the repository that it was downloaded from; None if it was on disk.
+        name: name of the checkpoint.
+        revision: the commit of the repository that it was downloaded from; None for a local folder.
         model: the network.
-        engine: what runs it.
+        engine: the engine that runs it.
         engine_name: "torch" or "openvino".
-        device: where it runs.
+        device: the device of the engine.
+        drift: the result of `watch`.
     """
 
     def __init__(
@@ -98,10 +102,11 @@ class Classifier:
         self.engine = create_engine(model, engine, device, precision, streams)
         self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
         self.device = self.engine.device
+        self.drift: Drift | None = None
         self._preprocessing = config.preprocessing
         self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
-        # On a CPU a batch gains next to nothing, and the first result would wait for the last.
+        # On a CPU a batch gains almost nothing, and the first result would wait for the last.
         self._batch = GPU_BATCH if self.device.type == "cuda" else self.engine.streams
 
     @classmethod
@@ -109,12 +114,12 @@ class Classifier:
         cls, name: str | os.PathLike[str], device: str = "auto", engine: str = "auto", precision: str = "auto",
         streams: int = 1,
     ) -> "Classifier":  # fmt: skip
-        """A classifier by a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it."""
+        """A classifier from a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`."""
         return cls(from_pretrained(name), os.fspath(name), device, engine, precision, streams)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled, as for workers, as what it was made of: engines have locks and compiled graphs."""
-        # As bytes: multiprocessing would move the weights to shared memory, from under the engine that has them too.
+        """Copy and pickle the arguments, because engines have locks and compiled graphs."""
+        # As bytes, because multiprocessing would move the weights to shared memory while the engine uses them.
         return _made_anew, (type(self), pickle.dumps(self._made_of))
 
     @overload
@@ -130,12 +135,12 @@ class Classifier:
     def __call__(
         self, image_or_images: Any, statistics: str | None = None, top_k: int = 5
     ) -> Classification | list[Classification]:
-        """Classify an image or, given a list or tuple, several.
+        """Classify an image, or a list or tuple of images.
 
         Args:
-            image_or_images: anything that `bkn_zoo.images.open_image` takes: bytes, a path, a PIL image or an array.
-            statistics: "population", "sample" or "expected"; by default the checkpoint's own choice.
-            top_k: predictions per image; all of them where there are fewer classes.
+            image_or_images: anything that `bkn_zoo.images.open_image` accepts: bytes, a path, a PIL image or an array.
+            statistics: "population", "sample" or "expected"; by default that of the checkpoint.
+            top_k: predictions per image, at most the number of classes.
         """
         many = isinstance(image_or_images, list | tuple)
         found = []
@@ -148,10 +153,10 @@ class Classifier:
     def each(
         self, images: Iterable[ImageSource], statistics: str | None = None, top_k: int = 5
     ) -> Iterator[Classification | ImageError]:
-        """The result for each image as it comes, in order; for one that cannot be used, its error.
+        """Yield the result of each image in order, or its error if it cannot be read.
 
-        While the network runs, threads decode the next few images, and no more: any number of them may come. Those in
-        files and in `bytes`, that is; others are prepared as they come, since their owner may change them for the next.
+        While the network runs, threads decode the next few images from files and `bytes`, so there may be any number of
+        them. Other images are prepared at once, because their owner may change them.
         """
         chosen = self.choose(statistics)
         _check_top_k(top_k)
@@ -159,33 +164,43 @@ class Classifier:
             while batch := list(islice(prepared, self._batch)):
                 good = [image for image in batch if isinstance(image, Tensor)]
                 rows = iter(self.scores(torch.stack(good), chosen) if good else ())
+                drifts = iter(self.drift(torch.stack(good)).tolist() if good and self.drift else [None] * len(good))
                 for image in batch:
                     if isinstance(image, ImageError):
                         yield image
                     else:
                         best = self.best(next(rows), top_k)
                         uncertain = self.uncertain(best, chosen)
-                        yield Classification(best, self.name, self.revision, chosen, self.engine_name, uncertain)
+                        about = (self.name, self.revision, chosen, self.engine_name, uncertain, next(drifts))
+                        yield Classification(best, *about)
+
+    def watch(self, usual: Iterable[ImageSource]) -> None:
+        """Compare all further images with these, and report how unusual they are. Copies of the classifier do not.
+
+        Args:
+            usual: 20 or more typical images, better some hundreds; an unreadable image is an error.
+        """
+        self.drift = Drift(self.model, map(self.prepare, usual), self.device)
 
     def choose(self, statistics: str | None = None) -> str:
-        """The statistics mode that a call gets: the checkpoint's own unless it names one."""
+        """The statistics mode of a call: the given one, or that of the checkpoint."""
         chosen = self.model.default_statistics if statistics is None else statistics
-        choose_statistics(False, chosen, self.model.statistics_batch_size)  # an error if there is no such mode
+        choose_statistics(False, chosen, self.model.statistics_batch_size)  # an error for an unknown mode
         return chosen
 
     def prepare(self, image: ImageSource, max_pixels: int = MAX_PIXELS) -> Tensor:
-        """One image as the network takes it, (3, size, size)."""
+        """One image as the input of the network, (3, size, size)."""
         return preprocess(open_image(image, max_pixels), self._preprocessing)
 
     def scores(self, images: Tensor, statistics: str | None = None) -> Tensor:
-        """Probabilities of all classes, (images, classes), in float32 on the CPU; images as `prepare` gives them."""
+        """Probabilities of all classes, (images, classes), in float32 on the CPU, for images from `prepare`."""
         return self.engine(images, statistics).softmax(dim=1).cpu()
 
     def best(self, scores: Tensor, top_k: int = 5) -> tuple[Prediction, ...]:
         """The likeliest of one image's classes, from its row of `scores`."""
         _check_top_k(top_k)
         row = scores.numpy()
-        order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's, for so few
+        order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's for few classes
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
 
     def uncertain(self, best: tuple[Prediction, ...], statistics: str) -> bool:
@@ -193,14 +208,14 @@ class Classifier:
         return best[0].score < self._uncertain_below.get(statistics, 0.0)
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
-        """Each image prepared, or what is wrong with it; in order, and a few before they are asked for."""
+        """Yield each prepared image or its error, in order, a few ahead."""
         waiting = iter(images)
         threads = ThreadPoolExecutor(DECODERS, "decoder")
 
         def begin(image: ImageSource) -> Callable[[], Tensor | ImageError]:
             if isinstance(image, bytes | str | os.PathLike):
                 return threads.submit(self._try, image).result
-            prepared = self._try(image)  # now: its owner may use its memory again for the next one
+            prepared = self._try(image)  # at once, because its owner may reuse its memory
             return lambda: prepared
 
         try:

@@ -1,4 +1,4 @@
-"""A prepared network on a GPU, replayed from CUDA graphs: at inference, launching takes longer than the work."""
+"""Runs a prepared network on a GPU from CUDA graphs, because launching kernels takes longer than running them."""
 
 import threading
 from typing import Any
@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from bkn_zoo.inference.tracing import in_float32
 
 SIZES = (1, 2, 4, 8, 16, 32)
-"""Images that a graph is captured for. Other numbers are filled up to the next, and larger ones divided: what an image
-gives does not depend on those beside it."""
+"""Batch sizes of captured graphs. Other batches are padded to the next size, and larger ones are split. The result of
+an image does not depend on the others."""
 
 _capturing = threading.Lock()
-"""Of all engines: a capture begins with a synchronization, which another one under way would not survive."""
+"""A lock for all engines: a capture begins with a synchronization, which would break another capture."""
 
 
 class Captured:
-    """One network for images of one size, with a graph for each of `SIZES` that was needed so far.
+    """One network for images of one size, with a graph for each of `SIZES` that was used so far.
 
-    The graphs share their memory, so that it is that of the largest; hence they take turns, in a stream of their own.
+    The graphs share the memory of the largest one, so they run one at a time, in a separate stream.
 
     Args:
-        network: on the GPU, in evaluation mode.
-        mode: the statistics that it was prepared for.
-        images: such as it will get, of which only the kind matters.
-        layout: in which it gets them.
+        network: the network on the GPU, in evaluation mode.
+        mode: the statistics mode that it was prepared for.
+        images: example images, of which only shape and type matter.
+        layout: memory layout of the images.
     """
 
     def __init__(self, network: nn.Module, mode: str, images: Tensor, layout: torch.memory_format) -> None:

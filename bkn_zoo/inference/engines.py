@@ -1,4 +1,4 @@
-"""One network, prepared for inference, run by PyTorch or by OpenVINO."""
+"""Engines that run a network at inference, with PyTorch or OpenVINO."""
 
 import platform
 import threading
@@ -23,10 +23,10 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-KEPT = 12  # networks or graphs that an engine keeps; OpenVINO needs one for each mode and image size
-LARGEST_STATISTIC = 250.0  # in f16, where OpenVINO on Arm sums rows in f16 too: 112 of twice that still fit
+KEPT = 12  # cached networks or graphs per engine; OpenVINO needs one for each mode and image size
+LARGEST_STATISTIC = 250.0  # in f16; OpenVINO on Arm also sums rows in f16, and 112 times twice this fits
 
-USUAL_SIDE = 224  # of images, where a converted network's checkpoint does not say
+USUAL_SIDE = 224  # of images, if a converted network's checkpoint does not define it
 
 Prepared = TypeVar("Prepared")
 
@@ -34,31 +34,31 @@ Prepared = TypeVar("Prepared")
 def create_engine(
     model: Network | Converted, engine: str = "auto", device: str = "cpu", precision: str = "f32", streams: int = 1
 ) -> "Engine":
-    """What runs `model` at inference: `engine(images, statistics)` gives its logits.
+    """Create an engine for `model`: `engine(images, statistics)` returns logits.
 
     Args:
-        model: of the zoo, or from `bkn_zoo.convert` if it was converted as a whole, takes images and gives one tensor.
-        engine: "torch", "openvino", or "auto" for the fastest that is installed and soon ready: PyTorch for converted
+        model: a network of the zoo, or from `bkn_zoo.convert`, converted as a whole, with images as input and one
+            output tensor.
+        engine: "torch", "openvino", or "auto" for the fastest installed one that is ready soon: PyTorch for converted
             networks whose code only OpenVINO's own frontend can translate.
         device: "cpu", or "cuda" for PyTorch.
-        precision: "f32", or "f16" or "bf16", which are faster where the hardware has them and less exact. PyTorch keeps
-            statistics and beliefs in float32 all the same; OpenVINO does not. "auto" is the fastest that the hardware
-            has: bf16 or f16 on a GPU and, in OpenVINO, bf16 on a processor with AMX or AVX512-bf16 and f16 on an Arm
-            that has it; else f32.
-        streams: images that OpenVINO runs at once, of a batch or of several threads, each on its share of the cores:
-            more in all than one after another on all of them, but each takes longer. At most one for each core, of
-            those that a quota leaves.
+        precision: "f32", or "f16" or "bf16", which are less exact, and faster if the hardware supports them. With
+            PyTorch, statistics and beliefs stay float32; with OpenVINO they do not. "auto" is the fastest of the
+            hardware: bf16 or f16 on a GPU; with OpenVINO, bf16 on processors with AMX or AVX512-bf16 and f16 on Arm
+            processors that support it; otherwise f32.
+        streams: images that OpenVINO runs at once, from a batch or several threads, each on its share of the cores.
+            This gives more images per second, but each takes longer. At most one per core, limited by a CPU quota.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
     if not isinstance(model, Network | Converted):
         raise InputError(
-            f"no engine runs a {type(model).__name__}: pass a network of the zoo, or what bkn_zoo.convert made of a "
-            "whole one."
+            f"engines do not support a {type(model).__name__}: pass a network of the zoo, or a network that "
+            "bkn_zoo.convert converted as a whole."
         )
     check_device(device)
     if type(streams) is not int or streams < 1:
-        raise InputError(f"streams is {streams!r}, but must be a whole number of at least 1.")
+        raise InputError(f"streams is {streams!r}: choose a whole number of at least 1.")
     if engine == "auto":
         possible = ov is not None and torch.device(device).type == "cpu"
         soon = possible and (streams > 1 or not isinstance(model, Converted) or _writes_its_graph(model))
@@ -66,17 +66,17 @@ def create_engine(
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
     if streams != 1:
-        raise InputError("streams are OpenVINO's: choose engine='openvino' and device='cpu', or leave them out.")
+        raise InputError("streams need OpenVINO: choose engine='openvino' and device='cpu', or omit streams.")
     return TorchEngine(model, device, precision)
 
 
 class Engine:
-    """Runs a network. Each mode is prepared when first used; threads may share an engine, and mix modes.
+    """Runs a network. Each mode is prepared at its first use. Threads may share an engine and use different modes.
 
-    It shares those of the model's weights that it runs as they are. When the model has changed, by training, say, or by
-    other weights, all is prepared anew; while it changes nobody may use the engine. Of each kind of parameter and
-    buffer it looks at the first and the last: a change of nothing but some between takes a new engine, and so do those
-    that PyTorch does not count (to a tensor's `.data`, or by a captured step) and modules that were replaced.
+    The engine shares unchanged weights with the model. If the model changes, by training or other weights, the engine
+    prepares it again; do not use the engine while the model changes. To detect changes, it checks the first and the
+    last parameter and buffer of each kind. Create a new engine if only others changed, if PyTorch does not count the
+    change (of a tensor's `.data`, or by a captured step), or if modules were replaced.
 
     Attributes:
         streams: images that run at once.
@@ -99,11 +99,11 @@ class Engine:
         self._locks: dict[Any, threading.Lock] = {}
 
     def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor:
-        """Logits in float32, (images, classes), or what else a converted network gives for each image.
+        """Logits in float32, (images, classes), or another output of a converted network for each image.
 
         Args:
-            images: (images, 3, height, width), preprocessed; any number, of any size that the network takes.
-            statistics: "population", "sample" or "expected"; by default the model's own choice.
+            images: (images, 3, height, width), preprocessed; any number and any size that the network supports.
+            statistics: "population", "sample" or "expected"; by default that of the model.
         """
         model = self.model
         if isinstance(model, Network):
@@ -121,35 +121,37 @@ class Engine:
             return self._run(images, chosen)
 
     def _fastest_precision(self) -> str:
-        """Of those that the hardware computes in by itself."""
+        """The fastest precision of the hardware."""
         raise NotImplementedError
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         raise NotImplementedError
 
     def _notice_changes(self) -> None:
-        """Forget what was prepared of the model as it was before it changed."""
-        tensors = [place.get(name) for place, name in self._watched]  # None where something took the tensor's place
+        """Discard everything that was prepared, if the model has changed."""
+        tensors = [
+            place.get(name) for place, name in self._watched
+        ]  # None if the tensor was replaced by something else
         seen = as_seen(tensors)
         if seen == self._seen:
             return
         with self._lock:
-            if seen != self._seen:  # no other thread was here first
+            if seen != self._seen:  # no other thread was faster
                 self._prepared.clear()
-                self._seen, self._tensors = seen, tensors  # which are kept, so that no other gets the id of one
+                self._seen, self._tensors = seen, tensors  # kept, so that their ids are not reused
 
     def _once(self, key: Any, prepare: Callable[[], Prepared]) -> Prepared:
-        """What `prepare` made when `key` was first asked for; the oldest gives way when there are too many."""
+        """The cached result of `prepare` for `key`. If there are too many, the oldest is removed."""
         found = self._prepared.get(key)
         if found is None:
-            with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes side by side
+            with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes at the same time
                 found = self._prepared.get(key)
                 if found is None:
                     seen = self._seen
                     with waiting(f"preparing {name_of(self.model)}"):
                         found = prepare()
                     with self._lock:
-                        if seen is self._seen:  # else the model has changed meanwhile
+                        if seen is self._seen:  # otherwise the model has changed meanwhile
                             if len(self._prepared) == KEPT:
                                 del self._prepared[next(iter(self._prepared))]
                             self._prepared[key] = found
@@ -157,20 +159,20 @@ class Engine:
 
 
 class TorchEngine(Engine):
-    """PyTorch, on a CPU or, replayed from CUDA graphs, on a GPU; in channels_last, if the network takes that."""
+    """PyTorch, on a CPU, or on a GPU with CUDA graphs; in channels_last, if the network supports it."""
 
     layout = torch.channels_last
 
     def _fastest_precision(self) -> str:
         if self.device.type == "cuda":
             return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "f16"
-        return "f32"  # on a CPU, converting to float32 for every norm takes what faster convolutions give
+        return "f32"  # on a CPU, converting to float32 for every norm costs what faster convolutions gain
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         try:
             return self._run_in(self.layout, images, statistics)
         except RuntimeError as error:
-            # Networks of others may flatten features by `.view`, which is refused in channels_last.
+            # Foreign networks may flatten features with `.view`, which fails in channels_last.
             if self.layout == torch.contiguous_format or "view size is not compatible" not in str(error):
                 raise
             result = self._run_in(torch.contiguous_format, images, statistics)
@@ -179,7 +181,7 @@ class TorchEngine(Engine):
 
     def _run_in(self, layout: torch.memory_format, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once((_kind(statistics), layout), lambda: self._prepare(statistics, layout))
-        # Networks of others may change in place what they get, which is the caller's; a graph has images of its own.
+        # Foreign networks may change their input in place, and it belongs to the caller. A graph has its own images.
         copied = isinstance(self.model, Converted) and self.device.type == "cpu"
         images = images.to(self.device, self.dtype, copy=copied, memory_format=layout)
         if not images.is_cuda:
@@ -190,21 +192,21 @@ class TorchEngine(Engine):
         return replayed(images)
 
     def _prepare(self, statistics: Statistics, layout: torch.memory_format) -> Any:
-        # On a GPU the norms' own fused kernels are the fastest way to statistics of the image.
+        # On a GPU, the fused kernels of the norms are the fastest way to compute statistics of the image.
         fused = statistics.mode != "population" and self.device.type == "cuda"
         network = frozen(self.model) if fused else prepare(self.model, statistics)
         return in_precision(network, self.dtype).to(self.device).to(memory_format=layout)
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO, on a CPU; of a batch, which gains next to nothing there, as many images at once as it has streams.
+    """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing.
 
-    A network's own code writes its graph (`inference/symbols.py`). Where the code of a converted network does what is
-    not known there, torch.export and OpenVINO's own frontend translate it, which takes several times as long for each
-    mode and image size.
+    The network's own code runs once on symbols and builds the graph (`inference/symbols.py`). If a converted network
+    uses operations that are not supported there, torch.export and OpenVINO's own frontend translate it, which takes
+    several times as long for each mode and image size.
 
     Attributes:
-        translated: whether the network is one of these.
+        translated: whether the network is translated in this way.
     """
 
     translated = False
@@ -215,12 +217,12 @@ class OpenVINOEngine(Engine):
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
         if torch.device(device).type != "cpu":
-            raise InputError(f"OpenVINO runs on device='cpu' here, not on {device!r}: choose engine='torch'.")
+            raise InputError(f"OpenVINO supports only device='cpu', not {device!r}: choose engine='torch'.")
         super().__init__(model, device, precision)
         usable = usable_cores()
         self.streams = min(streams, usable)
-        # OpenVINO knows no quota, and would start a thread for each core of the machine. Fewer threads it would pin to
-        # the first cores, which are the same ones for every container.
+        # OpenVINO ignores a quota and would start a thread for each core of the machine. It would pin fewer threads to
+        # the first cores, which are the same in every container.
         quota = {"INFERENCE_NUM_THREADS": usable, "ENABLE_CPU_PINNING": False}
         self._threads: dict[Any, Any] = quota if usable < allowed_cores() else {}
 
@@ -228,7 +230,7 @@ class OpenVINOEngine(Engine):
         native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if "BF16" in native:
             return "bf16"
-        # Other processors than Arm's name FP16 too, and are slower in it than in f32.
+        # Other processors than Arm also list FP16, but are slower with it than with f32.
         return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
@@ -257,14 +259,14 @@ class OpenVINOEngine(Engine):
         try:
             with unchanged(network):
                 built = build_graph(network, shape[1:], statistics.mode == "population", options)
-        except Exception:  # it runs the network's own code on a stand-in, which can fail in any way
+        except Exception:  # runs the network's own code on a symbol, which can fail in any way
             self.translated = True
             network = prepare(self.model, statistics).cpu()
             return Graph(compiled(translate(network, statistics.mode, torch.zeros(1, *shape[1:])), options))
         return kept(self.model, None, options, lambda: Graph(compiled(built, options)), built)
 
     def _precision_at(self, statistics: Statistics) -> str:
-        """The engine's, unless that is f16 by its own choice and cannot hold an image's statistics."""
+        """The engine's precision, unless it chose f16 itself and f16 cannot represent an image's statistics."""
         if self.precision != "f16" or statistics.mode == "population":
             return self.precision
         for name, norm in self.model.named_modules():
@@ -274,14 +276,14 @@ class OpenVINOEngine(Engine):
                 if self.chooses:
                     return "f32"
                 raise InputError(
-                    f"means or variances at {name} are too large for the statistics of an image in f16: choose "
+                    f"means or variances at {name} are too large for f16: choose "
                     "precision='f32', engine='torch' or statistics='population'."
                 )
         return self.precision
 
 
 def _writes_its_graph(model: Converted) -> bool:
-    """Whether the code of a converted network runs on a stand-in for an image: tried, since nothing else can tell."""
+    """Whether the code of a converted network runs on a symbol instead of an image, which only a trial can show."""
     config: Any = getattr(model, "config", None)
     side = config.preprocessing.size if config is not None and config.preprocessing is not None else USUAL_SIDE
     first: Any = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
@@ -291,13 +293,13 @@ def _writes_its_graph(model: Converted) -> bool:
         network = prepare(model, Statistics("population"), as_stored=True).cpu()
         with torch.inference_mode(), unchanged(network):
             build_graph(network, (first.in_channels, side, side), True, {})
-    except Exception:  # of the network's own code, of any kind
+    except Exception:  # any error of the network's own code
         return False
     return True
 
 
 def _ends(model: Network | Converted) -> list[tuple[dict[str, Any], str]]:
-    """Where the first and the last tensor of each kind are: to look at all of ResNet101's took 0.3 ms an image."""
+    """The places of the first and the last tensor of each kind. Checking all of ResNet101 took 0.3 ms per image."""
     first: dict[Any, tuple[dict[str, Any], str]] = {}
     last: dict[Any, tuple[dict[str, Any], str]] = {}
     for module in model.modules():
@@ -309,5 +311,5 @@ def _ends(model: Network | Converted) -> list[tuple[dict[str, Any], str]]:
 
 
 def _kind(statistics: Statistics) -> Statistics:
-    """What has a prepared network of its own: the population's statistics, and an image's, `sample` or `expected`."""
+    """The kind of prepared network: for population statistics, or for an image's (`sample` and `expected`)."""
     return Statistics("population") if statistics.mode == "population" else Statistics("image", statistics.group)

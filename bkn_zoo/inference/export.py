@@ -1,4 +1,4 @@
-"""A checkpoint as one file for other runtimes, ONNX or OpenVINO's own, that was tried before it got its name."""
+"""Exports a checkpoint as a file for ONNX Runtime or OpenVINO, and checks its outputs."""
 
 import json
 import os
@@ -30,9 +30,9 @@ from bkn_zoo.version import __version__
 
 PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
 TOLERANCES = {"f32": GOLDEN_TOLERANCE, "f16": 0.05}
-"""Of a file's outputs, relative to the largest. In 16 bits a network of a hundred layers keeps two digits."""
+"""Tolerance of a file's outputs, relative to the largest. With 16 bits, a hundred layers keep two digits."""
 
-OPSET = 18  # of ONNX. From 19 on, ONNX Runtime on Arm has no average pooling in f16.
+OPSET = 18  # of ONNX. With 19 and later, ONNX Runtime on Arm lacks average pooling in f16.
 
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
 
@@ -47,23 +47,23 @@ def export(
 ) -> Path:
     """Write a checkpoint as a file that ONNX Runtime or OpenVINO runs without this package, and return its path.
 
-    The network takes `images`, (any number, 3, size, size) in float32, preprocessed, and gives `logits`; an image's do
-    not depend on those beside it. Labels, preprocessing, statistics and name are in the file's metadata. Before the
-    file gets its name, its outputs are compared with the checkpoint's golden ones and with the PyTorch network's, for
-    one image and for three.
+    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The logits
+    of an image do not depend on other images. The file's metadata has labels, preprocessing, statistics and name.
+    Before the file gets its name, its outputs are compared with the golden outputs of the checkpoint and with those of
+    the PyTorch network, for one image and for three.
 
     Args:
-        name: a checkpoint's name or folder, as `bkn_zoo.from_pretrained` takes it.
-        output: where to; by default a name of the checkpoint's and the mode's, in this folder. Another file there is
-            replaced. Beside an OpenVINO file, which ends in .xml, its weights lie in one that ends in .bin.
+        name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
+        output: the file to write; by default named after checkpoint and mode, in the working directory. An existing
+            file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in .bin.
         format: "onnx" or "openvino".
-        statistics: "population", "sample" or "expected", for good; by default the checkpoint's own choice.
-        precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay in float32.
+        statistics: "population", "sample" or "expected", fixed in the file; by default that of the checkpoint.
+        precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay float32.
     """
     if not isinstance(name, str | os.PathLike):
         raise InputError(
-            f"export takes the name or the folder of a checkpoint, not a {type(name).__name__}: save the network by "
-            "save_pretrained first or, if it is one of your own, give it to torch.export."
+            f"export needs the name or the folder of a checkpoint, not a {type(name).__name__}: save the network with "
+            "save_pretrained first or, for your own network, use torch.export."
         )
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
@@ -87,7 +87,9 @@ def export(
         _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
         _put_in_place(scratch, path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written ({error}): make room, or choose another place.") from error
+        raise CheckpointError(
+            f"{path} could not be written ({error}): free disk space, or choose another file."
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path
@@ -100,7 +102,7 @@ def _short(location: Location) -> str:
 
 
 def _examples(model: Network, golden: Path, mode: str) -> tuple[Tensor, Tensor]:
-    """Three images with their logits; the first are golden where the folder has such, which one of the Hub has not."""
+    """Three images with their logits. The first are golden, if the folder has such outputs; downloads do not."""
     known = read_tensors(golden) if golden.exists() else {}
     preprocessing = model.config.preprocessing
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
@@ -113,7 +115,7 @@ def _examples(model: Network, golden: Path, mode: str) -> tuple[Tensor, Tensor]:
 
 
 def _metadata(model: Network, location: Location, mode: str, precision: str) -> dict[str, str]:
-    """What it takes to use the file alone; values that are not text are JSON."""
+    """Metadata that is needed to use the file alone; values that are not text are JSON."""
     config: Config = model.config
     about = {
         "name": _short(location),
@@ -137,13 +139,13 @@ def _compare(path: Path, run: Callable[[Tensor], Tensor], images: Tensor, wanted
         difference = float((run(images[:count]) - wanted[:count]).abs().max() / scale)
         if not difference <= tolerance:
             raise CheckpointError(
-                f"{path} was not written, since its logits for a batch of {count} differ from the checkpoint's by "
+                f"{path} was not written, because its logits for a batch of {count} differ from the checkpoint's by "
                 f"{difference:.1e} of the largest, and {tolerance:.0e} is allowed: choose another precision or format."
             )
 
 
 def _put_in_place(scratch: Path, path: Path) -> None:
-    """Of several files, the one that names the others goes first where it is replaced, and comes last."""
+    """Replace several files. The one that names the others is removed first and written last."""
     files = sorted(scratch.iterdir(), key=lambda file: file.name == path.name)
     if len(files) > 1:
         path.unlink(missing_ok=True)
@@ -158,12 +160,12 @@ def _write_onnx(path: Path, network: Network, mode: str, images: Tensor, about: 
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     program = trace(network, mode, images, any_number=True)
-    with warnings.catch_warnings(action="ignore"):  # of the exporter's, about itself
+    with warnings.catch_warnings(action="ignore"):  # warnings of the exporter about itself
         made: Any = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,
             verbose=False, opset_version=OPSET,
         )  # fmt: skip
-    ClearMetadataAndDocStringPass()(made.model)  # lines and paths of this machine's Python, for every node
+    ClearMetadataAndDocStringPass()(made.model)  # removes lines and paths of this machine from every node
     made.model.metadata_props.update(about)
     made.save(path)
 
@@ -180,7 +182,7 @@ def _write_openvino(path: Path, network: Network, mode: str, images: Tensor, abo
     import openvino
 
     model = translate(network, mode, images, any_number=True)
-    average_by_rows(model)  # whatever the weights are in: on Arm OpenVINO computes in f16 unless it is told not to
+    average_by_rows(model)  # for all precisions: on Arm, OpenVINO computes in f16 by default
     model.input(0).set_names({"images"})
     model.output(0).set_names({"logits"})
     for key, value in about.items():

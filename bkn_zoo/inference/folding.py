@@ -1,8 +1,8 @@
-"""Copies of a network that are lean at inference, each for one kind of statistics: the population's, or an image's.
+"""Prepares copies of a network that are faster at inference, for population statistics or for statistics of the image.
 
-With population statistics every norm folds into the convolution before it. With those of the image (`sample`,
-`expected`) the norms stay, rid of what does not depend on the image. Branches of an Inception block that begin alike
-begin as one.
+With population statistics, every norm is folded into the convolution before it. With statistics of the image (`sample`,
+`expected`), parts of the norms that do not depend on the image are computed once. Equal first layers of the branches of
+an Inception block are merged.
 """
 
 import copy
@@ -26,20 +26,20 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
 AnyNetwork = TypeVar("AnyNetwork", bound=Network | Converted)
-"""Of the zoo, or anyone's that was converted as a whole."""
+"""A network of the zoo, or any network that was converted as a whole."""
 
 
 @torch.no_grad()
 def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) -> AnyNetwork:
-    """A copy of `model` that is lean at the given statistics; the one for `sample` is for `expected` too.
+    """A faster copy of `model` for these statistics. The one for `sample` is also for `expected`.
 
     Args:
-        as_stored: leave weights that are not folded in the 16 bits that `model` has them in, for who converts them.
+        as_stored: keep weights that are not folded in 16 bits, if `model` has them so.
     """
     for name, module in model.named_modules():
         if isinstance(module, RunningNorm) and has_hooks(module):
             raise InputError(
-                f"{name} has hooks, which an engine would not call: remove them first, or call the network itself."
+                f"{name} has hooks, which engines do not call: remove them first, or call the network itself."
             )
     if statistics.mode == "population":
         return join(fold(model))
@@ -53,10 +53,10 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
 
 @torch.no_grad()
 def fold(model: AnyNetwork) -> AnyNetwork:
-    """A copy of `model`, for population statistics alone, whose convolutions have taken in the norms after them.
+    """A copy of `model` for population statistics only, with norms folded into the convolutions before them.
 
-    A GroupNorm stays, since its statistics are the image's; so does a norm that follows no convolution, or one with
-    hooks or weights that are computed (pruned, parametrized).
+    Not folded are GroupNorm, whose statistics are the image's, norms without a convolution before them, and norms after
+    a convolution with hooks or computed weights (pruned, parametrized).
     """
     network = frozen(model)
     for name, (conv, pooled) in _convolutions(network).items():
@@ -66,7 +66,7 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         shift = (0 if norm.bias is None else norm.bias) - norm.running_mean * scale
         bias = torch.zeros_like(shift) if conv.bias is None else conv.bias * scale
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
-        conv.weight = nn.Parameter(weight, requires_grad=False)  # a new one: others may share what it had
+        conv.weight = nn.Parameter(weight, requires_grad=False)  # a new parameter, because others may share the old one
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
         kind = LinkedFoldedNorm if isinstance(norm, Linked) else FoldedNorm
         _replace(network, name, kind(shift if pooled else None))
@@ -74,10 +74,10 @@ def fold(model: AnyNetwork) -> AnyNetwork:
 
 
 def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
-    """By which it is noticed that tensors are others, lie elsewhere or have changed, and so what shares their memory.
+    """A value that changes if tensors are replaced, moved or changed.
 
-    PyTorch counts a tensor's changes, unless it was made in inference mode. `share_memory_` moves it: what shared its
-    memory reads what is free for others then.
+    PyTorch counts the changes of a tensor, unless it was created in inference mode. `share_memory_` moves a tensor, and
+    tensors that shared its memory then point to freed memory.
     """
     return [
         (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
@@ -87,28 +87,30 @@ def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def unchanged(network: nn.Module) -> Iterator[None]:
-    """Within it a network has buffers of its own, and in the end it is an error if its code has changed them."""
+    """Give a network copies of its buffers, and raise an error at the end if its code has changed them."""
     shared = [(buffer, buffer.data) for buffer in network.buffers()]
     for buffer, before in shared:
         buffer.data = before.clone()
     yield
     if not all(torch.equal(buffer, before) for buffer, before in shared):
-        raise InputError("this network changes its buffers at each call, which no graph keeps: choose engine='torch'.")
+        raise InputError(
+            "this network changes its buffers in each call, which a graph does not support: choose engine='torch'."
+        )
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after it, which may change what it takes or gives."""
+    """Whether a module has hooks, which may change its inputs or outputs."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _takes_in(conv: nn.Module) -> bool:
-    """Whether a convolution computes what its weights say, which are parameters of its own."""
+    """Whether the weights of a convolution are its own parameters, without hooks."""
     plain = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "forward" not in vars(conv)
-    return plain and not has_hooks(conv)  # hooks, too, compute the weights that are pruned
+    return plain and not has_hooks(conv)  # pruning computes weights in a hook
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of a norm; in a converted network it gets the norm's links to others."""
+    """Replace a norm by a layer. In a converted network, the layer gets the links of the norm."""
     norm = network.get_submodule(name)
     if isinstance(layer, Linked) and isinstance(norm, Linked):
         layer.take_links(norm)
@@ -116,14 +118,14 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
-    """A copy in float32, in evaluation mode, without gradients, which shares the weights that stay as they are.
+    """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights.
 
     Args:
-        as_stored: leave those of two dimensions and more, which checkpoints have in 16 bits, as they are.
+        as_stored: keep weights with two or more dimensions in 16 bits, as in checkpoints.
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     computed = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # as pruned weights are
+    shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # such as pruned weights
     network = copy.deepcopy(model, shared)
     network.eval()
     for tensor in (*network.parameters(), *network.buffers()):
@@ -134,7 +136,7 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
 
 
 def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
-    """`network` itself, with weights of a precision; norms stay in float32, as all statistics do."""
+    """Convert the weights of `network` to a precision. Norms and statistics stay float32."""
     norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
     parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, nn.ParameterList)]
     for module in set(network.modules()).difference(parts):
@@ -147,16 +149,16 @@ def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
 def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
-    A converted network knows it. Through the others a small image passes to find out: neither the names nor the order
-    of the modules have to say it.
+    A converted network stores this. For other networks, a small image passes through to find out, because names and
+    order of modules do not determine it.
     """
     if isinstance(network, Converted):
-        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced since
+        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced yet
         convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
         return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
     found: dict[str, tuple[nn.Conv2d, bool]] = {}
-    alive = []  # an id is a tensor's own only while the tensor lives
+    alive = []  # keeps tensors alive, so that their ids are unique
 
     def watch(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         alive.append(output)
@@ -181,11 +183,11 @@ def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bo
 
 
 class FoldedNorm(nn.Module):
-    """What is left of a norm that a convolution has taken in: the residual sum and the ReLU.
+    """The rest of a norm that was folded into a convolution: the residual sum and the ReLU.
 
     Args:
-        shift: added here where a pooling stands between convolution and norm. The scale passes through an average,
-            but a bias before it would be diluted by the zeros around the image.
+        shift: added here if there is a pooling between convolution and norm. A scale passes through an average, but a
+            bias before it would be diluted by zero padding.
     """
 
     shift: Tensor | None
@@ -198,7 +200,7 @@ class FoldedNorm(nn.Module):
         self, x: Tensor, prior: None, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, None]:
         if statistics.mode != "population":
-            raise InputError(f"a folded network knows statistics='population' only, not {statistics.mode!r}.")
+            raise InputError(f"a folded network supports only statistics='population', not {statistics.mode!r}.")
         return finish(x if self.shift is None else x + self.shift, residual, relu), None
 
 
@@ -207,22 +209,22 @@ class LinkedFoldedNorm(Linked, FoldedNorm):  # type: ignore[misc]
 
 
 class ImageNorm(nn.Module):
-    """A norm for `sample` and `expected` statistics alone, in as few operations as it takes.
+    """A norm for `sample` and `expected` statistics only, in as few operations as possible.
 
-    What does not depend on the image is combined beforehand, and numbers are tensors: a small network feels every
-    operation, and one with a Python number costs twice one between tensors.
+    Everything that does not depend on the image is computed once, and numbers are tensors, because every operation
+    counts in a small network, and one with a Python number costs twice as much.
     """
 
-    own: Any  # these four: tensors, or values in a graph that is being built
+    own: Any  # these four are tensors, or values in a graph that is being built
     others: Any
     partners_mean: Any
     partners_var: Any
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
-        if not type(norm).__module__.startswith("bkn_zoo."):  # it may predict or update otherwise
+        if not type(norm).__module__.startswith("bkn_zoo."):  # a subclass may predict or update differently
             raise InputError(
-                f"no engine knows {type(norm).__name__} but with statistics='population': choose those, or call the "
+                f"engines support {type(norm).__name__} only with statistics='population': choose it, or call the "
                 "network itself."
             )
         self.believes = isinstance(norm, BatchKalmanNorm)
@@ -255,7 +257,7 @@ class ImageNorm(nn.Module):
     def forward(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
-        mean, var = _observe(x)
+        mean, var = observe_fast(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
@@ -274,7 +276,7 @@ class ImageNorm(nn.Module):
 
     def _predict(self, prior: Any) -> tuple[Any, Any]:
         """The predicted mean, and (1 - q) times the predicted variance."""
-        if self.transition is None:  # a first layer, which has an initial belief
+        if self.transition is None:  # a first layer with an initial belief
             return self.center, self.process_noise
         mean = _carry(prior.mean, self.transition, self.center)
         return mean, _carry(prior.var, self.transition_squared, self.process_noise)
@@ -285,12 +287,12 @@ class LinkedImageNorm(Linked, ImageNorm):  # type: ignore[misc]
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
-    """Let an image's own statistics be this share of what `expected` takes; where they are all, it is `sample`.
+    """Set the share of an image's own statistics in `expected`; a share of 1 is `sample`.
 
-    Of all norms at once: in a graph that is being built, every operation takes its time to compile.
+    All norms share one value, because every operation of a graph takes time to compile.
 
     Args:
-        own: a number as a tensor, or as a value in a graph that is being built.
+        own: the share, as a tensor or as a value in a graph that is being built.
     """
     others = 1 - own
     mean, var, spread = (torch.cat(parts) for parts in zip(*map(ImageNorm.partners, norms), strict=True))
@@ -304,29 +306,29 @@ def weigh(norms: list[ImageNorm], own: Any) -> None:
 
 
 def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor:
-    """`carry`, and a sum, in one operation where A is a full matrix."""
+    """`carry` and a sum, in one operation if A is a full matrix."""
     if isinstance(transition, Tensor) and transition.ndim == 2:
         return F.linear(rows, transition, added)
     carried = carry(rows, [transition] if isinstance(transition, Tensor) else list(transition))
     return carried if added is None else carried + added
 
 
-def _observe(x: Tensor) -> Belief:
-    """`observe`, by what is fastest for `x`."""
+def observe_fast(x: Tensor) -> Belief:
+    """`observe` in the fastest way for `x`."""
     if torch.compiler.is_compiling():
         return _observe_plainly(in_full_precision(x))
     if not x.is_cpu:
         return observe(x)
     if len(x) > 1:
-        means, variances = zip(*map(_observe, x.split(1)), strict=True)
+        means, variances = zip(*map(observe_fast, x.split(1)), strict=True)
         return Belief(torch.cat(means), torch.cat(variances))
-    # It takes one image, and in channels_last is ten times as fast as torch.var_mean, and as exact.
+    # For one image. In channels_last it is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)
     return Belief(mean.unsqueeze(0), var.unsqueeze(0))
 
 
 def _observe_plainly(x: Tensor) -> Belief:
-    """The same in operations that every runtime has, and that OpenVINO is fastest with: for an exported graph."""
+    """The same in operations that every runtime supports and that are fastest in OpenVINO, for exported graphs."""
     positions = x.shape[2:]
     if len(positions) == 2:
         mean = _spatial_mean(x)
@@ -339,16 +341,16 @@ def _observe_plainly(x: Tensor) -> Belief:
 
 
 def _spatial_mean(x: Tensor) -> Tensor:
-    """The mean over all positions: of each row and then of these.
+    """The mean over all positions, as the mean of the means of rows.
 
-    Who runs a file may compute in f16, and sum in f16 too: OpenVINO does on Arm unless it is told not to.
+    A runtime may compute and sum in f16, as OpenVINO does on Arm by default.
     """
     height, width = x.shape[2:]
     return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
 
 
 def join(network: AnyNetwork) -> AnyNetwork:
-    """`network` itself, with one convolution and norm where branches of an Inception block begin with several alike."""
+    """Merge equal first layers of the branches of Inception blocks into one convolution and norm, in place."""
     for name, module in list(network.named_modules()):
         if isinstance(module, Inception) and not any(map(has_hooks, module.modules())):
             branches: list[Any] = list(module.branches)
@@ -360,7 +362,7 @@ def join(network: AnyNetwork) -> AnyNetwork:
 
 
 def _may_be_joined(layer: nn.Module) -> bool:
-    """Whether it is a 1x1 convolution, with a norm that treats each channel by itself."""
+    """Whether this is a 1x1 convolution with a norm that treats each channel separately."""
     return (
         isinstance(layer, ConvNorm)
         and _takes_in(layer.conv)
@@ -370,13 +372,13 @@ def _may_be_joined(layer: nn.Module) -> bool:
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether they have the same parts, with the same numbers where a number is for all channels."""
+    """Whether layers have the same parts, with equal numbers that apply to all channels."""
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(t.ndim > 0 or torch.equal(t, theirs[n]) for n, t in mine.items())
 
 
 class JoinedInception(nn.Module):
-    """An Inception block whose `heads`, which begin branches, are joined: a small network feels every operation."""
+    """An Inception block with merged first layers (`heads`), because every operation counts in a small network."""
 
     def __init__(self, branches: list[Branch], heads: list[ConvNorm]) -> None:
         super().__init__()
@@ -387,7 +389,7 @@ class JoinedInception(nn.Module):
         self.head.conv.out_channels = sum(self.widths)
         states = [head.state_dict() for head in heads]
         for name, tensor in self.head.state_dict(keep_vars=True).items():
-            if tensor.ndim > 0:  # a number is the same for all
+            if tensor.ndim > 0:  # a scalar is the same for all
                 tensor.data = torch.cat([state[name] for state in states])
 
     def forward(self, state: State, statistics: Statistics) -> State:

@@ -1,8 +1,8 @@
-"""Compiled graphs, kept in a folder from one start to the next: to read one is sooner done than to make it.
+"""A cache of compiled graphs on disk, because reading a graph is faster than compiling it.
 
-A file's name is a hash of all that its graph was made of and by, so that a change of anything leads to another file. It
-ends with a hash of its content, and one that is damaged is made anew. The variable BKN_ZOO_CACHE names another folder,
-or says `off`. Nothing here is an error to the caller: at worst a graph is compiled, as it is without.
+The name of a file is a hash of everything that determines its graph, so any change leads to another file. A file ends
+with a hash of its content, and a damaged file is replaced. The variable BKN_ZOO_CACHE sets another folder, or disables
+the cache with `off`. Problems with the cache are never errors: the graph is then compiled.
 """
 
 import functools
@@ -33,9 +33,9 @@ from bkn_zoo.version import __version__
 log = logging.getLogger(__name__)
 
 VARIABLE = "BKN_ZOO_CACHE"
-MOST_BYTES = 2 * 10**9  # of all files; those that were used longest ago make room
-WORTHWHILE = 1.0  # seconds; what takes less is made again
-PAUSE = 2.0  # seconds before a graph is written, unless the process ends: the first image does not wait for it
+MOST_BYTES = 2 * 10**9  # of all files; the least recently used ones are deleted
+WORTHWHILE = 1.0  # seconds; faster compilations are not cached
+PAUSE = 2.0  # seconds before a graph is written, unless the process ends, so that the first image does not wait
 DIGEST = hashlib.sha256().digest_size
 SUFFIX = ".graph"
 
@@ -43,11 +43,11 @@ SUFFIX = ".graph"
 def kept(
     model: Network | Converted, what: Any, options: dict[Any, Any], make: Callable[[], Graph], built: Any = None
 ) -> Graph:
-    """What `make` makes of a network, or made at an earlier start.
+    """The result of `make` for a network, from the cache if possible.
 
     Args:
-        what: all that the graph depends on beside the network and OpenVINO's options, with a `repr` that tells.
-        built: what is to be compiled, where the code that decides it is not the zoo's own.
+        what: everything that the graph depends on besides the network and OpenVINO's options, with a complete `repr`.
+        built: the graph to compile, if foreign code determines it.
     """
     folder = _folder()
     seen = _seen(model)
@@ -62,13 +62,13 @@ def kept(
         begun = time.monotonic()
         graph = make()
         if time.monotonic() - begun > WORTHWHILE:
-            with suppress(RuntimeError):  # no more threads, or the process ends
+            with suppress(RuntimeError):  # no more threads available, or the process ends
                 threading.Thread(target=_write, args=(path, graph, model, seen), name="keeper of graphs").start()
     return graph
 
 
 def _folder() -> Path | None:
-    """Where graphs are kept; None if nowhere, or where others could put theirs."""
+    """The folder of the cache; None if it is disabled, or if other users can write to it."""
     given = os.environ.get(VARIABLE)
     if given == "off":
         return None
@@ -78,10 +78,12 @@ def _folder() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_ours(folder.stat()):
             return folder
-        _warn(f"{folder} is not used for compiled graphs, since others can write there: chmod 700 it, or name another")
-    except (OSError, RuntimeError) as error:  # it cannot be made, or there is no home
+        _warn(
+            f"{folder} is not used for compiled graphs, because others can write to it: run chmod 700, or set another"
+        )
+    except (OSError, RuntimeError) as error:  # it cannot be created, or there is no home folder
         if given:
-            _warn(f"{given} cannot be used for compiled graphs ({error}): name another folder")
+            _warn(f"{given} cannot be used for compiled graphs ({error}): set another folder")
     return None
 
 
@@ -92,12 +94,12 @@ def _warn(message: str) -> None:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written it."""
+    """Whether only this user and root can write to it."""
     return not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
 
-def _name(model: Network, what: Any) -> str | None:
-    """The file's; None where code that is not the zoo's own decides what the graph is."""
+def _name(model: Network | Converted, what: Any) -> str | None:
+    """The name of the file; None if foreign code determines the graph."""
     digest = hashlib.sha256(repr((_surroundings(), what)).encode())
     for name, module in model.named_modules():
         kind, values = type(module), vars(module)
@@ -114,7 +116,7 @@ def _name(model: Network, what: Any) -> str | None:
 
 
 def _name_of_graph(built: Any, what: Any) -> str:
-    """The file's, by all that is in a graph that is to be compiled."""
+    """The name of the file, from the content of a graph that is not compiled yet."""
     digest = hashlib.sha256(repr((_surroundings(), what)).encode())
     places: dict[str, int] = {}
     for node in built.get_ordered_ops():
@@ -132,7 +134,7 @@ def _name_of_graph(built: Any, what: Any) -> str:
 
 @functools.cache
 def _surroundings() -> Any:
-    """What has a part in a graph, beside the network: code, versions and the processor."""
+    """What a graph depends on besides the network: code, versions and the processor."""
     code = hashlib.sha256()
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
@@ -143,20 +145,22 @@ def _surroundings() -> Any:
 
 
 def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
-    """The graph in a file; None if there is none, or none that can be trusted."""
+    """The graph in a file; None if it does not exist or cannot be trusted."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if not _is_ours(status):
                 return None
-            content = np.fromfile(file, np.uint8)  # not mapped: who cuts a mapped file off ends the process
+            content = np.fromfile(
+                file, np.uint8
+            )  # not mapped, because truncating a mapped file would crash the process
         if content[-DIGEST:].tobytes() != _digest(path, content[:-DIGEST]):
             path.unlink()
             return None
-        with suppress(OSError):  # where it is root's, for all to read
+        with suppress(OSError):  # fails if the file belongs to root
             os.utime(path)
         return Graph(core().import_model(ov.Tensor(content[:-DIGEST], shared_memory=True), "CPU", options), content)
-    except (OSError, RuntimeError, TypeError):  # there is none, or OpenVINO does not take it
+    except (OSError, RuntimeError, TypeError):  # missing, or OpenVINO refuses it
         return None
 
 
@@ -165,14 +169,14 @@ def _seen(model: Network | Converted) -> list[tuple[int, int, int]]:
 
 
 def _write(path: Path, graph: Graph, model: Network | Converted, seen: list[tuple[int, int, int]]) -> None:
-    """Keep a graph, all of it or nothing, and let others go for it.
+    """Write a graph completely or not at all, and delete old ones.
 
-    It shares weights with the network: where those are not as they were seen, it is not what its name says.
+    The graph shares weights with the network. If these have changed, it does not fit its name and is not written.
     """
     threading.main_thread().join(PAUSE)
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        if path.exists():  # by another process; or OpenVINO did not take it, nor would it the next time
+        if path.exists():  # written by another process, or refused by OpenVINO, which would refuse it again
             return
         with open(scratch, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
             content = graph.compiled.export_model().getbuffer()
@@ -188,13 +192,13 @@ def _write(path: Path, graph: Graph, model: Network | Converted, seen: list[tupl
 
 
 def _digest(path: Path, content: Any) -> bytes:
-    digest = hashlib.sha256(path.name.encode())  # so that no file can stand in another's place
+    digest = hashlib.sha256(path.name.encode())  # so that a file cannot replace another one
     digest.update(content)
     return digest.digest()
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what was used longest ago, and what interrupted processes left; others may do so at the same time."""
+    """Delete the least recently used files, and leftovers of interrupted processes. Other processes may do so, too."""
     files = []
     for path in folder.glob(f"*{SUFFIX}*"):
         with suppress(OSError):

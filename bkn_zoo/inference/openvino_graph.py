@@ -1,4 +1,4 @@
-"""A network as an OpenVINO graph: its own code runs once on a stand-in for an image, which writes down what is done."""
+"""Builds an OpenVINO graph of a network: its own code runs once on a symbol, which records the operations."""
 
 import functools
 from typing import Any
@@ -20,22 +20,22 @@ if ov is not None:
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with a request for each image that is in it at the time.
+    """A compiled OpenVINO graph for one image, with one request per concurrent image.
 
     Args:
-        memory: what it was read from, and uses as long as it lives.
+        memory: the memory that it was read from, and uses as long as it exists.
     """
 
     def __init__(self, compiled: Any, memory: Any = None) -> None:
         self.compiled = compiled
         self.idle: list[Any] = []
-        self.memory = memory  # which goes last
+        self.memory = memory  # freed last
 
     def __call__(self, images: Tensor, own: float = 1.0) -> Tensor:
-        """Logits of images, all of which are in it at once.
+        """Logits of images, which all run at once.
 
         Args:
-            own: how much an image's own statistics count; a graph for the population's does not ask.
+            own: the share of an image's own statistics; not used by a graph for population statistics.
         """
         given = [
             [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
@@ -61,15 +61,15 @@ class Graph:
 
 
 def compile_graph(network: Network, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Graph:
-    """`network`, prepared for the population's statistics or for an image's, for one image of (3, height, width)."""
+    """Compile `network`, prepared for population statistics or those of an image, for images of (3, height, width)."""
     return Graph(compiled(build_graph(network, shape, population, options), options))
 
 
 def build_graph(network: Network | Converted, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Any:
-    """The same, not compiled yet.
+    """The same graph before compilation.
 
-    `sample` and `expected` are one graph, with half the memory and the time to compile of two: how much an image's own
-    statistics count is an input.
+    `sample` and `expected` share one graph, which halves memory and compilation time. The share of an image's own
+    statistics is an input.
     """
     inputs = [ops.parameter([1, *shape])]
     if not population:
@@ -77,7 +77,7 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
         norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
         if norms:
             weigh(norms, Symbol(inputs[1]))
-        network.statistics_batch_size = network.statistics_batch_size or 1  # of which `weigh` took the place
+        network.statistics_batch_size = network.statistics_batch_size or 1  # replaced by `weigh`
     stand_in: Any = Symbol(inputs[0])
     logits: Any = network.cpu()(stand_in, statistics="population" if population else "expected")
     if type(logits) is not Symbol:
@@ -89,7 +89,7 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
 
 
 def compiled(model: Any, options: dict[Any, Any]) -> Any:
-    """A graph, whoever made it, for the processor."""
+    """Compile a graph for the processor."""
     if options.get(ov.properties.hint.inference_precision) == "f16":
         average_by_rows(model)
     return core().compile_model(model, "CPU", options)
@@ -97,16 +97,16 @@ def compiled(model: Any, options: dict[Any, Any]) -> Any:
 
 @functools.cache
 def core() -> Any:
-    """OpenVINO, once for the whole process.
+    """The only OpenVINO Core of the process.
 
-    Each Core gives the thread an alternate stack for signals and takes the one before back when it ends. Two that ended
-    in the order in which they began left a stack that was gone, and the next signal (a child's end, say) was a crash.
+    Each Core sets an alternate signal stack for its thread, and restores the previous one when it ends. Two Cores that
+    ended in the order of their creation left a freed stack, and the next signal crashed the process.
     """
     return ov.Core()
 
 
 def _merge_products(model: Any) -> None:
-    """Make one product of those that multiply the same vector: the branches of an Inception block share their prior."""
+    """Merge matrix products with the same vector: the branches of an Inception block share their prior."""
     sharing: dict[Any, list[Any]] = {}
     for node in model.get_ordered_ops():
         if node.get_type_name() == "MatMul" and len(node.shape) == 2:
@@ -123,19 +123,19 @@ def _merge_products(model: Any) -> None:
 
 
 def _constant(node: Any) -> Any:
-    """A constant itself, or the one in 16 bits that a conversion takes."""
+    """A constant, or the 16-bit constant behind a conversion."""
     return node.input_value(0).get_node() if node.get_type_name() == "Convert" else node
 
 
 def _store_weights(model: Any, halves: bool) -> None:
-    """Have weights in the 16 bits that f16 computes in, or in 32.
+    """Store weights in 16 bits for f16, otherwise in 32.
 
-    OpenVINO would convert them too, and take a second or two for ResNet101's where NumPy takes a fifth of one.
+    OpenVINO would convert them, too, but takes a second or two for ResNet101, and NumPy a fifth of a second.
     """
     for node in model.get_ordered_ops():
         full = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32 and len(node.shape) > 1
         if halves and full:
-            within = np.clip(node.data, -LARGEST_HALF, LARGEST_HALF)  # as OpenVINO does, instead of infinity
+            within = np.clip(node.data, -LARGEST_HALF, LARGEST_HALF)  # like OpenVINO, to avoid infinity
             stored = ops.constant(within.astype(np.float16), shared_memory=True)
             node.output(0).replace(ops.convert(stored, "f32").output(0))
         elif not halves and node.get_type_name() == "Convert":
@@ -144,7 +144,7 @@ def _store_weights(model: Any, halves: bool) -> None:
 
 
 def round_up_by_padding(model: Any) -> None:
-    """Have no pooling round its size up, which OpenVINO does by a hundred times slower code: it is padded instead."""
+    """Replace pooling that rounds its size up by padding, because OpenVINO's code for it is a hundred times slower."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MaxPool":
             continue
@@ -159,10 +159,10 @@ def round_up_by_padding(model: Any) -> None:
 
 
 def average_by_rows(model: Any) -> None:
-    """Take averages of whole maps as those of their rows' averages.
+    """Compute averages of whole maps as averages of the averages of rows.
 
-    On Arm f16 is summed in f16: over 112 x 112 positions at once a variance was off by 8 %, and one of 6 infinite. In
-    f32 it is as exact at once, and a few percent of an image's time faster.
+    On Arm, f16 is summed in f16: over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was
+    infinite. In f32 the direct sum is as exact, and saves a few percent of an image's time.
     """
     for node in model.get_ordered_ops():
         if node.get_type_name() != "AvgPool":

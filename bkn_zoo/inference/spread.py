@@ -1,4 +1,4 @@
-"""Images over many machines, by Ray Data: the same classifier on each, and the same results in the same order."""
+"""Classifies images on many machines with Ray Data. The results and their order are the same as on one."""
 
 import os
 import pickle
@@ -8,34 +8,34 @@ from typing import Any
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.inference.classifier import Classification, Classifier
 
-BATCH = 16  # images that are sent together: so few that all machines end at about the same time
+BATCH = 16  # images sent together; few, so that all machines end at about the same time
 
 
 def each(
     files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
 ) -> Iterator[Classification | ImageError]:
-    """What `Classifier.each` gives, from the machines of the cluster that RAY_ADDRESS names, or from this one alone.
+    """The results of `Classifier.each`, computed by the cluster in RAY_ADDRESS, or by this machine alone.
 
-    All of them must see the files and the model under the same paths.
+    All machines must see the files and the model at the same paths.
     """
     try:
         import ray.data
     except ImportError as error:
-        raise InputError(
-            f"Ray is not installed ({error}): run pip install 'bkn-zoo[ray]', or leave out --ray."
-        ) from None
+        raise InputError(f"Ray is not installed ({error}): run pip install 'bkn-zoo[ray]', or omit --ray.") from None
     cluster = os.environ.get("RAY_ADDRESS", "local")
     try:
         ray.init(cluster, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
     except (OSError, RuntimeError) as error:
         raise InputError(
-            f"the Ray cluster {cluster!r} cannot be used ({error}): set RAY_ADDRESS to one that runs."
+            f"the Ray cluster {cluster!r} cannot be used ({error}): set RAY_ADDRESS to a running cluster."
         ) from None
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    cpus = int(min(node["CPU"] for node in nodes)) // 2 + 1  # of the smallest, so many that a second finds no room
+    cpus = (
+        int(min(node["CPU"] for node in nodes)) // 2 + 1
+    )  # more than half of the smallest machine, so that each machine runs one
     gpus = 1 if device != "cpu" and all(node.get("GPU", 0) >= 1 for node in nodes) else 0
     images = ray.data.from_items([{"file": os.fsencode(file)} for file in files])
     found = images.map_batches(
@@ -49,7 +49,7 @@ def each(
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
         raise InputError(
-            f"a machine of the Ray cluster failed ({reason}): all must see images and model under the same paths."
+            f"a machine of the Ray cluster failed ({reason}): all machines must see images and model at the same paths."
         ) from None
 
 
@@ -57,7 +57,7 @@ class _Worker:
     def __init__(
         self, folder: str, statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
     ) -> None:
-        os.chdir(folder)  # names are as they were given, in results and in errors
+        os.chdir(folder)  # so that relative names stay the same in results and errors
         self.classifier = Classifier.from_pretrained(model, device, engine, precision)
         self.statistics, self.top_k = statistics, top_k
 

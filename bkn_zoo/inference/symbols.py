@@ -1,4 +1,4 @@
-"""A stand-in for a tensor, on which a network's own code runs once and so writes down an OpenVINO graph."""
+"""Symbols that replace tensors: a network's own code runs on them once and builds an OpenVINO graph."""
 
 import math
 from collections.abc import Callable
@@ -18,12 +18,12 @@ except ImportError:  # an optional extra
 
 
 class Symbol:
-    """A value in an OpenVINO graph that is being built, in the place of the tensor that it will be.
+    """A value in an OpenVINO graph that is being built, in place of a tensor.
 
-    The network's own code runs on it: PyTorch hands each of its functions that meets a Symbol to
-    `__torch_function__`. What meets tensors alone is computed on the spot, and becomes a constant. Whatever is not
-    translated is an error, and so is what could differ from a tensor without an error: a change in place of what
-    another Symbol shows in another shape, and a value that decides where Python goes on.
+    The network's own code runs on it: PyTorch passes every function call with a Symbol to `__torch_function__`.
+    Functions of tensors only are computed at once, and their results become constants. Unsupported operations are
+    errors. So are operations that could silently differ from those on a tensor: an in-place change of memory that
+    another Symbol shares, and control flow that depends on a value.
     """
 
     dtype, is_cpu, is_cuda, requires_grad, device = torch.float32, True, False, False, torch.device("cpu")
@@ -32,10 +32,10 @@ class Symbol:
 
     def __init__(self, node: Any) -> None:
         self.node = node.output(0) if isinstance(node, ov.Node) else node
-        self.viewed = False  # whether another Symbol shows the same memory
+        self.viewed = False  # whether another Symbol shares the memory
 
-    @property
-    def __class__(self) -> Any:  # networks ask whether something is a tensor
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # networks check whether something is a tensor
         return Tensor
 
     @property
@@ -74,7 +74,9 @@ class Symbol:
         return True
 
     def _decides(self, *_: Any) -> Any:
-        raise InputError("the OpenVINO engine cannot translate what depends on values: choose engine='torch'.")
+        raise InputError(
+            "the OpenVINO engine cannot translate control flow that depends on values: choose engine='torch'."
+        )
 
     __bool__ = __float__ = __int__ = __index__ = __iter__ = _decides
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _decides
@@ -111,7 +113,7 @@ class Symbol:
 
 
 def _translated(name: str, first: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
-    """What a function of PyTorch gives, by its name."""
+    """The result of a function of PyTorch, by its name."""
     if name in SAME:
         return SAME[name](first, *args, **kwargs)
     base = name.removesuffix("_")
@@ -147,19 +149,19 @@ def _node(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """A node; of a number, a constant in float32."""
+    """A node; for a number, a float32 constant."""
     return _node(torch.tensor(float(value))) if isinstance(value, int | float) else value
 
 
 def reshape(x: Any, shape: Any) -> Any:
     node = x.get_node()
-    # Of what was shaped before, one operation: the first is left out of the graph.
+    # Merge two reshapes into one: the first is left out of the graph.
     source = node.input_value(0) if node.get_type_name() == "Reshape" else x
     return ops.reshape(source, [int(size) for size in shape], False)
 
 
 def _sizes(sizes: Any) -> Any:
-    """Of arguments that may come one by one or together."""
+    """A list of arguments that may be passed separately or as one sequence."""
     return sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
 
 
@@ -201,7 +203,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _group_norm(x: Any, groups: int, weight: Any, bias: Any, eps: float) -> Any:
-    # Not OpenVINO's own operation, whose compilation is a crash on processors with AMX (2026.4).
+    # Not OpenVINO's own operation, which crashes in compilation on processors with AMX (2026.4).
     rows = ops.reshape(x, [1, groups, -1], False)
     deviation = ops.subtract(rows, _mean(rows, -1, True))
     var = _mean(ops.multiply(deviation, deviation).output(0), -1, True)
@@ -230,7 +232,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
     ndim = len(x.shape)
     dims = range(ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     dims = sorted(each % ndim for each in dims)
-    if ndim == 4 and dims == [2, 3]:  # faster than a reduction, and what is made exact in f16
+    if ndim == 4 and dims == [2, 3]:  # faster than a reduction, and made exact in f16 later
         mean = avg_pool2d(x, list(x.shape)[2:])
         return mean if keepdim else reshape(mean.output(0), list(x.shape)[:2])
     return ops.reduce_mean(x, _node(torch.tensor(dims)), keepdim)
@@ -245,10 +247,12 @@ def _max_pool2d(
 
 
 def rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
-    """The padding by which maps have the size that PyTorch rounds up to: as far as the last window reaches."""
+    """The padding that gives maps the rounded-up size of PyTorch, up to the end of the last window."""
     ends = []
     for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):
-        last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)  # the last to begin before the end's padding
+        last = min(
+            -(-(size + 2 * p - k) // s), (size + p - 1) // s
+        )  # the last window that begins before the padding at the end
         ends.append(max(p, last * s + k - size - p))
     return ends
 
@@ -272,9 +276,9 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
 
 
 def _statistics(x: Any, *_: Any) -> tuple[Any, Any]:
-    """Mean and variance of an image's channels, as `torch.batch_norm_update_stats` gives them."""
-    # Deviations rather than E[x^2] - E[x]^2, which cancels where means are large, and costs as much. One operation
-    # squares them: in f16 on Arm, to subtract and to multiply takes nearly three times as long.
+    """Mean and variance of an image's channels, like `torch.batch_norm_update_stats`."""
+    # Deviations instead of E[x^2] - E[x]^2, which loses precision for large means and costs as much. One operation
+    # squares them: in f16 on Arm, subtracting and multiplying takes nearly three times as long.
     if len(x.shape) != 4:
         x = reshape(x, [1, x.shape[1], -1, 1])
         x = x.output(0)
@@ -375,11 +379,11 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "mul": _arithmetic("multiply"),
     "div": _arithmetic("divide"),
 }
-"""By the names of PyTorch's functions and methods, with their arguments; those that end in an underscore change the
-first in place."""
+"""Translations by the names of PyTorch's functions and methods, with their arguments. Names that end in an underscore
+change their first argument in place."""
 
 VIEWS = ("flatten", "unflatten", "unsqueeze", "reshape", "view", "split", "chunk", "transpose", "permute")
-"""What may show the memory of its first argument."""
+"""Functions whose result may share the memory of their first argument."""
 
 
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -401,4 +405,4 @@ SAME: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "dropout2d": _dropout,
 }
-"""What gives its first argument as it is."""
+"""Functions that return their first argument unchanged."""

@@ -1,4 +1,4 @@
-"""A prepared network as a graph of PyTorch's own operations, from which other runtimes make theirs."""
+"""Exports a prepared network as a graph of PyTorch operations, for other runtimes."""
 
 import warnings
 from typing import Any
@@ -12,33 +12,33 @@ from bkn_zoo.inference.openvino_graph import round_up_by_padding
 
 
 def trace(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> torch.export.ExportedProgram:
-    """`network`, prepared for a mode of statistics, for images of one size: float32 images in, float32 logits out.
+    """The graph of `network`, prepared for a statistics mode, for images of one size, with float32 input and output.
 
     Args:
-        images: such as it will get, of which only the kind matters.
-        any_number: whether the graph takes batches of any number of images, or of as many as these.
+        images: example images, of which only shape and type matter.
+        any_number: whether the graph accepts any number of images, or only as many as the example.
     """
     shapes = None
     if any_number:
-        images = images[:1].repeat(2, 1, 1, 1)  # of a single image, torch.export would take it that there is ever one
+        images = images[:1].repeat(2, 1, 1, 1)  # with a single image, torch.export would assume a batch size of one
         shapes = ({0: torch.export.Dim("batch")},)
     try:
         with torch.no_grad():
             program = torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
-    except InputError:  # one that no other engine would take
+    except InputError:  # an error for every engine
         raise
-    except Exception as error:  # it runs the network's own code on stand-ins, which can fail in any way
+    except Exception as error:  # runs the network's own code on symbolic tensors, which can fail in any way
         raise _refused("torch.export", network, error) from error
     for name in _changed_buffers(program):
         raise InputError(
-            f"{name_of(network)} changes its buffer {name.removeprefix('network.')} at each call, which no other "
-            "runtime keeps: choose engine='torch'."
+            f"{name_of(network)} changes its buffer {name.removeprefix('network.')} in each call, which other "
+            "runtimes do not support: choose engine='torch'."
         )
     return program
 
 
 def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
-    """Those that an operation changes in place. (PyTorch would tell, but takes longer for it than for the graph.)"""
+    """The buffers that an operation changes in place. (PyTorch's own report takes longer than the export.)"""
     names = program.graph_signature.inputs_to_buffers
     return [
         names[node.name]
@@ -50,17 +50,17 @@ def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def translate(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> Any:
-    """The same as an OpenVINO model, by OpenVINO's own frontend."""
+    """The same as an OpenVINO model, translated by OpenVINO's own frontend."""
     import openvino
 
     program = trace(network, mode, images, any_number)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of PyTorch's, about what OpenVINO does with it
+        with warnings.catch_warnings(action="ignore"):  # warnings of PyTorch about OpenVINO's use of it
             model = openvino.convert_model(program)
-            model.reshape([-1 if any_number else len(images), *images.shape[1:]])  # it comes with open sizes
+            model.reshape([-1 if any_number else len(images), *images.shape[1:]])  # its sizes are dynamic
             round_up_by_padding(model)
             return model
-    except Exception as error:  # one of many kinds, as it comes out of another language
+    except Exception as error:  # errors from C++ have many types
         raise _refused("OpenVINO", network, error) from error
 
 
@@ -69,11 +69,11 @@ def name_of(network: nn.Module) -> str:
 
 
 def in_float32(output: Any) -> Tensor:
-    """What a network gave, which may be anything if it is not of the zoo."""
+    """Check the output of a network, which may be anything for a converted network."""
     if not isinstance(output, Tensor):
         raise InputError(
-            f"an engine runs networks that give one tensor, but this one gives a {type(output).__name__}: convert one "
-            "around it that gives what you need."
+            f"engines support networks with one output tensor, but this one returns a {type(output).__name__}: convert "
+            "a module around it that returns one tensor."
         )
     return output.float()
 

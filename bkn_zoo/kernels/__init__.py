@@ -1,7 +1,7 @@
-"""Fused kernels for norms and pooling on GPUs, and the one place where it is decided whether they run.
+"""Fused kernels for norms and pooling on GPUs. This module decides whether they run.
 
-They run on CUDA tensors where Triton is installed; everything else takes the PyTorch code of `norms/running.py`, which
-is the reference for them.
+They run on CUDA tensors if Triton is installed. Everything else uses the PyTorch code of `norms/running.py`, which is
+their reference.
 """
 
 import os
@@ -15,11 +15,11 @@ from torch import Tensor
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.kernels.conditions import LIMIT, transformed
 
-# Where there is no GPU to run them nor an interpreter, importing Triton would take a quarter of a second and 100 MB.
+# Without a GPU or an interpreter, importing Triton would waste a quarter of a second and 100 MB.
 HAS_TRITON = find_spec("triton") is not None and (
     torch.cuda.device_count() > 0 or os.environ.get("TRITON_INTERPRET") == "1"
 )
-if HAS_TRITON:  # and if they cannot be imported then, something is broken and should be seen
+if HAS_TRITON:  # if this import fails, something is broken, and the error should be visible
     from bkn_zoo.kernels.norm import fused_norm
 else:
     fused_norm = None  # type: ignore[assignment]
@@ -32,13 +32,13 @@ _forced: str | None = None
 
 
 def chosen(x: Tensor, inputs: int = 0) -> bool:
-    """Whether the kernels take `x`, (images, channels, ...), above a layer with `inputs` channels."""
+    """Whether the kernels support `x`, (images, channels, ...), above a layer with `inputs` channels."""
     if not (x.is_cuda or _forced == "triton") or not HAS_TRITON or _forced == "pytorch" or x.dtype not in DTYPES:
         return False
     if transformed():
         return False
     images, channels = x.shape[:2]
-    # Within an image they count its values; over all images, some numbers for each channel; and those of A.
+    # Offsets are counted over the values of one image, over some numbers per channel of all images, and over A.
     rows = images * channels * (8 + inputs // 128)
     return x.numel() < LIMIT * max(images, 1) and rows < LIMIT and channels * inputs < LIMIT
 
@@ -52,7 +52,7 @@ def use(implementation: str) -> Iterator[None]:
     if implementation not in ("pytorch", "triton"):
         raise UnknownNameError(f"unknown implementation {implementation!r}: choose pytorch or triton.")
     if implementation == "triton" and not HAS_TRITON:
-        raise InputError("there is no Triton here, or neither a GPU nor TRITON_INTERPRET=1 to run its kernels by.")
+        raise InputError("the kernels cannot run: install Triton, and use a GPU or set TRITON_INTERPRET=1.")
     global _forced
     before, _forced = _forced, implementation
     try:

@@ -1,7 +1,7 @@
-"""Launches Triton kernels again and again without working out again what stays the same.
+"""Launches Triton kernels repeatedly, without repeating the preparation.
 
-Triton's own launch binds the arguments, hashes their types and looks for the code that was compiled for those: ten
-times what the launch itself takes. A network of a hundred norms has six hundred launches in a training step.
+Triton's own launch binds the arguments, hashes their types and looks up the compiled code, which takes ten times as
+long as the launch itself. A network with a hundred norms has six hundred launches in a training step.
 """
 
 import threading
@@ -14,18 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are less aligned
-WORK = "work"  # the parameter by which kernels take the memory for what they hand to one another
-ARRIVED = "arrived"  # and that for counters, which they find at 0 and leave so
+ALIGNMENT = 16  # bytes; Triton compiles other code for less aligned pointers
+WORK = "work"  # the parameter for memory that kernels use to pass results to each other
+ARRIVED = "arrived"  # the parameter for counters, which are 0 before and after a launch
 DEFAULT_STREAM = 0
 
 _dtype = attrgetter("dtype")
 
 
 class Kernel(NamedTuple):
-    """A function by `triton.jit`, whose parameters are first tensors, then numbers and constants; and its launch.
+    """A function of `triton.jit`, whose parameters are first tensors, then numbers and constants, and its launch.
 
-    `across` are the programs in the second and third dimension of its grid.
+    `across` is the number of programs in the second and third dimension of its grid.
     """
 
     function: Any
@@ -40,11 +40,11 @@ class Kernel(NamedTuple):
 
 
 def launcher(code: Any, version: str = triton.__version__) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches compiled code, and what that takes between the stream and the kernel's own arguments.
+    """The function that launches compiled code, and its arguments between the stream and the kernel's own arguments.
 
-    Triton's launcher is a class around a function in C, and more than half of what it takes goes into the class, which
-    looks for memory that a kernel may want of its host. Ours want none. The function's arguments are those of the
-    versions that are known here; others are launched by the class.
+    Triton's launcher is a class around a C function. More than half of its time is spent in the class, which looks for
+    memory that a kernel may request. Our kernels request none. The arguments of the function are those of known
+    versions of Triton; other versions use the class.
     """
     run, known = code.run, tuple(version.split(".")[:2])
     metadata, hooks = code.packed_metadata, (None, None, None)
@@ -62,14 +62,14 @@ KNOWN = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")
 
 
 def _launch_packed(launch: Callable[..., None], own: int, *arguments: Any) -> None:
-    """With the kernel's arguments, those behind the first `own`, in one tuple."""
+    """Launch with the kernel's arguments, which follow the first `own` arguments, in one tuple."""
     launch(*arguments[:own], arguments[own:])
 
 
 class _Scratch(threading.local):
-    """Memory for work, by device and stream, where one layer's follows another's.
+    """Working memory by device and stream. Layers on one stream share it, because they run in sequence.
 
-    A thread has its own, since those of another could come between two of its launches.
+    Each thread has its own, because another thread could launch between two of its launches.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ NOTHING = -1, 0, None
 
 
 def memory(size: int, counters: int, device: str) -> tuple[Tensor, Tensor]:
-    """For work, and for counters, which are 0; where there are none, others stand for them: dtypes are compiled."""
+    """Working memory and zero counters. Without counters, a view of the memory replaces them."""
     work = torch.empty(size, dtype=torch.float32, device=device)
     return work, torch.zeros(counters, dtype=torch.int32, device=device) if counters else work.view(torch.int32)
 
@@ -97,14 +97,14 @@ _scratch = _Scratch()
 
 
 class Launches:
-    """Kernels to be launched one after another on the same tensors.
+    """Kernels that are launched in sequence on the same tensors.
 
     Args:
-        kernels: each takes of the tensors and the values those that its parameters name.
-        tensors: the names of the tensors that every call will bring, in their order.
+        kernels: the kernels; each gets the tensors and values that its parameters name.
+        tensors: the names of the tensors of every call, in order.
         values: all other arguments, by name.
-        work: float32 numbers that the kernels hand to one another.
-        counters: of how many programs have arrived.
+        work: number of float32 values that the kernels pass to each other.
+        counters: number of counters of arrived programs.
     """
 
     def __init__(
@@ -117,12 +117,11 @@ class Launches:
         self.ready: dict[Any, list[tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor, alone: bool) -> None:
-        """Launch them on the current stream of the tensors' device, which is the first one's.
+        """Launch the kernels on the current stream of the first tensor's device.
 
         Args:
-            alone: whether nobody looks at what memory is taken, so that what is kept for work can be used. A graph
-                that is being captured, for one, will run at times and on streams that nobody knows. But on the
-                default stream nothing is ever captured, nor prepared for it.
+            alone: whether cached working memory may be used. A captured graph must not use it, because it can run at
+                any time on any stream. Nothing is ever captured on the default stream.
         """
         device = tensors[0].get_device()
         if device < 0:
@@ -156,7 +155,7 @@ class Launches:
             run(*grid, stream, *before, *take(pointers), *rest)
 
     def _launch(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """In Triton's own way, which gives the compiled code."""
+        """Launch with Triton's own launcher, which also returns the compiled code."""
         return [
             kernel.function[kernel.grid](*take(tensors), *rest, num_warps=kernel.warps, num_stages=kernel.stages)
             for kernel, take, rest in zip(self.kernels, self.takes, self.rests, strict=True)

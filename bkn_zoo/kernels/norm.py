@@ -1,7 +1,7 @@
-"""The fused norm as PyTorch operators, so that autograd, torch.compile and CUDA graphs take it for one of their own.
+"""The fused norm as PyTorch operators, which autograd, torch.compile and CUDA graphs support.
 
-`norm` is observe, predict, update, remember and normalize (with the residual sum and the ReLU) in one. Where nobody
-looks on, its kernels are launched without the dispatcher in between, which takes as long as they do.
+`norm` combines observe, predict, update, remember and normalize (with the residual sum and the ReLU). If possible, its
+kernels are launched without PyTorch's dispatcher, which would take as long as the kernels.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _library.define(
     "norm(Tensor x, Tensor weight, Tensor bias, Tensor? prior_mean, Tensor? prior_var, Tensor? transition, "
     "Tensor? raw_process_noise, Tensor? raw_gain, Tensor? residual, Tensor(a!)[] running, SymInt group, float eps, "
     "float momentum, bool relu, Tensor[] partners, float own) -> (Tensor y, Tensor beliefs)",
-    tags=torch.Tag.flexible_layout,  # inductor would otherwise copy features into the layout that it traced
+    tags=torch.Tag.flexible_layout,  # otherwise inductor would copy features into the traced layout
 )
 _library.define(
     "norm_backward(Tensor dy, Tensor? dbelief_mean, Tensor? dbelief_var, Tensor x, Tensor? y, Tensor weight, "
@@ -59,7 +59,7 @@ def _norm_backward_fake(
 
 
 class Norm(torch.autograd.Function):
-    """Autograd for `bkn_zoo::norm`. (`torch.library.register_autograd` takes only operators that change nothing.)"""
+    """Autograd for `bkn_zoo::norm`. (`torch.library.register_autograd` does not support in-place operators.)"""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class Norm(torch.autograd.Function):
             x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
             eps, momentum, relu, [], 0.0,
         )  # fmt: skip
-        # The sign of a sum with a residual cannot be computed again from x; the layer above keeps y anyway.
+        # The sign of a sum with a residual cannot be recomputed from x, and the layer above keeps y anyway.
         kept = y if relu and residual is not None else None
         ctx.save_for_backward(
             x, kept, weight, bias, beliefs, prior_mean, prior_var, transition, raw_process_noise, raw_gain
@@ -84,17 +84,17 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a second derivative, if asked for, fails
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # so that a second derivative raises an error
             return once_differentiable(gradients_of)(ctx, *gradients)
         return gradients_of(ctx, *gradients)
 
 
-# What newer versions of PyTorch have as `Norm.apply` itself: older ones look for transforms in every argument first.
+# `Norm.apply` of newer versions of PyTorch. Older versions first look for transforms in every argument.
 _apply = super(torch.autograd.Function, Norm).apply
 
 
 def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Any, ...]:
-    """Of all arguments of `Norm`."""
+    """The gradients of all arguments of `Norm`."""
     x, kept, weight, bias, beliefs, *below = ctx.saved_tensors
     if dmean is not None or dvar is not None:
         dmean = torch.zeros_like(beliefs[0]) if dmean is None else dmean.contiguous()
@@ -110,7 +110,7 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
     inner, *sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
     dtransition, others = torch.split_with_sizes(dparameters, [inner, sum(sizes)])
     if inner and not ctx.needs_input_grad[5]:
-        others = others.clone()  # A is frozen: the others' gradients do not keep the memory of its own
+        others = others.clone()  # A is frozen, so free the memory of its gradient
     dweight, dbias, dnoise, dgain = torch.split_with_sizes(others, sizes)
     below = [None] * 5
     if raw_gain is not None:
@@ -126,15 +126,15 @@ def fused_norm(
     residual: Tensor | None, running: list[Tensor], group: int, eps: float, momentum: float, relu: bool,
     partners: list[Tensor] | None = None, own: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalized features, and mean and variance of the belief that they are normalized by; with gradients.
+    """Normalized features, and mean and variance of the belief that normalizes them, with gradients.
 
     Args:
-        prior_mean, prior_var, transition, raw_process_noise, raw_gain: of a layer that has one below; otherwise None.
-            Without `transition` and `raw_process_noise`, the prior is what such a layer has predicted already.
-        running: the five running averages and the two step counters, which move; empty, none does.
+        prior_mean, prior_var, transition, raw_process_noise, raw_gain: parameters of a layer with a prior; otherwise
+            None. Without `transition` and `raw_process_noise`, the prior is already the prediction.
+        running: the five running averages and the two step counters, which are updated; empty to update none.
         group: images per statistics group.
-        partners: for `expected` statistics, what `RunningNorm.partners` says; these have no gradients.
-        own: an image's own share in those.
+        partners: for `expected` statistics, the result of `RunningNorm.partners`; there are no gradients then.
+        own: the image's own share in these statistics.
     """
     x, weight, bias = dense(x), weight.contiguous(), bias.contiguous()
     if residual is not None:

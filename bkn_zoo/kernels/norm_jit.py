@@ -1,25 +1,24 @@
 """The device code of the fused norm, in Triton.
 
-Features are seen as pieces x positions x channels, with either of the last two contiguous (channels_last or NCHW). A
-piece is an image or, where there are too few of them to keep a GPU busy, an equal part of one: `group` counts the
-pieces of a statistics group, and PIECES those of an image. A tile is BLOCK_P positions by BLOCK_C channels.
+Features are treated as pieces x positions x channels. Either of the last two is contiguous (channels_last or NCHW). A
+piece is an image or, if there are too few images to keep a GPU busy, an equal part of one. `group` is the number of
+pieces of a statistics group, and PIECES that of an image. A tile is BLOCK_P positions by BLOCK_C channels.
 
 `HAS_PRIOR` is False for a first layer, whose belief is its observation. With a prior, `PREDICTS` says whether it is the
-belief of the layer below, from which a full A predicts, or was predicted from that already: then neither A nor R is
-read, and the prior's gradients are the prediction's.
+belief of the layer below, from which a full A predicts, or already the prediction. In the second case, A and R are not
+read, and the gradients of the prior are those of the prediction.
 
-Forward and backward take three launches each: a pass over the features that reduces every piece, a small step per
-group, and a pass that writes the result. The small matrix products and sums of a layer ride along with the passes, as
-further programs of the same launch, where they cost next to nothing:
+Forward and backward need three launches each: a pass over the features that reduces every piece, a small step per
+group, and a pass that writes the result. The small matrix products and sums of a layer run in further programs of the
+same launches, where they cost almost nothing:
 
     forward     moments (+ predict)      believe        normalize (+ remember)
     backward    sums                     disbelieve     gradient (+ finish_backward)
 
-Where a pass is short, the small step is no launch of its own (MERGED): of the programs that it needs, the one that
-arrives last takes it.
+If a pass is short, the small step is not a separate launch (MERGED): the last program to arrive runs it.
 
-The ReLU is a floor of 0 under the output, and no ReLU one of -inf. Everything is summed in a fixed order: the same
-input gives the same bits.
+ReLU is a lower bound of 0 for the output; without ReLU the bound is -inf. Sums have a fixed order, so the same input
+gives the same bits.
 """
 
 import triton
@@ -36,9 +35,9 @@ def tile(channel_block, channels, stride_c, stride_p, BLOCK_P: tl.constexpr, BLO
 
 @triton.jit
 def share_out(pid, riders, others):
-    """Which of the two kinds of work a program has: its index among the riders, or -1, and among the others, or -1.
+    """The kind of work of a program: its index among the additional programs, or -1, and among the others, or -1.
 
-    They alternate while both last, so that the riders compute while the others wait for memory.
+    They alternate as long as both last, so the additional programs compute while the others wait for memory.
     """
     pairs = tl.minimum(riders, others)
     in_pairs = pid < 2 * pairs
@@ -50,11 +49,11 @@ def share_out(pid, riders, others):
 
 @triton.jit
 def last_of(arrived, programs):
-    """Whether this one is the last of so many programs to come here; it may then read what they all have written."""
-    tl.debug_barrier()  # every thread of this one has written
+    """Whether this program is the last of a number of programs to arrive. It may then read the results of all."""
+    tl.debug_barrier()  # all threads of this program have written
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
-        tl.store(arrived, 0)  # as the next launch wants it
+        tl.store(arrived, 0)  # as the next launch expects
     return last
 
 
@@ -62,8 +61,8 @@ def last_of(arrived, programs):
 def image_moments(x, first, offsets, p, c_mask, positions, stride_p, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
     """Mean and summed squared deviation of one image's channels.
 
-    Every lane runs Welford's recurrence over its own positions; the lanes are merged once, at the end. Values are taken
-    relative to the first position's, which costs no precision and saves that of small deviations from large means.
+    Every lane runs Welford's recurrence over its own positions, and the lanes are merged at the end. Values are
+    relative to the first position, which keeps the precision of small deviations from large means.
     """
     shift = tl.load(x + first, mask=c_mask, other=0.0).to(tl.float32)
     mean = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
@@ -94,7 +93,7 @@ def column_sum(source, rows, c, c_mask, channels, BLOCK_R: tl.constexpr, BLOCK_C
 
 @triton.jit
 def all_finite(mean, var, mask):
-    """For each group, 1 where every belief of the block is a finite number, else 0."""
+    """For each group, 1 if every belief of the block is finite, otherwise 0."""
     good = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
     return tl.min(tl.where(mask & (good == 0), 0.0, 1.0), axis=1)
 
@@ -121,7 +120,7 @@ def predict(
     groups, inputs, channels,
     BLOCK_G: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A m and (A*A) v over the `tile_k`-th stretch of SPLIT inputs; `believe` adds the stretches up."""
+    """A m and (A*A) v over the `tile_k`-th part of SPLIT inputs; `believe` adds the parts."""
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     g = tile_g * BLOCK_G + tl.arange(0, BLOCK_G)
     i = tile_k * SPLIT + tl.arange(0, BLOCK_I)
@@ -148,7 +147,7 @@ def predict(
 
 @triton.jit
 def softplus(raw):
-    """log(1 + exp(raw)), which is exp(raw) and not 0 far below 0."""
+    """log(1 + exp(raw)), computed so that it is exp(raw), not 0, for very negative raw."""
     small = tl.exp(-tl.abs(raw))
     return tl.maximum(raw, 0.0) + tl.where(small < 1e-3, small * (1 - small * (0.5 - small / 3)), tl.log(1 + small))
 
@@ -158,7 +157,7 @@ def observe_group(
     g, c, c_mask, work, beliefs, image_mean, image_var, image_spread, channels, pieces, groups, group, own,
     EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From the pieces' statistics to the observation of their group."""
+    """Compute the observation of a group from the statistics of its pieces."""
     i = tl.arange(0, BLOCK_R)
     one_mean = work + g * group * channels
     one_var = one_mean + pieces * channels
@@ -189,7 +188,7 @@ def update_groups(
     channels, pieces, groups, stretches, noise_stride, blocks,
     HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From observations, (groups `g`, channels `c`), and their prediction, or its stretches, to beliefs."""
+    """Compute beliefs from observations, (groups `g`, channels `c`), and the prediction or its parts."""
     mask = (g < groups)[:, None] & c_mask[None, :]
     row, size = g[:, None] * channels + c[None, :], groups * channels
     partial_mean = work + 2 * pieces * channels
@@ -225,8 +224,8 @@ def moments(
 ):  # fmt: skip
     """Grid: channel blocks x pieces, and predict's tiles among them.
 
-    If merged, the last program of a group observes it; and of these and predict's for BLOCK_G groups, which have blocks
-    of as many channels then, the last one updates their beliefs.
+    If merged, the last program of a group computes its observation. Of these programs and those of predict for BLOCK_G
+    groups, the last one updates the beliefs; both have the same blocks of channels then.
     """
     blocks = tl.cdiv(channels, BLOCK_C)
     ride, at = share_out(tl.program_id(0), predict_tiles, blocks * pieces)
@@ -282,7 +281,7 @@ def believe(
     channels, pieces, groups, group, stretches, noise_stride, own,
     HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, EXPECT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From the pieces' statistics and the prediction to the group's belief. Grid: channel blocks x groups."""
+    """Compute the belief of a group from its pieces and the prediction. Grid: channel blocks x groups."""
     blocks = tl.cdiv(channels, BLOCK_C)
     block, g = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -299,7 +298,7 @@ def believe(
 
 @triton.jit
 def move(running, value, c, c_mask, momentum, keep):
-    """running <- running + momentum (value - running), or unchanged where `keep`, and where that is not finite."""
+    """running <- running + momentum (value - running); unchanged if `keep`, and where the result is not finite."""
     old = tl.load(running + c, mask=c_mask, other=0.0).to(tl.float32)
     new = old + momentum * (value - old)
     new = tl.where(keep, old, tl.where(new - new == 0, new, old))
@@ -313,7 +312,7 @@ def remember(
     pieces, groups, channels, flags, bessel, momentum,
     HAS_PRIOR: tl.constexpr, PIECES: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """RunningNorm.remember for a block of channels, after a look at all of the layer's finite flags."""
+    """RunningNorm.remember for a block of channels, after checking all finite flags of the layer."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     c_mask = c < channels
     f = tl.arange(0, BLOCK_F)
@@ -338,7 +337,7 @@ def remember(
         at = (start + r)[:, None] * channels + c[None, :]
         off = tl.where(mask, tl.load(one_mean + at, mask=mask, other=0.0) - mean[None, :], 0.0)
         squares = tl.sum(off * off, axis=0)
-        if PIECES > 1:  # an image's mean is that of its pieces, and how they differ is part of its variance
+        if PIECES > 1:  # merge the pieces of an image into its mean and variance
             of_image = tl.sum(tl.reshape(off, (BLOCK_R // PIECES, PIECES, BLOCK_C)), axis=1) / PIECES
             between = tl.sum(of_image * of_image, axis=0) * PIECES
             var += squares - between
@@ -393,9 +392,9 @@ def normalize(
 
 @triton.jit
 def masked_gradient(dy, y, dy_at, at, mask, value, mean, scale, shift, floor, HAS_RESIDUAL: tl.constexpr):
-    """The gradient below the ReLU: where the output was at the floor there is none.
+    """The gradient before the ReLU: zero where the output was at the lower bound.
 
-    Without a residual the output is computed again from x, which is read anyway.
+    Without a residual, the output is recomputed from x, which is read anyway.
     """
     g = tl.load(dy + dy_at, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -410,7 +409,7 @@ def image_sums(
     dy, x, y, dresidual, dy_offsets, offsets, p, c_mask, mean, scale, shift, floor, positions, dy_stride_p, stride_p,
     HAS_RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sum of g and of g (x - m) over one image; writes g as the residual's gradient where there is one."""
+    """Sum of g and of g (x - m) over one image. Writes g as the gradient of the residual, if there is one."""
     s0 = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     s1 = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, positions, BLOCK_P):
@@ -435,7 +434,7 @@ def belief_gradient(
     row, c, c_mask,
     HAS_PRIOR: tl.constexpr, HAS_UPPER: tl.constexpr,
 ):  # fmt: skip
-    """Backward of normalize and update for one group's channels; writes their sums for q, and for an R of all layers.
+    """Backward of normalize and update for the channels of one group. Writes their sums for q, and for a shared R.
 
     Returns the factors of dx = a g + b (x - xbar) + k, and xbar.
     """
@@ -454,10 +453,10 @@ def belief_gradient(
     if HAS_PRIOR:
         q = tl.sigmoid(tl.load(raw_gain).to(tl.float32))
         s = tl.load(observed_var + row + c, mask=c_mask, other=0.0)
-        # With e = xbar - m = p (xbar - m') the prediction drops out of all the derivatives: nothing of it is kept.
+        # With e = xbar - m = p (xbar - m'), no derivative contains the prediction, so it is not stored.
         e = xbar - mean
         across = 2 * q * e * dvar
-        p = tl.where(q > 0, 1 - q, 0.0)  # at q = 0 the prediction is a constant: BatchKalmanNorm2d.held
+        p = tl.where(q > 0, 1 - q, 0.0)  # at q = 0 no gradient passes through the prediction: BatchKalmanNorm.held
         tl.store(dpredicted_mean + row + c, p * dmean - across, mask=c_mask)
         tl.store(dpredicted_var + row + c, p * dvar, mask=c_mask)
         tl.store(dnoise, tl.sum(tl.where(c_mask, p * dvar, 0.0), axis=0))
@@ -523,7 +522,7 @@ def sums(
     HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     MERGED: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid: channel blocks x pieces. If merged, the last program of a group undoes its belief."""
+    """Grid: channel blocks x pieces. If merged, the last program of a group runs the backward of its belief."""
     blocks = tl.cdiv(channels, BLOCK_C)
     block, piece = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     c, c_mask, p, offsets = tile(block, channels, stride_c, stride_p, BLOCK_H, BLOCK_C)
@@ -553,7 +552,7 @@ def sums(
 
 @triton.jit
 def place_of(piece, positions, dy_size, dy_stride_p, PIECES: tl.constexpr):
-    """Where a piece's gradient begins, in images that are `dy_size` apart."""
+    """The offset of the gradient of a piece, in images that are `dy_size` apart."""
     return (piece // PIECES).to(tl.int64) * dy_size + (piece % PIECES) * positions * dy_stride_p
 
 
@@ -653,9 +652,9 @@ def finish_backward(
     HAS_PRIOR: tl.constexpr, PREDICTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backward of predict, and the parameters' sums over the groups.
+    """Backward of predict, and the sums of parameters over the groups.
 
-    The programs share out the tiles of the prior's gradient, then those of A's, then the channel blocks.
+    The programs process the tiles of the prior's gradient, then those of A's gradient, then the channel blocks.
     """
     if PREDICTS:
         if pid < prior_tiles:
@@ -679,7 +678,7 @@ def finish_backward(
         tl.store(dbias + c, column_sum(dbias_rows, groups, c, c_mask, channels, BLOCK_R, BLOCK_C), mask=c_mask)
         if HAS_PRIOR:
             if PREDICTS:
-                if noise_stride > 0:  # an R for every channel
+                if noise_stride > 0:  # one R per channel
                     total = column_sum(dpredicted_var, groups, c, c_mask, channels, BLOCK_R, BLOCK_C)
                     raw = tl.load(raw_noise + c, mask=c_mask, other=0.0).to(tl.float32)
                     tl.store(dnoise + c, total * tl.sigmoid(raw), mask=c_mask)
@@ -713,7 +712,7 @@ def gradient(
     rows = work + 2 * pieces * channels
     if ride >= 0:
         parts = rows + 6 * size
-        dweight = dparameters + channels * inputs  # behind A's
+        dweight = dparameters + channels * inputs  # after that of A
         dnoise = dweight + 2 * channels
         dgain = dnoise + 1 + (channels - 1) * noise_stride if PREDICTS else dnoise
         finish_backward(

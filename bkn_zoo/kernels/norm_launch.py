@@ -11,17 +11,17 @@ from bkn_zoo.kernels import norm_jit as jit
 from bkn_zoo.kernels.conditions import LIMIT
 from bkn_zoo.kernels.launch import Kernel, Launches
 
-# Tiles of the matrix products and sums that ride along with the passes: small, to leave the passes their registers.
-GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients; fewer groups where there are fewer
+# Tiles of the matrix products and sums that run with the passes. They are small, to leave registers to the passes.
+GROUPS, CHANNELS = 32, 32  # of a product with beliefs or their gradients; fewer groups if there are fewer
 DEPTH = 64  # summed over at a time
-SPLIT = 256  # inputs that one program of `predict` sums over in all
+SPLIT = 256  # inputs that one program of `predict` sums over in total
 ROWS, COLUMNS = 256, 16  # of the sums over images and groups
-FLAGS = 1024  # looked at together
+FLAGS = 1024  # checked together
 
-PROGRAMS = 4  # for each multiprocessor, which keep it busy
+PROGRAMS = 4  # per multiprocessor, enough to keep it busy
 SMALLEST_PIECE = 64  # positions
 MOST_PIECES = 64  # of an image; a divisor of ROWS
-PLANS = 4096  # kept for each direction: a network whose images vary in size has many
+PLANS = 4096  # cached per direction; a network with images of many sizes has many
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 FORWARD = (
@@ -35,27 +35,27 @@ BACKWARD = (
 )  # fmt: skip
 
 
-# Triton's own versions of these two, made for kernels, are slow.
+# Triton's own versions of these two are for kernels, and slow on the host.
 def tiles(size: int, tile: int) -> int:
-    """How many of `tile` cover `size`."""
+    """The number of tiles that cover `size`."""
     return -(-size // tile)
 
 
 def power_of_2(size: int) -> int:
-    """The smallest one that is at least `size`, which is positive."""
+    """The smallest power of 2 that is at least `size`, which is positive."""
     return 1 << (size - 1).bit_length()
 
 
 class Tiling(NamedTuple):
-    """How a pass cuts an image's features.
+    """How a pass divides the features of an image.
 
     Attributes:
-        pieces: equal parts, each with programs of its own.
+        pieces: equal parts, each with its own programs.
         block_p, block_c: positions and channels per tile.
         warps: per program.
-        busy: whether the programs of a pass are enough to hide how long each of them waits.
-        merged: whether the small step between two passes is the first one's last program's. In a busy pass it would
-            take registers of all.
+        busy: whether there are enough programs in a pass to hide the latency of each.
+        merged: whether the last program of the first pass runs the small step between the passes. In a busy pass this
+            would cost registers in all programs.
     """
 
     pieces: int
@@ -71,7 +71,7 @@ def choose_tiling(
 ) -> Tiling:
     """The tile sizes that were fastest on an H200, in bfloat16, over the shapes of ResNet101.
 
-    They are few, since every one of them has to be compiled.
+    There are few of them, because each has to be compiled.
     """
     wanted = PROGRAMS * processors
     if not channels_last:
@@ -113,7 +113,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
-    """`other` in the dtype and memory layout of `x`; itself where it has them."""
+    """`other` in the dtype and memory layout of `x`; itself if it already has them."""
     if other.dtype == x.dtype and other.stride() == x.stride():
         return other
     layout = CHANNELS_LAST[x.ndim] if channels_last(x) else torch.contiguous_format
@@ -121,9 +121,9 @@ def like(x: Tensor, other: Tensor) -> Tensor:
 
 
 def slice_like(x: Tensor, dy: Tensor) -> Tensor:
-    """`dy` as the backward kernels take it: laid out as `x`, or as a slice of the channels of such a tensor.
+    """`dy` in a layout that the backward kernels support: that of `x`, or a slice of channels of such a tensor.
 
-    A slice only as long as its offsets fit. Volumes come as maps, of all their planes below one another.
+    A slice is used only if its offsets fit. Volumes are treated as maps, with all their planes below each other.
     """
     if x.ndim == 5:
         x, dy = x.flatten(2, 3), dy.flatten(2, 3)
@@ -137,22 +137,22 @@ def slice_like(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def position_stride(x: Tensor) -> int:
-    """From position to position of a channels_last tensor, or of a slice of its channels."""
+    """The distance between positions of a channels_last tensor, or of a slice of its channels."""
     return x.stride(3 if x.shape[3] > 1 else 2)
 
 
 def groups_per_tile(groups: int) -> int:
-    return min(GROUPS, max(16, power_of_2(groups)))  # a tensor core takes no fewer than 16
+    return min(GROUPS, max(16, power_of_2(groups)))  # a tensor core needs at least 16
 
 
 class Shape(NamedTuple):
-    """All that the launches of a layer depend on, but for the tensors' addresses and dtypes.
+    """Everything that the launches of a layer depend on, except the addresses and dtypes of tensors.
 
     Attributes:
-        has_prior: whether there is one, which a first layer has not.
-        inputs: channels of the layer below, from whose belief the kernels predict; 0 where they do not.
-        noise_stride: 1 where every channel has an R, 0 where there is one for all.
-        residual: whether one is added (forward), or the output is kept for its gradient (backward).
+        has_prior: whether the layer has a prior.
+        inputs: channels of the layer below, if the kernels predict from its belief; otherwise 0.
+        noise_stride: 1 if every channel has its own R, 0 if there is one for all.
+        residual: whether a residual is added (forward), or the output is kept for its gradient (backward).
     """
 
     images: int
@@ -175,7 +175,7 @@ class Shape(NamedTuple):
         )  # fmt: skip
 
     def values(self, tiling: Tiling) -> dict[str, Any]:
-        """The arguments that both directions' kernels have."""
+        """The arguments of the kernels of both directions."""
         group = self.group * tiling.pieces
         groups = self.images // self.group
         positions = self.positions // tiling.pieces
@@ -207,7 +207,7 @@ def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | No
         "own": 0.0 if own is None else own, "EXPECT": own is not None, "REMEMBER": remembers,
         "SPLIT": SPLIT, "BLOCK_F": FLAGS,
     }  # fmt: skip
-    stages = 1 if tiling.busy else 3  # loading ahead takes shared memory, which a busy pass has other use for
+    stages = 1 if tiling.busy else 3  # prefetching needs shared memory, which a busy pass needs itself
     kernels = [
         Kernel(jit.moments, predict_tiles + blocks * pieces, tiling.warps, stages),
         Kernel(jit.believe, blocks * groups),
@@ -232,7 +232,7 @@ def plan_backward(shape: Shape, dy_size: int, dy_stride_p: int, has_upper: bool)
     values = shape.values(tiling) | {
         "dy_size": dy_size, "dy_stride_p": dy_stride_p, "HAS_UPPER": has_upper,
         "prior_tiles": prior_tiles, "transition_tiles": transition_tiles, "finish_tiles": finish_tiles,
-        "BLOCK_H": tiling.block_p // 2,  # two sums of every value take registers: half a tile makes room for more
+        "BLOCK_H": tiling.block_p // 2,  # two sums per value need registers, so use half a tile
     }  # fmt: skip
     stages = 1 if tiling.busy else 3
     kernels = [
@@ -264,7 +264,7 @@ def _describe(
     noises: int, group: int, residual: bool, relu: bool, eps: float,
 ) -> Shape:  # fmt: skip
     images, channels, *positions = size
-    # Of the products with beliefs: float32's, or tf32's for features in half precision, which have no more bits.
+    # The precision of products with beliefs: float32, or tf32 for features in half precision, which have no more bits.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
     return Shape(
         images, channels, math.prod(positions), group, channels_last, has_prior, inputs, int(noises > 1), residual,
@@ -294,8 +294,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Normalized features; and mean and variance of the belief and of the observation, (4, groups, channels).
 
-    `running` holds the five running averages and the two step counters, all of which move; empty, none does. With
-    `partners`, those that `RunningNorm.expect` takes, an observation is what the image expects with a share of `own`.
+    `running` contains the five running averages and the two step counters, which are updated; empty to update none.
+    With `partners`, as in `RunningNorm.expect`, the observation is the expected one for an image with the share `own`.
     `alone` is as in `Launches`.
     """
     x, residual = dense(x), residual if residual is None else like(x, residual)
@@ -303,7 +303,7 @@ def forward(
     launches = plan_forward(shape, bool(running), momentum, own if partners else None)
     y = torch.empty_like(x)
     beliefs = x.new_empty(4, shape.images // group, shape.channels, dtype=torch.float32)
-    unused = beliefs  # stands for what the kernels, compiled without it, do not read
+    unused = beliefs  # placeholder for arguments that the compiled kernels do not read
     below = (unused,) * 5
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
@@ -337,8 +337,8 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Gradients of x, residual and both priors, and of the parameters, one after another as in `parameter_sizes`.
 
-    The residual's is None without a `y`, and those of priors without a q. Few allocations: from Python, each takes as
-    long as a launch.
+    The gradient of the residual is None without `y`, and those of the priors without a gain q. There are few
+    allocations, because each takes as long as a launch from Python.
     """
     x = dense(x)
     dy, y = slice_like(x, dy), y if y is None else like(x, y)
@@ -348,7 +348,7 @@ def backward(
     dx = torch.empty_like(x)
     dparameters = beliefs.new_empty(sum(parameter_sizes(weight, transition, raw_process_noise, raw_gain)))
     dresidual = None if y is None else torch.empty_like(x)
-    below, dpriors = (beliefs,) * 5, None  # what the kernels, compiled without it, do not touch
+    below, dpriors = (beliefs,) * 5, None  # placeholders for arguments that the compiled kernels do not use
     if transition is not None:
         below = prior_mean, prior_var, transition, raw_process_noise, raw_gain  # type: ignore[assignment]
         dpriors = beliefs.new_empty(2, beliefs.shape[1], shape.inputs)
@@ -365,9 +365,9 @@ def backward(
 def parameter_sizes(
     weight: Tensor, transition: Tensor | None, raw_process_noise: Tensor | None, raw_gain: Tensor | None
 ) -> list[int]:
-    """Of A, weight, bias, raw R and raw q, whose gradients come together; 0 where there is none.
+    """Sizes of A, weight, bias, raw R and raw q, whose gradients are in one tensor; 0 if there is none.
 
-    A is the first, since its gradient is large, and faster to read from where an allocation begins.
+    A comes first, because its gradient is large, and faster to read at the beginning of an allocation.
     """
     noises = 0 if raw_process_noise is None else raw_process_noise.numel()
     inner = 0 if transition is None else transition.numel()

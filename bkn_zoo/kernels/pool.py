@@ -1,7 +1,7 @@
-"""Max and average pooling, by Triton kernels for channels_last tensors on a GPU.
+"""Max and average pooling with Triton kernels, for channels_last tensors on a GPU.
 
-PyTorch's backward of a channels_last max pooling takes a multiple of the time that its bytes need. These kernels keep
-a byte per output for it, where PyTorch keeps eight, and the input.
+PyTorch's backward pass of channels_last max pooling takes several times longer than its memory traffic needs. These
+kernels store one byte per output for it. PyTorch stores eight, and the input.
 """
 
 from functools import lru_cache
@@ -15,18 +15,18 @@ from torch.autograd.function import once_differentiable
 from bkn_zoo import kernels
 from bkn_zoo.kernels.conditions import LIMIT, observed_by_pytorch
 
-if kernels.HAS_TRITON:  # otherwise `kernels.chosen` says no
+if kernels.HAS_TRITON:  # otherwise `kernels.chosen` is false
     from bkn_zoo.kernels import pool_jit as jit
     from bkn_zoo.kernels.launch import Kernel, Launches
     from bkn_zoo.kernels.norm_launch import position_stride
 
-LARGEST_WINDOW = 8  # its places are counted in a byte, and the loops over it unrolled
-PLANS = 1024  # of launches that are kept for each direction
+LARGEST_WINDOW = 8  # positions are stored in a byte, and the loops over a window are unrolled
+PLANS = 1024  # cached launches per direction
 MOST_IMAGES = 2**16 - 1  # in a CUDA grid
 
 
 def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: bool = False) -> Tensor:
-    """As `F.max_pool2d`, in value and gradient."""
+    """Like `F.max_pool2d`, in value and gradient."""
     if not fused(x, kernel, stride, padding):
         return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
     if learning(x):
@@ -35,20 +35,21 @@ def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: b
 
 
 def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
-    """As `F.avg_pool2d`, which counts the padding, in value and gradient."""
+    """Like `F.avg_pool2d`, which counts the padding, in value and gradient."""
     if not fused(x, kernel, stride, padding):
         if 0 < 2 * padding <= kernel and x.is_cuda and not torch.compiler.is_compiling():
-            # Gradients of PyTorch's own padding are wrong there up to 2.12: github.com/pytorch/pytorch/issues/188344.
+            # Gradients of PyTorch's padding are wrong here up to version 2.12:
+            # github.com/pytorch/pytorch/issues/188344.
             x, padding = F.pad(x, [padding] * 4), 0
         return F.avg_pool2d(x, kernel, stride, padding)
     return AveragePooling.apply(x, kernel, stride, padding)
 
 
 def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
-    """Whether the kernels pool `x`. PyTorch does where they cannot, and it says what is wrong with an input.
+    """Whether the kernels pool `x`. Otherwise PyTorch does, and reports invalid inputs.
 
-    A compiler gets PyTorch's own to see, which it fuses with what stands around it; unless there is a gradient, for
-    which some versions (2.11 for one) would keep the input, only to know its size.
+    A compiler gets PyTorch's own operator, which it fuses with its neighbours, unless there is a gradient: some
+    versions (such as 2.11) would then keep the input only to know its size.
     """
     if (
         not kernels.chosen(x)
@@ -68,7 +69,7 @@ def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
 
 
 def reach(height: int, width: int, step: int) -> int:
-    """What offsets in an image stay below, whose positions are `step` apart: windows reach over its edges."""
+    """Upper bound of offsets in an image whose positions are `step` apart. Windows may reach over its edges."""
     return (height + LARGEST_WINDOW) * (width + LARGEST_WINDOW) * step
 
 
@@ -77,7 +78,7 @@ def learning(x: Tensor) -> bool:
 
 
 class Tile(NamedTuple):
-    """What a program has: positions (outputs forward, cells of stride x stride inputs backward) by channels."""
+    """The tile of a program: positions (outputs forward, cells of stride x stride inputs backward) by channels."""
 
     height: int
     width: int
@@ -87,12 +88,12 @@ class Tile(NamedTuple):
 
 @lru_cache
 def choose_tile(rows: int, columns: int, channels: int) -> Tile:
-    """Eight values for every thread of four warps, which are 16 bytes of bfloat16.
+    """Eight values per thread for four warps, which are 16 bytes of bfloat16.
 
-    With more, Triton would lay out values and winners in different ways, and exchange them through shared memory. The
-    tiles are few, since every one of them has to be compiled.
+    With more, Triton would use different layouts for values and winners, and exchange them through shared memory. There
+    are few tiles, because each has to be compiled.
     """
-    block_c = 64 if channels > 32 else 32  # 64 channels of 16 bits are a line of the cache
+    block_c = 64 if channels > 32 else 32  # 64 channels of 16 bits are one cache line
     positions = 1024 // block_c
     shapes = [(positions // width, width) for width in (4, 8, positions)]
 
@@ -146,12 +147,12 @@ def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool)
     room = size + 2 * padding - kernel
     if not ceil_mode:
         return room // stride + 1
-    # The last window may reach over the end, but has to begin before it.
+    # The last window may reach over the end, but must begin before it.
     return min(-(-room // stride), (size + padding - 1) // stride) + 1
 
 
 def empty_channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """With the images and channels of `x`."""
+    """An empty channels_last tensor with the images and channels of `x`."""
     shape = *x.shape[:2], height, width
     return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=torch.channels_last)
 
@@ -159,7 +160,7 @@ def empty_channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype |
 def pooled_like(
     x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool = False, indexed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Room for the output, and for the winners."""
+    """Empty tensors for the output and the winners."""
     height, width = (out_size(size, kernel, stride, padding, ceil_mode) for size in x.shape[2:])
     index = empty_channels_last(x, height, width, torch.uint8) if indexed else x.new_empty(0, dtype=torch.uint8)
     return empty_channels_last(x, height, width), index
@@ -179,9 +180,9 @@ def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, 
 
 
 def channel_slice(dy: Tensor) -> Tensor:
-    """`dy` itself where it is channels_last, or some channels of such a tensor (behind a concatenation); or a copy.
+    """`dy` itself if it is channels_last or a slice of channels of such a tensor (after a concatenation), or a copy.
 
-    A copy of those channels too where offsets in the whole tensor would be too large.
+    A slice is also copied if offsets in the whole tensor would be too large.
     """
     step = position_stride(dy)
     height, width = dy.shape[2:]

@@ -1,11 +1,11 @@
 """The device code of the pooling, in Triton, for channels_last tensors.
 
-A program has a tile of BLOCK_H x BLOCK_W positions of one image by BLOCK_C channels. Windows of K x K inputs, with a
-stride of S and a padding of P, overlap: what they share comes from the cache, so that memory is read once. MAX is False
-for averages, which count the padding.
+A program has a tile of BLOCK_H x BLOCK_W positions of one image by BLOCK_C channels. Windows of K x K inputs, with
+stride S and padding P, overlap. Shared inputs come from the cache, so memory is read once. MAX is False for averages,
+which count the padding.
 
-The winner of a window is kept as its number in the window, K * row + column. Everything is gathered in a fixed order,
-without atomics: the same input gives the same bits.
+The winner of a window is stored as its number in the window, K * row + column. Sums have a fixed order, without
+atomics, so the same input gives the same bits.
 """
 
 import triton
@@ -30,7 +30,7 @@ def within(row, column, rows, columns):
 
 @triton.jit
 def widen(value):
-    """Float32. The compiler would take back a plain conversion, and compare in 16 bits, with twice the registers."""
+    """Convert to float32. The compiler would undo a plain conversion and use twice the registers."""
     if value.dtype == tl.bfloat16:
         return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float32)
@@ -51,7 +51,7 @@ def pool(
     offsets = ((top * width + left) * channels)[:, None] + c[None, :]
     nothing: tl.constexpr = float("-inf") if MAX else 0.0
     result = tl.full((BLOCK_H * BLOCK_W, BLOCK_C), nothing, tl.float32)
-    # The winner where all are -inf: the first that is not padding.
+    # The winner if all are -inf is the first position that is not padding.
     winner = tl.zeros((BLOCK_H * BLOCK_W, BLOCK_C), tl.int32)
     winner += (tl.maximum(-top, 0) * K + tl.maximum(-left, 0))[:, None]
     for i in tl.static_range(K):
@@ -60,7 +60,7 @@ def pool(
             mask = inside[:, None] & c_mask
             value = widen(tl.load(x + (i * width + j) * channels + offsets, mask=mask, other=nothing))
             if MAX:
-                wins = (value > result) | (value != value)  # the first of equals, and the last NaN, as PyTorch has it
+                wins = (value > result) | (value != value)  # the first of equal values, and the last NaN, as in PyTorch
                 winner = tl.where(wins, i * K + j, winner)
                 result = tl.maximum(result, value, propagate_nan=tl.PropagateNan.ALL)
             else:
@@ -77,7 +77,7 @@ def pool(
 
 @triton.jit
 def collect(total, gradient, winner, ROW: tl.constexpr, COLUMN: tl.constexpr, K: tl.constexpr, MAX: tl.constexpr):
-    """Adds the gradient of a window to that of the input in its row ROW and column COLUMN, where it has those."""
+    """Add the gradient of a window to that of its input in row ROW and column COLUMN, if these exist."""
     if ROW < K and COLUMN < K:
         if MAX:
             total += tl.where(winner == ROW * K + COLUMN, gradient, 0.0)
@@ -103,9 +103,9 @@ def pool_backward(
 ):  # fmt: skip
     """Grid: (tiles of cells, channel blocks, images). A cell is the S x S inputs where a window begins; S is 1 or 2.
 
-    All inputs of a cell are in the same few windows, which are read once for all of them.
+    All inputs of a cell are in the same few windows, which are read only once.
     """
-    first = P // S  # cells before it are all padding
+    first = P // S  # the cells before contain only padding
     image, row, column, c = place((width - 1 + P) // S + 1 - first, BLOCK_H, BLOCK_W, BLOCK_C)
     c_mask = (c < channels)[None, :]
     row += first

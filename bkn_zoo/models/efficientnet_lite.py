@@ -1,10 +1,10 @@
 """EfficientNet-Lite 0, 1 and 2 (Tan & Le 2019; the Lite variants by Google), with timm's parameter names.
 
-Lite means: ReLU6 for every activation, no squeeze-and-excitation, a stem and a head of fixed width. Padding is
-TensorFlow's "same", which puts the odd pixel at the right and at the bottom, so that TensorFlow's weights fit.
+The Lite variants use ReLU6 for every activation, no squeeze-and-excitation, and a stem and a head of fixed width.
+Padding is TensorFlow's "same", with the odd pixel at the right and at the bottom, so TensorFlow's weights can be used.
 
-A depthwise convolution makes each channel from one channel, so the transition A of the norm behind it is diagonal. At a
-residual sum the belief is that of the main branch.
+A depthwise convolution computes each channel from one channel, so the transition A of the norm after it is diagonal. A
+residual sum passes on the belief of the main branch.
 """
 
 import math
@@ -18,7 +18,7 @@ from bkn_zoo.models.registry import NormFactory, register
 from bkn_zoo.modes import Statistics
 
 EPS = 1e-3
-"""Of every norm: TensorFlow's default."""
+"""The eps of every norm: TensorFlow's default."""
 
 STAGES = (
     (1, 3, 1, 1, 16),
@@ -33,7 +33,7 @@ STAGES = (
 
 
 def same_conv(in_channels: int, out_channels: int, kernel: int, stride: int, groups: int = 1) -> nn.Conv2d:
-    """A convolution for inputs from `pad_same`; with stride 1 it pads both sides alike by itself."""
+    """A convolution for inputs from `pad_same`; with stride 1 the convolution itself pads both sides equally."""
     padding = kernel // 2 if stride == 1 else 0
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding, groups=groups, bias=False)
 
@@ -51,9 +51,9 @@ def pad_same(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 class InvertedResidual(nn.Module):
-    """Expand (1x1), filter each channel (depthwise), project (1x1, linear); a sum where the shape stays.
+    """Expand (1x1), filter each channel (depthwise), project (1x1, linear), add the input if the shape allows it.
 
-    timm numbers the norms by their order, so that a block without expansion begins with the depthwise one.
+    timm numbers the norms by their order, so a block without expansion begins with the depthwise one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EfficientNetLite(Network):
     """Stem, seven stages of inverted residuals, head.
 
     Args:
-        width: factor of the stages' channels, rounded to multiples of eight as the authors round them.
+        width: factor of the stages' channels, rounded to multiples of eight as in the original code.
         depth: factor of the stages' number of blocks, rounded up; the first and the last stage keep theirs.
     """
 
@@ -135,7 +135,7 @@ class EfficientNetLite(Network):
 
 
 def rounded(channels: float) -> int:
-    """To a multiple of eight, at most a tenth below."""
+    """Round to a multiple of eight, at most a tenth below the exact number."""
     near = max(8, int(channels + 4) // 8 * 8)
     return near + 8 if near < 0.9 * channels else near
 

@@ -1,4 +1,4 @@
-"""The block that both Inception networks are made of: parallel branches, concatenated with their beliefs."""
+"""The block of both Inception networks: parallel branches, concatenated with their beliefs."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def side_by_side(outputs: list[State]) -> State:
 
 
 class MaxPool(nn.Module):
-    """3x3 max pooling that keeps the size. The belief passes."""
+    """3x3 max pooling that keeps the size. The belief stays the same."""
 
     def forward(self, state: State, statistics: Statistics | None = None) -> State:
         x, belief = state
@@ -35,10 +35,10 @@ class MaxPool(nn.Module):
 
 
 class HalvingMaxPool(nn.Module):
-    """3x3 max pooling with stride 2, windows from the first pixel on, as the original network has it.
+    """3x3 max pooling with stride 2; windows start at the first pixel, as in the original network.
 
-    An odd size is padded by two so that the result is as large as that of a padded stride-2 convolution beside it.
-    Zeros serve as padding, since the features come out of a ReLU. The belief passes.
+    An odd size is padded by two, so that the result has the size of a padded stride-2 convolution in another branch.
+    Padding with zeros is correct, because the features come from a ReLU. The belief stays the same.
     """
 
     def forward(self, state: State, statistics: Statistics | None = None) -> State:
@@ -50,7 +50,7 @@ class HalvingMaxPool(nn.Module):
 
 
 class AveragePool(nn.AvgPool2d):
-    """3x3 average pooling that keeps the size. Folding knows it by its base class: a scale passes through it."""
+    """3x3 average pooling that keeps the size. Folding recognizes its base class: a scale can pass through it."""
 
     def __init__(self) -> None:
         super().__init__(3, 1, 1)

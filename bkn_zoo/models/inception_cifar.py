@@ -1,7 +1,7 @@
 """The paper's small network for CIFAR: one convolution, three Inception blocks at 16 x 16, a fully connected layer.
 
-The table in the paper leaves open the first kernel (3x3, with the stride of 2 that 16 x 16 needs, here) and the pooling
-(3x3 maxima with stride 1, as in GoogLeNet, whose blocks these are).
+The table in the paper does not specify the first kernel (here 3x3 with stride 2, which gives 16 x 16) and the pooling
+(here 3x3 maximum with stride 1, as in GoogLeNet, where these blocks come from).
 """
 
 import torch
@@ -17,7 +17,7 @@ class InceptionCifar(Network):
     """The paper's network.
 
     Args:
-        width: factor of all channels, in steps of eight: what other parameters would buy that BKN spends on A.
+        width: factor of all channels, in steps of eight, to compare networks with equally many parameters.
     """
 
     stride = 2

@@ -1,4 +1,4 @@
-"""Inception-v2 as in the batch normalization paper (Ioffe & Szegedy 2015), in the variant whose weights are in use:
+"""Inception-v2 as in the batch normalization paper (Ioffe & Szegedy 2015), in the variant of the available weights:
 608, 608 and 1056 channels after 4c, 4d and 4e."""
 
 from torch import Tensor, nn

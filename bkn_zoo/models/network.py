@@ -1,4 +1,4 @@
-"""What all networks share: the statistics of a call, the checks on images, the convolution with its norm."""
+"""The base class of all networks, and the convolution with its norm."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
 
 State = tuple[Tensor, Belief | None]
-"""Features and the belief about them, as they travel up a network."""
+"""Features and the belief about them, which layers pass on."""
 
 
 class Network(OneNoise):
@@ -21,19 +21,19 @@ class Network(OneNoise):
 
     Attributes:
         name: its name in the registry.
-        norm_options: the options its norm was made with, those that were not given included.
+        norm_options: all options of its norms, including defaults.
         num_classes: outputs of the classifier.
-        statistics_batch_size: images per statistics group in training, and the group that `expected` assumes at
+        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
             inference; None means the whole batch.
-        default_statistics: what normalizes at inference when a call does not say.
-        config: what the checkpoint that it was loaded from says of it.
+        default_statistics: the statistics mode at inference, if a call does not choose one.
+        config: the configuration of the checkpoint that it was loaded from.
         revision: the commit of the repository that it was downloaded from.
     """
 
-    stride: int  # of the whole network; smaller images have no positions left at the top
-    # A subclass defines these two; here is no definition, since a converted network may have modules of these names.
-    features: Callable[[Tensor, Statistics], Tensor]  # images to the top feature map
-    head: Callable[[Tensor], Tensor]  # from there to logits
+    stride: int  # of the whole network, and the smallest size of an image
+    # Subclasses define these two. They are not defined here: a converted network may have modules of these names.
+    features: Callable[[Tensor, Statistics], Tensor]  # images to the last feature map
+    head: Callable[[Tensor], Tensor]  # last feature map to logits
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Network(OneNoise):
         """
         self._check(images)
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
-        if images.shape[0] == 0:  # nothing to take statistics of, and nothing that needs them
+        if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
         return self.head(self.features(images, chosen))
 
     def reset_parameters(self) -> None:
-        """Initialize all weights anew, as `to_empty` asks for after a start on the meta device."""
+        """Initialize all weights, for example after `to_empty` of a network on the meta device."""
         resets = [getattr(module, "reset_parameters", None) for module in self.modules() if module is not self]
         for reset in filter(None, resets):
             reset()
@@ -67,24 +67,24 @@ class Network(OneNoise):
 
     def _check(self, images: Tensor) -> None:
         if images.ndim != 4 or images.shape[1] != 3:
-            raise InputError(f"images must be (images, 3, height, width), but these are {tuple(images.shape)}.")
+            raise InputError(f"images have the shape {tuple(images.shape)}: pass (images, 3, height, width).")
         if self.training and images.shape[0] == 0:
-            raise InputError("an empty batch has no values to observe in training.")
+            raise InputError("the batch is empty: training needs at least one image.")
         if min(images.shape[2:]) < self.stride:
             raise InputError(
                 f"images of {images.shape[2]} x {images.shape[3]} are smaller than the network's stride of "
                 f"{self.stride}: enlarge them first."
             )
         if not images.is_floating_point():
-            raise InputError(f"images must be preprocessed floating point numbers, but these are {images.dtype}.")
+            raise InputError(f"images are {images.dtype}: preprocess them to floating point numbers.")
 
 
 class ConvNorm(nn.Module):
-    """Convolution, norm, ReLU. The prior is the belief of the norms below, a channel for each input channel.
+    """Convolution, norm, ReLU. The prior is the belief of the norms below, with one entry per input channel.
 
     Args:
-        pool: applied between convolution and norm. Average pooling commutes with a 1x1 convolution, and is cheaper on
-            its fewer channels.
+        pool: applied between convolution and norm. Average pooling commutes with a 1x1 convolution, and is cheaper
+            after it, on fewer channels.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ConvNorm(nn.Module):
 
 
 class Branch(nn.Sequential):
-    """ConvNorms, one after another."""
+    """ConvNorms in sequence."""
 
     def forward(self, state: State, statistics: Statistics) -> State:  # type: ignore[override]
         for layer in self:
@@ -120,14 +120,16 @@ class Branch(nn.Sequential):
 
 
 def initialize(network: nn.Module) -> None:
-    """He initialization by fan-out for convolutions; linear layers keep PyTorch's own."""
+    """He initialization with fan-out for convolutions; linear layers keep PyTorch's default."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             with torch.no_grad():
-                module.weight.mul_(math.sqrt(module.groups))  # PyTorch counts outputs of other groups to the fan-out
+                module.weight.mul_(
+                    math.sqrt(module.groups)
+                )  # PyTorch includes the outputs of other groups in the fan-out
 
 
 def global_average(x: Tensor) -> Tensor:
-    # Unlike the mean's, this pooling's gradient comes in the layout of x, and need not be copied.
+    # Unlike torch.mean, this pooling returns its gradient in the layout of x, so it is not copied.
     return torch.flatten(nn.functional.avg_pool2d(x, x.shape[2:]), 1)

@@ -28,12 +28,12 @@ def batch_kalman(
     initial_belief: bool = False,
     centered: bool = False,
 ) -> NormFactory:
-    """BKN with one process noise R for all layers, as the paper has it, or one per layer and channel.
+    """BKN with one process noise R for all layers, as in the paper, or one per layer and channel.
 
-    With `initial_belief` the first layer has a prior of its own, too, which the paper does not give it. With `centered`
-    the norms are those of converted networks, which can start near the statistics of a population
-    (`bkn_zoo.conversion.start_near_population`). Without `link`, for ablations, A is held at zero, and a layer learns
-    nothing from the one below: what is left is the shrinking of its observation towards N(0, R).
+    With `initial_belief`, the first layer has a prior of its own, which the paper does not have. With `centered`, the
+    norms are those of converted networks, which can start near the statistics of a population
+    (`bkn_zoo.conversion.start_near_population`). Without `link`, for ablations, the transition A is held at zero, so a
+    layer does not use the belief of the layer below and only shrinks its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
     kind: Callable[..., BatchKalmanNorm2d] = Centered2d if centered else BatchKalmanNorm2d
@@ -45,7 +45,9 @@ def batch_kalman(
             channels_below,
             eps,
             raw_process_noise=raw_process_noise,
-            transition_shapes=[(channels,)] if depthwise else None,  # each channel is made of one: A is diagonal
+            transition_shapes=[(channels,)]
+            if depthwise
+            else None,  # each channel depends on one channel, so A is diagonal
             initial_belief=initial_belief and first,
         )
         if norm.has_prior:
@@ -59,7 +61,7 @@ def batch_kalman(
 
 
 def without_belief(kind: Callable[..., nn.Module]) -> NormFactory:
-    """The factory of a norm that has no transition, so that it does not matter what stands below it."""
+    """The factory of a norm without beliefs, which ignores the layer below."""
 
     def make(channels: int, channels_below: int | None, *, depthwise: bool = False, **options: float) -> nn.Module:
         return kind(channels, channels_below, **options)
@@ -73,7 +75,7 @@ def batch_renorm(warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_0
 
 
 def group_norm(channels_per_group: int | None = None) -> NormFactory:
-    """GroupNorm with 32 groups a layer, or with groups of so many channels."""
+    """GroupNorm with 32 groups per layer, or with groups of `channels_per_group` channels."""
     return without_belief(partial(GroupNorm2d, channels_per_group=channels_per_group))
 
 
@@ -85,7 +87,7 @@ NORMS: dict[str, Callable[..., NormFactory]] = {
 }
 
 RETIRED = ("prediction_bias", "gain_per_channel")
-"""Options that BKN does not have any more. Where a checkpoint's config has them, they are off."""
+"""Options that BKN no longer has. The configs of old checkpoints may contain them, switched off."""
 
 _networks: dict[str, Callable[[NormFactory, int], Network]] = {}
 _default_classes: dict[str, int] = {}
@@ -99,7 +101,7 @@ def register(
     def wrap(build: Callable[[NormFactory, int], Network]) -> Callable[[NormFactory, int], Network]:
         name = build.__name__
         if name in _networks:
-            raise InputError(f"a network named {name!r} is registered already: choose another name.")
+            raise InputError(f"a network named {name!r} is already registered: choose another name.")
         _networks[name] = build
         _default_classes[name] = num_classes
         return build
@@ -108,26 +110,29 @@ def register(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names that `bkn_zoo.create_model` takes, filtered by a shell-style pattern such as "*_bkn"."""
+    """The names that `bkn_zoo.create_model` accepts, filtered by a shell-style pattern such as "*_bkn"."""
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
     return sorted(fnmatch.filter(names, pattern))
 
 
 def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
-    """A freshly initialized network of the zoo's own; the arguments are those of `bkn_zoo.create_model`."""
+    """A newly initialized network of the zoo. The arguments are those of `bkn_zoo.create_model`."""
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
         known = list_models()
         raise UnknownNameError(f"unknown model {name!r}{did_you_mean(name, known)}: choose one of {', '.join(known)}.")
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
-        raise InputError(f"num_classes is {num_classes!r}, but a classifier needs a whole number of at least 1.")
+        raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")
     defaults = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
     norm_options = {option: value for option, value in norm_options.items() if option not in RETIRED or value}
     unknown = [option for option in norm_options if option not in defaults]
     if unknown:
-        raise InputError(f"{name} does not take the options {', '.join(map(repr, unknown))}.")
+        raise InputError(
+            f"{name} does not have the options {', '.join(map(repr, unknown))}: "
+            f"choose from {', '.join(defaults) or 'none'}."
+        )
     options = defaults | norm_options
     model = _networks[network](NORMS[norm](**options), num_classes)
-    model.name, model.norm_options = name, options  # all of them, since a later version might have other defaults
+    model.name, model.norm_options = name, options  # all options, because a later version may have other defaults
     return model

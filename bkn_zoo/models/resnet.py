@@ -1,6 +1,7 @@
 """ResNet101 (He et al. 2016), with torchvision's layout and parameter names.
 
-At a residual sum the belief is that of the main branch; a downsampling branch starts from the block's input belief.
+A residual sum passes on the belief of the main branch. A downsampling branch starts from the belief of the block's
+input.
 """
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from bkn_zoo.modes import Statistics
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (which takes the stride), 1x1 with four times the width; then the residual sum."""
+    """1x1, 3x3 (with the stride), 1x1 with four times the width; then the residual sum."""
 
     expansion = 4
 
@@ -63,7 +64,7 @@ class ResNet(Network):
 
     def features(self, images: Tensor, statistics: Statistics) -> Tensor:
         x, belief = self.bn1(self.conv1(images), None, statistics, relu=True)
-        x = max_pool(x, 3, 2, 1)  # the larger x, which no backward pass needs, ends here
+        x = max_pool(x, 3, 2, 1)  # frees the larger x, which no backward pass needs
         state = x, belief
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             for block in stage:

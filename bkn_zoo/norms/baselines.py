@@ -12,7 +12,7 @@ from bkn_zoo.norms.statistics import finish
 
 
 class BatchNorm2d(RunningNorm):
-    """Batch normalization (Ioffe & Szegedy 2015), over statistics groups where the network asks for them."""
+    """Batch normalization (Ioffe & Szegedy 2015), over statistics groups if the network has them."""
 
     def __init__(
         self, num_features: int, prior_features: int | None = None, eps: float = 1e-5, momentum: float | None = 0.1
@@ -30,10 +30,10 @@ class BatchNorm2d(RunningNorm):
         statistics = self.choose(statistics)
         if statistics != Statistics("batch", None) or not self.training or self.momentum is None:
             return super().forward(x, prior, statistics, residual, relu)
-        # Whole batches are what every backend's own batch normalization is fastest at.
+        # For whole batches, PyTorch's own batch normalization is fastest.
         self.check(x, residual)
         self.check_group(x, None)
-        if recomputing():  # copies may move, and make autograd save as much as it did before
+        if recomputing():  # update copies, so that autograd saves the same tensors as in the first pass
             running = self.running_mean.clone(), self.running_var.clone()
         else:
             self.num_batches_tracked += 1
@@ -41,7 +41,7 @@ class BatchNorm2d(RunningNorm):
         return finish(self.batch_norm(x, *running, True, self.momentum), residual, relu), None
 
     def partners(self) -> tuple[Belief, Tensor]:
-        # Training on whole batches observes no single images: then the population stands for an image's partners.
+        # Training on whole batches does not observe single images, so the population replaces an image's partners.
         observed = self.image_spread.any()
         mean = torch.where(observed, self.image_mean, self.running_mean)
         var = torch.where(observed, self.image_var, self.running_var)
@@ -49,13 +49,12 @@ class BatchNorm2d(RunningNorm):
 
 
 class BatchRenorm2d(RunningNorm):
-    """Batch renormalization (Ioffe 2017): batch statistics, corrected towards the running ones within limits.
+    """Batch renormalization (Ioffe 2017): batch statistics, corrected towards the running statistics within limits.
 
-    The limits widen with the training step: r_max from 1 and d_max from 0 at `warmup` steps to 3 at `r_steps` and 5 at
-    `d_steps`. The defaults are the paper's, for ImageNet; a short training wants them scaled to its length.
+    The limits grow during training: r_max from 1 at `warmup` steps to 3 at `r_steps`, and d_max from 0 at `warmup`
+    steps to 5 at `d_steps`. The defaults are those of the paper for ImageNet. Scale them down for shorter trainings.
 
-    Activation checkpointing suits it less than the others: a second pass of a step is corrected by the averages as the
-    first one left them.
+    With activation checkpointing, the second pass of a step uses running averages that the first pass has changed.
     """
 
     fusible = False
@@ -82,7 +81,7 @@ class BatchRenorm2d(RunningNorm):
         return 1 + 2 * ramp(self.r_steps), 5 * ramp(self.d_steps)
 
     def scale_and_shift(self, belief: Belief) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():  # r and d are constants to the gradient
+        with torch.no_grad():  # no gradient passes through r and d
             r_max, d_max = self.limits()
             running_std = torch.sqrt(self.running_var + self.eps)
             r = (torch.sqrt(belief.var + self.eps) / running_std).clamp(1 / r_max, r_max)
@@ -91,9 +90,10 @@ class BatchRenorm2d(RunningNorm):
 
 
 class GroupNorm2d(nn.GroupNorm):
-    """Group normalization (Wu & He 2018): 32 groups, or groups of so many channels, as far as they divide a layer's.
+    """Group normalization (Wu & He 2018) with 32 groups, or with `channels_per_group` channels per group.
 
-    It normalizes each image by itself in training and at inference, so that the three statistics modes agree.
+    If these do not divide the channels of a layer, the greatest common divisor is used. Each image is normalized by
+    itself in training and at inference, so the three statistics modes agree.
     """
 
     carries_belief = True
@@ -119,6 +119,6 @@ class GroupNorm2d(nn.GroupNorm):
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
-        # Not F.group_norm: it refuses a single image with one value per group, which is a fair input.
+        # Not F.group_norm: it refuses a single image with one value per group, which is a valid input.
         y = torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
         return finish(y, residual, relu), None

@@ -20,51 +20,51 @@ KALMAN = ("transition", "raw_process_noise", "raw_gain")
 """The names of A, R and q among a layer's parameters."""
 
 RAW_GAIN_OF_ONE = 40.0
-"""Its sigmoid is 1 in float32 and in float64, and it is finite: a mean of weights, say, would make infinity NaN."""
+"""Its sigmoid is exactly 1 in float32 and float64. It is finite: averaging weights would turn infinity into NaN."""
 
 RAW_ZERO = -1000.0
-"""Its sigmoid and its softplus are 0 in float32 and in float64; it is finite, and exact in 16 bits."""
+"""Its sigmoid and its softplus are exactly 0 in float32 and float64. It is finite, and exact in 16 bits."""
 
 
 def new_process_noise(
     size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """A raw process noise at its starting value; R is its softplus. Hand one of size 1 to all layers to share R."""
+    """A raw process noise at its initial value; R is its softplus. To share R, pass one of size 1 to all layers."""
     return nn.Parameter(inverse_softplus(torch.full((size,), INITIAL_PROCESS_NOISE, device=device, dtype=dtype)))
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    """The raw value whose softplus this is; a zero, as the variance of a dead channel is, gets a finite one."""
+    """The raw value with this softplus. Zero, such as the variance of a dead channel, gets a finite raw value."""
     return (value + torch.log(-torch.expm1(-value))).clamp_min(RAW_ZERO)
 
 
 class BatchKalmanNorm(RunningNorm):
-    """Normalizes by a belief that joins what the layer observes with what the layer below believed.
+    """Normalizes with a belief that combines the layer's observation with a prediction from the layer below.
 
-    The base of `BatchKalmanNorm1d`, `2d` and `3d`, which say in `dims` what inputs they take.
+    This is the base class of `BatchKalmanNorm1d`, `2d` and `3d`.
 
-    With gain q = 1, or without a prior, this is batch normalization. With q = 0 it believes what it predicts, and none
-    of A, R, q and center learns. The arguments not listed here are those of `RunningNorm` and, where it has them, of
-    `nn.BatchNorm2d`.
+    With gain q = 1, or without a prior, this is batch normalization. With q = 0 the belief is the prediction, and the
+    transition A, the process noise R, the gain q and the center do not learn. Arguments that are not listed here are
+    those of `RunningNorm` and `nn.BatchNorm2d`.
 
     Args:
         num_features: channels of the input.
         prior_features: channels of the layer below, whose belief is passed to `forward`; None for a first layer.
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
-            one value per channel.
-        transition_shapes: of the blocks of a block diagonal A, as `kalman.carry` takes them; None for one full matrix.
-        initial_belief: whether a first layer has a prior of its own, as a Kalman filter starts from one: it predicts
-            the mean `center` (which starts at 0) and the variance R, and has a gain.
+            with one value per channel.
+        transition_shapes: shapes of the blocks of a block diagonal A, as in `kalman.carry`; None for one full matrix.
+        initial_belief: whether a first layer has a prior of its own, as a Kalman filter does. It then predicts the mean
+            `center` (initially 0) and the variance R, and has a gain.
 
     Attributes:
-        center: the mean that is predicted where A adds nothing: m' = A m + center. The layer above is told how far
-            the mean is from there, so that its A relates deviations. None where there is no such mean.
+        center: a constant in the predicted mean, m' = A m + center. The layer passes the difference between its mean
+            and the center to the layer above, whose A then relates deviations. None if there is no center.
     """
 
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # numbers of dimensions that inputs may have
     kalman: tuple[str, ...] = (*KALMAN, "center")
-    initial_gain = INITIAL_GAIN  # where `reset_parameters` puts q
-    kernels_predict = False  # whether the kernels can: they know a full A, and no center
+    initial_gain = INITIAL_GAIN  # the value of q after `reset_parameters`
+    kernels_predict = False  # whether the kernels can predict: they support a full A without a center
     transition: Any
     raw_process_noise: nn.Parameter
     raw_gain: nn.Parameter
@@ -92,7 +92,7 @@ class BatchKalmanNorm(RunningNorm):
         )
         if initial_belief and prior_features is not None:
             raise InputError(
-                "initial_belief is for a first layer: one with prior_features has the belief of the layer below."
+                "initial_belief=True needs a first layer: leave out prior_features, or leave out initial_belief."
             )
         self.prior_features = prior_features
         like = torch.empty(0, device=device, dtype=dtype)
@@ -111,7 +111,7 @@ class BatchKalmanNorm(RunningNorm):
             self.set_center(like.new_zeros(num_features))
 
     def _add_noise_and_gain(self, like: Tensor, raw_process_noise: nn.Parameter | None = None) -> None:
-        """Have a prior, with the device and dtype of a tensor."""
+        """Add a prior, with the device and dtype of a tensor."""
         if raw_process_noise is None:
             raw_process_noise = new_process_noise(self.num_features, like.device, like.dtype)
         self.raw_process_noise = raw_process_noise
@@ -124,14 +124,14 @@ class BatchKalmanNorm(RunningNorm):
         return parameters["raw_gain"] is not None if "raw_gain" in parameters else hasattr(self, "raw_gain")
 
     def set_center(self, center: Tensor) -> None:
-        """Predict this mean where A adds nothing; an optimizer has to be told of the new parameter."""
+        """Add this center to the predicted mean. Pass the new parameter to your optimizer."""
         if not self.has_prior:
             self._add_noise_and_gain(self.running_mean if self.weight is None else self.weight.detach())
         self.center = nn.Parameter(center.detach().to(self.raw_gain.dtype, copy=True))
         self.kernels_predict = False
 
     def reset_parameters(self) -> None:
-        """Put all parameters and buffers where they start, an R that layers share too."""
+        """Set all parameters and buffers to their initial values, including an R that layers share."""
         super().reset_parameters()
         if self.has_prior:
             for block in self.transition_blocks:
@@ -151,33 +151,33 @@ class BatchKalmanNorm(RunningNorm):
 
     @property
     def gain(self) -> Tensor:
-        """q, how far the observation is trusted."""
+        """The gain q: the weight of the observation in the belief, between 0 and 1."""
         return torch.sigmoid(in_full_precision(self.logit()))
 
     def logit(self) -> Tensor:
-        """What q is the sigmoid of."""
+        """The raw gain, whose sigmoid is the gain q."""
         return self.raw_gain
 
     @torch.no_grad()
     def set_gain(self, gain: float) -> None:
-        """Set q, in [0, 1]. Both ends are for good, since the gradient of q is zero there.
+        """Set the gain q to a number from 0 to 1. At both ends it stays there, because its gradient is zero.
 
-        q = 1 makes the layer batch normalization. With q = 0 it normalizes by what it predicts: with A = 0, by the
-        center and R, as a frozen batch norm does by its running statistics.
+        With q = 1 the layer is batch normalization. With q = 0 it normalizes with its prediction. If A = 0, this is the
+        center and R, as a frozen batch norm normalizes with its running statistics.
         """
         if not self.has_prior:
-            raise InputError("a first layer without an initial belief has no gain: it believes what it observes.")
+            raise InputError("a first layer has no gain: create it with initial_belief=True to give it one.")
         check_gain(gain)
         ends = {0.0: RAW_ZERO, 1.0: RAW_GAIN_OF_ONE}
         self.raw_gain.fill_(ends[gain] if gain in ends else math.log(gain / (1 - gain)))
 
     @property
     def process_noise(self) -> Tensor:
-        """R, the variance that the transition leaves unexplained."""
+        """The process noise R: the variance that the transition A does not explain."""
         return F.softplus(in_full_precision(self.raw_process_noise))
 
     def no_weight_decay(self) -> set[str]:
-        """The parameters that weight decay would pull towards arbitrary values, by name, as timm asks for them."""
+        """Names of the parameters to exclude from weight decay, in the form that timm expects."""
         return no_weight_decay(self)
 
     def forward(
@@ -192,20 +192,17 @@ class BatchKalmanNorm(RunningNorm):
         (center,) = self.own("center")
         if center is None or belief is None:
             return y, belief
-        return y, Belief(belief.mean - self.held(in_full_precision(center)), belief.var)
+        return y, Belief(belief.mean - held(in_full_precision(center), self.gain), belief.var)
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
         if not self.has_prior:
             return observed
         mean, var = self.predicted(prior, observed.mean.shape[0])
-        return update(Belief(self.held(mean), self.held(var)), observed, self.gain)
-
-    def held(self, rows: Tensor) -> Tensor:
-        """The same, but a constant to the gradient where q = 0."""
-        return torch.where(self.gain > 0, rows, rows.detach())
+        gain = self.gain
+        return update(Belief(held(mean, gain), held(var, gain)), observed, gain)
 
     def predicted(self, prior: Belief | None, groups: int) -> Belief:
-        """What this layer believes before it observes: from the belief of the layer below, or its initial belief."""
+        """The predicted belief, from the belief of the layer below or from the initial belief."""
         if self.prior_features is not None:
             return self.predict(self._checked(prior, groups))
         assert self.center is not None
@@ -213,7 +210,7 @@ class BatchKalmanNorm(RunningNorm):
         return Belief(mean.expand(groups, -1), var.expand(groups, self.num_features))
 
     def predict(self, prior: Belief) -> Belief:
-        """What the belief of the layer below makes of this layer's channels."""
+        """The predicted belief, from the belief of the layer below."""
         # A network in half precision keeps its beliefs in full.
         prior = Belief(in_full_precision(prior.mean), in_full_precision(prior.var))
         blocks = [block.to(prior.mean.dtype) for block in self.transition_blocks]
@@ -231,7 +228,9 @@ class BatchKalmanNorm(RunningNorm):
 
     def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:
-            raise InputError("this layer has a layer below: pass the belief that its norm returned as `prior`.")
+            raise InputError(
+                "this layer needs the belief of the layer below: pass the belief that its norm returned as `prior`."
+            )
         if prior.mean.shape != (groups, self.prior_features):
             raise InputError(
                 f"the prior belief is {tuple(prior.mean.shape)}, but this layer needs {(groups, self.prior_features)}: "
@@ -245,32 +244,48 @@ class BatchKalmanNorm(RunningNorm):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         super().check(x, residual)
         if x.ndim not in self.dims:
-            raise InputError(f"{type(self).__name__} cannot take an input of {x.ndim} dimensions, {tuple(x.shape)}.")
+            raise InputError(
+                f"{type(self).__name__} does not accept an input with {x.ndim} dimensions, {tuple(x.shape)}."
+            )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"
         return f"{text}, initial_belief=True" if self.has_prior and self.prior_features is None else text
 
 
+def held(rows: Tensor, gain: Tensor) -> Tensor:
+    """The same, but a constant to the gradient where q = 0."""
+    return torch.where(gain > 0, rows, rows.detach()) if torch.is_grad_enabled() else rows
+
+
 def check_gain(gain: float) -> None:
     if not 0 <= gain <= 1:
-        raise InputError(f"the gain must lie in [0, 1], not at {gain}.")
+        raise InputError(f"the gain is {gain}: choose a number from 0 to 1.")
 
 
 class BatchKalmanNorm1d(BatchKalmanNorm):
-    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length)."""
+    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (2, 3)
 
 
 class BatchKalmanNorm2d(BatchKalmanNorm):
-    """BKN for feature maps of images, (images, channels, height, width)."""
+    """BKN for feature maps of images, (images, channels, height, width).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (4,)
 
 
 class BatchKalmanNorm3d(BatchKalmanNorm):
-    """BKN for volumes and video, (images, channels, depth, height, width)."""
+    """BKN for volumes and video, (images, channels, depth, height, width).
+
+    The arguments are those of `BatchKalmanNorm`.
+    """
 
     dims = (5,)
 
@@ -288,8 +303,9 @@ def no_weight_decay(module: nn.Module) -> set[str]:
 
 @contextmanager
 def tied(module: nn.Module) -> Iterator[None]:
-    """Within it, PyTorch may give each layer parameters of its own, as on leaving the meta device: what was one is one
-    again in the end, such as the R of all layers.
+    """Keep shared parameters shared, such as one R for all layers.
+
+    Within this context PyTorch may give each layer its own copy, for example when a network leaves the meta device.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
@@ -302,9 +318,9 @@ def tied(module: nn.Module) -> Iterator[None]:
 
 
 def tie_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Let a state to be assigned (`load_state_dict(assign=True)`) have one parameter for what is one in the module.
+    """Use one parameter in a state dict for each shared parameter of the module (`load_state_dict(assign=True)`).
 
-    PyTorch makes a parameter of each tensor otherwise. Of several the last counts, as where they are copied.
+    Otherwise PyTorch makes a parameter from each tensor. If several values differ, the last one counts, as in copying.
     """
     places: dict[nn.Parameter, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -320,10 +336,10 @@ def tie_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Non
 
 
 class OneNoise(nn.Module):
-    """For networks whose layers share R: it stays one parameter, wherever the network goes and whatever it loads."""
+    """For networks whose layers share one R: it stays one parameter when the network is moved or loads a state."""
 
     def no_weight_decay(self) -> set[str]:
-        """The names of A, R and q, which weight decay would pull towards arbitrary values; timm asks for them so."""
+        """Names of A, R and q, to exclude them from weight decay, in the form that timm expects."""
         return no_weight_decay(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

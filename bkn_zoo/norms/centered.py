@@ -1,4 +1,4 @@
-"""BKN for networks that were trained with batch normalization: it can start from the statistics which they know."""
+"""BKN for networks that were trained with batch normalization: it can start from their running statistics."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,16 +16,16 @@ from bkn_zoo.norms.batch_kalman import (
 from bkn_zoo.norms.statistics import in_full_precision
 
 BATCHNORM_GAIN = 0.99
-"""q after `start_near_batchnorm`: nearly batch normalization, but with a gradient (at q = 1 it would be zero)."""
+"""The gain q after `start_near_batchnorm`: nearly batch normalization, with a gradient (at q = 1 it would be zero)."""
 
 
 SMALLEST_SLOPE = 1e-4
-"""Of the sigmoid, at q = 0.0001: below, and at q = 0 and q = 1, the gradient of a logit is not scaled further."""
+"""Slope of the sigmoid at q = 0.0001. Below it, and at q = 0 and 1, the gradient of a logit is not scaled further."""
 
 
 @torch.no_grad()
 def start_near_batchnorm(layer: BatchKalmanNorm) -> None:
-    """Put A, R, q and center of a layer with a prior where training starts from nearly batch normalization."""
+    """Set A, R, q and center of a layer with a prior so that training starts close to batch normalization."""
     for block in layer.transition_blocks:
         block.zero_()
     layer.set_gain(BATCHNORM_GAIN)
@@ -36,19 +36,19 @@ def start_near_batchnorm(layer: BatchKalmanNorm) -> None:
 
 
 class Centered(BatchKalmanNorm):
-    """BKN that gets a center, and as a first layer an initial belief, when it is to start near its population.
+    """BKN that gets a center (and, as a first layer, an initial belief) in order to start near its population.
 
-    A state dict that has a center brings it; with one of a batch norm, the layer starts near batch normalization.
+    Loading a state dict with a center adds one. Loading the state of a batch norm starts near batch normalization.
 
-    With a center, the gradient of `raw_gain` is that of the loss with respect to q. The logit's own has a factor
-    q (1 - q) in it, and a step along it moves q by the square of that: at q = 0.01, a ten-thousandth. Without the
-    factor (it is the natural gradient, the logit's Fisher information being q (1 - q)) a low gain moves as soon as this
-    lowers the loss.
+    With a center, the gradient of `raw_gain` is the gradient of the loss with respect to the gain q. The true gradient
+    of the logit has a factor q (1 - q), and a step along it changes q by the square of that: at q = 0.01, by a
+    ten-thousandth. Without the factor, a low gain can still learn. This is the natural gradient, because the Fisher
+    information of the logit is q (1 - q).
     """
 
     def logit(self) -> Tensor:
         raw = self.raw_gain
-        if self.center is None or not torch.is_grad_enabled():
+        if self.center is None or not raw.requires_grad or not torch.is_grad_enabled():
             return raw
         value = raw.detach()
         q = torch.sigmoid(in_full_precision(value))
@@ -64,7 +64,7 @@ class Centered(BatchKalmanNorm):
             start_near_batchnorm(self)
 
     def take_center(self) -> None:
-        """Have one, for the values to come."""
+        """Add a center of zeros, if there is none, so that values can be loaded into it."""
         if self.center is None:
             self.set_center(torch.zeros_like(self.running_mean))
 
@@ -82,13 +82,13 @@ class Centered3d(Centered, BatchKalmanNorm3d):
 
 
 def take_centers(model: nn.Module, names: Iterable[str]) -> None:
-    """Have those centers that the names of stored tensors speak of."""
+    """Add centers to the layers for which the names of stored tensors contain one."""
     for name in names:
         layer, _, kind = name.rpartition(".")
         if kind == "center":
             try:
                 norm = model.get_submodule(layer)
             except AttributeError:
-                continue  # which is for who compares the names to say
+                continue  # the comparison of names reports it
             if isinstance(norm, Centered):
                 norm.take_center()

@@ -1,9 +1,9 @@
 """The two steps of Batch Kalman Normalization, as pure functions on beliefs.
 
-A belief is what a layer takes its input's distribution to be. `predict` carries the belief of the layer below up
-through the transition matrix; `update` corrects it by what the layer observes. Both run on the diagonal of the
-covariance, which is all that normalization uses; `predict_full` and `update_full` are the paper's equations with full
-matrices, for tests and for measuring what the diagonal gives up.
+A belief is a layer's estimate of the distribution of its input. `predict` maps the belief of the layer below with the
+transition matrix, and `update` corrects the result with the layer's observation. Both use only the diagonal of the
+covariance, because normalization needs no more. `predict_full` and `update_full` are the paper's equations with full
+matrices, for tests and for measuring what the diagonal ignores.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class Belief(NamedTuple):
 
 
 def predict(prior: Belief, transition: Tensor | Sequence[Tensor], process_noise: Tensor) -> Belief:
-    """Carry the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
+    """Map the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
 
     Args:
         prior: belief of the layer below, (groups, C_in).
-        transition: A, (C_out, C_in), or its blocks as `carry` takes them.
-        process_noise: R, the variance of u: (C_out,) or one number.
+        transition: A, (C_out, C_in), or its blocks as in `carry`.
+        process_noise: R, the variance of u, (C_out,) or one number.
     """
     blocks = [transition] if isinstance(transition, Tensor) else transition
     squares = [block.square() for block in blocks]
@@ -37,12 +37,14 @@ def predict(prior: Belief, transition: Tensor | Sequence[Tensor], process_noise:
 def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Multiply rows, (groups, C_in), by the block diagonal matrix of these blocks.
 
-    A block is a full matrix, (outputs, inputs); a stack of such matrices, itself block diagonal, (blocks, outputs,
-    inputs), as of a grouped convolution; or a diagonal, (channels,), where each channel is made of one.
+    A block is a full matrix, (outputs, inputs); a stack of matrices that is block diagonal itself, (blocks, outputs,
+    inputs), as for a grouped convolution; or a diagonal, (channels,), as for a depthwise convolution.
     """
     widths = [block.shape[-1] * (block.shape[0] if block.ndim == 3 else 1) for block in blocks]
     carried = []
-    parts = rows.split(widths, dim=1) if len(blocks) > 1 else (rows,)  # a split, be it of one, is copied backward
+    parts = (
+        rows.split(widths, dim=1) if len(blocks) > 1 else (rows,)
+    )  # even a split into one part costs a copy in the backward pass
     for part, block in zip(parts, blocks, strict=True):
         if block.ndim == 1:
             carried.append(part * block)
@@ -55,9 +57,9 @@ def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
 
 
 def update(predicted: Belief, observed: Belief, gain: Tensor) -> Belief:
-    """Mix prediction and observation: gain q = 1 trusts the observation alone, q = 0 the prediction alone.
+    """Mix prediction and observation: gain q = 1 uses only the observation, q = 0 only the prediction.
 
-    The last term of the variance is there because the two parts of a mixture have different means.
+    The last term of the variance exists because the two parts of a mixture have different means.
     """
     q, p = gain, 1 - gain
     innovation = observed.mean - predicted.mean
@@ -68,7 +70,7 @@ def update(predicted: Belief, observed: Belief, gain: Tensor) -> Belief:
 
 
 def concatenate(beliefs: Sequence[Belief | None]) -> Belief | None:
-    """The belief about concatenated features (None where the norm in use holds no beliefs)."""
+    """The belief about concatenated features, or None if the norm in use has no beliefs."""
     held = [belief for belief in beliefs if belief is not None]
     if not held:
         return None

@@ -1,4 +1,4 @@
-"""Running averages taken anew, for weights that no training step has seen."""
+"""Recomputes running averages, for weights that were not the result of a training step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,20 +13,19 @@ from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None = None) -> None:
-    """Replace all running averages by those over `batches`, which pass the model as in training, without gradients.
+    """Replace all running averages by those over `batches`, which pass through the model in training mode.
 
-    For weights that were averaged, cut down or taken from elsewhere: what is remembered speaks of the weights before.
-    `torch.optim.swa_utils.update_bn` does this for PyTorch's own batch normalization and passes over the layers of this
-    package; here both are served. Where it fails, everything is as it was.
+    Use it for weights that were averaged, pruned or replaced: the stored running averages belong to the old weights.
+    `torch.optim.swa_utils.update_bn` does this for PyTorch's own batch normalization only; this function also
+    recalibrates the layers of this package. If it fails, it restores the previous averages.
 
     Args:
-        batches: of images, or of tuples that begin with them; as large as in training, since the size of the statistics
-            groups is the model's own.
-        device: where to move the images; None leaves them where they are.
+        batches: batches of images, or tuples that begin with them, as large as in training.
+        device: where to move the images; None does not move them.
     """
     norms: list[Any] = [m for m in model.modules() if isinstance(m, RunningNorm | _BatchNorm) and m.track_running_stats]
     if not norms:
-        raise InputError("this model has no running averages to recalibrate: it normalizes the same way always.")
+        raise InputError("this model has no running averages, so there is nothing to recalibrate.")
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     steps = [norm.num_batches_tracked.clone() for norm in norms]
@@ -42,9 +41,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
                 model(images if device is None else images.to(device))
                 seen += 1
         if not seen:
-            raise InputError("there are no batches to recalibrate with: check the data.")
+            raise InputError("batches is empty: pass batches of training images.")
         if any(isinstance(norm, RunningNorm) and norm.skipped_steps and not norm.num_batches_tracked for norm in norms):
-            raise InputError("a norm saw no batch that was finite: check the data, and the weights.")
+            raise InputError("a norm received no finite batch: check the data and the weights.")
     except BaseException:
         for buffer, value in before:
             buffer.copy_(value)
@@ -52,12 +51,12 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
     finally:
         for norm, momentum, step in zip(norms, momenta, steps, strict=True):
             norm.momentum = momentum
-            if momentum is not None:  # it counts the steps of training, and of the average where there is no momentum
+            if momentum is not None:  # without momentum, it counts the steps of the new average
                 norm.num_batches_tracked.copy_(step)
 
 
 def images_of(batch: Any) -> Tensor:
-    """A batch of images, which may stand at the beginning of a tuple."""
+    """The images of a batch, which may be the first element of a tuple."""
     images: Any = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(images, Tensor):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Layers one after another, with the belief beside the features."""
+"""A container for layers in sequence that passes the belief along with the features."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from bkn_zoo.norms.kalman import Belief
 
 
 class KalmanSequential(OneNoise, nn.Sequential):
-    """`nn.Sequential` for networks with beliefs: hands each norm the belief of the norm below it.
+    """`nn.Sequential` for networks with beliefs: passes the belief of each norm to the next norm.
 
-    Layers that know nothing of beliefs (convolutions, ReLU, pooling) stand in it as they are, and the belief passes
-    them by. A layer with the attribute `carries_belief`, as norms and containers have it and a block of your own may,
-    is called with features, prior and statistics, and returns features and belief.
+    Layers without beliefs (convolutions, ReLU, pooling) can be used unchanged; the belief bypasses them. A layer with
+    the attribute `carries_belief`, such as a norm, a container or your own block, is called with features, prior and
+    statistics, and returns features and belief.
 
-    A sum with a plain `nn.Sequential` is a `KalmanSequential`; a plain one that is extended in place (`+=`, `extend`)
-    stays plain, and hands on no beliefs.
+    Adding a plain `nn.Sequential` gives a `KalmanSequential`. A plain one that is extended in place (`+=`, `extend`)
+    stays plain and does not pass beliefs.
 
     Args:
-        statistics_batch_size: images per statistics group, for all norms in it; None leaves that to each of them.
+        statistics_batch_size: images per statistics group for all norms inside; None: each norm uses its own setting.
     """
 
     carries_belief = True
@@ -37,7 +37,7 @@ class KalmanSequential(OneNoise, nn.Sequential):
 
         Args:
             x: features, or images.
-            prior: the belief about them, where this is not the beginning of the network.
+            prior: the belief about them, unless this is the beginning of the network.
             statistics: as in the norms: "population", "sample" or "expected", at inference only.
         """
         group = self.statistics_batch_size
@@ -48,12 +48,12 @@ class KalmanSequential(OneNoise, nn.Sequential):
             if getattr(layer, "carries_belief", False):
                 chosen = statistics
                 if statistics is None and self.training and not layer.training:
-                    # A frozen norm cannot see that this is a training, in which the norm above needs its belief.
+                    # A frozen norm cannot see that the network is training and that the norm above needs its belief.
                     chosen = Statistics("batch", _own_group(layer))
                 x, belief = layer(x, belief, chosen)
             elif _loses_beliefs(layer):
                 raise InputError(
-                    "a plain nn.Sequential hands no beliefs to the norms in it: make it a KalmanSequential, too."
+                    "a plain nn.Sequential does not pass beliefs to its norms: use a KalmanSequential there, too."
                 )
             else:
                 x = layer(x)
@@ -66,7 +66,9 @@ class KalmanSequential(OneNoise, nn.Sequential):
     def __add__(self, other: Any) -> "KalmanSequential":
         return self._alike(type(self)(*super().__add__(other)))
 
-    def __radd__(self, other: Any) -> "KalmanSequential":  # Python asks it first, since this is a kind of nn.Sequential
+    def __radd__(
+        self, other: Any
+    ) -> "KalmanSequential":  # Python calls it first, because this is a subclass of nn.Sequential
         return self._alike(type(self)(*other, *self)) if isinstance(other, nn.Sequential) else NotImplemented
 
     def __mul__(self, other: int) -> "KalmanSequential":
@@ -78,13 +80,13 @@ class KalmanSequential(OneNoise, nn.Sequential):
 
 
 def _own_group(layer: nn.Module) -> int | None:
-    """Images per statistics group by a layer's own choice or, where it leaves that to those in it, the first one's."""
+    """Images per statistics group of a layer or, if it has no setting, of the first layer inside that has one."""
     sizes = (getattr(part, "statistics_batch_size", None) for part in layer.modules())
     return next((size for size in sizes if size is not None), None)
 
 
 def _loses_beliefs(layer: nn.Module) -> bool:
-    """Whether norms stand in a container that knows nothing of beliefs."""
+    """Whether a container without beliefs contains norms."""
     return type(layer).forward is nn.Sequential.forward and any(
         getattr(part, "carries_belief", False) or _loses_beliefs(part) for part in layer.children()
     )

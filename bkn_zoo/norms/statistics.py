@@ -1,4 +1,4 @@
-"""Statistics of images: what is observed, how images are grouped, how a belief is applied."""
+"""Statistics of images: observe them, pool them into groups, and normalize with a belief."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, for those who look for them here
+from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, also exported from here
 from bkn_zoo.norms.kalman import Belief
 
 
@@ -19,7 +19,7 @@ def observe(x: Tensor) -> Belief:
 
 def group_size(count: int, group: int | None) -> int:
     """Images per statistics group in a batch of `count`."""
-    group = max(count, 1) if group is None else group  # an empty batch is no groups of one
+    group = max(count, 1) if group is None else group  # an empty batch is zero groups of one
     if count % group:
         raise InputError(
             f"a batch of {count} images cannot be split into statistics groups of {group}: "
@@ -39,8 +39,8 @@ def pool(images: Belief, group: int | None) -> Belief:
 
 def _grouped(rows: Tensor, group: int) -> Tensor:
     """(N, C) as (groups, images of a group, C)."""
-    # `expand` says the second size again: where the batch's is a symbol, torch.compile takes it for n // (n // 2),
-    # which inductor cannot divide by where there is one group.
+    # `expand` repeats the second size. If the batch size is symbolic, torch.compile would derive n // (n // 2) instead,
+    # and inductor cannot divide by that if there is one group.
     return rows.unflatten(0, (-1, group)).expand(-1, group, -1)
 
 
@@ -53,7 +53,7 @@ def normalize(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """gamma (x - m) / sqrt(v + eps) + beta, each group by its own belief; then the residual sum and the ReLU."""
+    """gamma (x - m) / sqrt(v + eps) + beta, each group with its own belief, then the residual sum and the ReLU."""
     scale = torch.rsqrt(belief.var + eps)
     scale = scale if weight is None else weight * scale
     shift = -belief.mean * scale if bias is None else bias - belief.mean * scale
@@ -62,7 +62,7 @@ def normalize(
 
 
 def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """The residual sum and the ReLU that follow a normalization, where the network asks for them, in place."""
+    """The optional residual sum and ReLU after a normalization, in place."""
     if residual is not None:
         y = y.add_(residual)
     return y.relu_() if relu else y
@@ -77,8 +77,8 @@ def per_image(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Statistics and beliefs are computed in float32, whatever autocast would do."""
-    # Entered only where it changes something: an exported graph would get a subgraph for every norm.
+    """Turns autocast off: statistics and beliefs are always computed in float32."""
+    # Entered only if it changes something: otherwise an exported graph would get a subgraph for every norm.
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()

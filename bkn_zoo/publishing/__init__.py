@@ -1,1 +1,1 @@
-"""What the world is told: model cards, results, publication."""
+"""Model cards, records of results, and publication on the Hub."""

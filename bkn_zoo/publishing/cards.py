@@ -1,4 +1,4 @@
-"""Model cards: README.md of a checkpoint, written from its config and the record of its training, never typed."""
+"""Model cards: README.md of a checkpoint, written from its config and the record of its training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
 Run = Mapping[str, Any]
-"""What `bkn-zoo train` leaves in results/runs/."""
+"""A record that `bkn-zoo train` wrote into results/runs/."""
 
 
 class Dataset(NamedTuple):
-    """What cards say about a data set.
+    """A data set, as shown in cards.
 
     Attributes:
         shown: its name.
         hub: its id on the Hub.
-        split: what the Hub calls the images that are the test images here.
-        note: on those images, where the name misleads.
+        split: the Hub's name for the images that are the test images here.
+        note: an explanation of those images, if needed.
     """
 
     shown: str | None
@@ -32,7 +32,7 @@ class Dataset(NamedTuple):
 
 OFFICIAL_VALIDATION = """\
 The labels of Tiny ImageNet's own test images are not public. The test images here are its 10,000 official validation
-images, and the validation images here a part of its training images."""
+images, and the validation images here are a part of its training images."""
 
 DATASETS = {  # by the name in a recipe
     "cifar10": Dataset("CIFAR-10", "uoft-cs/cifar10", "test"),
@@ -44,44 +44,50 @@ DATASETS = {  # by the name in a recipe
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 
 USE = """\
-## What it is for, and what not
+## Intended use and limits
 
-To classify a photograph into one of the classes that it was trained on, to start training on other images from, and to
-study normalization with few images per statistics group. It knows no other classes and does not say "none of them". It
-has not been tested for fairness, for robustness or on images of another kind than its training data, whose biases and
-licence it inherits: decide nothing about people with it."""
+Use this network to classify a photograph into one of its classes, as a start for training on other images, and to study
+normalization with few images per statistics group. It has no answer "none of the classes". It was not tested for
+fairness, against attacks or, unless a section above says so, on images of another kind than its training data. It
+inherits the biases and the licence of these data. Do not use it for decisions about people."""
 
 MEASURED = """\
-In percent, on the test images, with the weights as they are stored; `ece` is the expected calibration error. The
-default was chosen on validation images, and nothing by the test images."""
+Accuracy in percent on the test images, with the stored weights. `ece` is the expected calibration error. The default
+mode was chosen on validation images. No choice was made on the test images."""
 
 SEEN = """\
-In percent, with the weights as they are stored, on the validation images, since there were no others: those that the
-default was chosen on, so that they flatter it a little; `ece` is the expected calibration error."""
+Accuracy in percent on the validation images, because there were no test images, with the stored weights. The default
+mode was chosen on the same images, so its accuracy is slightly optimistic. `ece` is the expected calibration error."""
 
-INTERVAL = "From `top1_low` to `top1_high` is the 95 % interval of `top1` (Wilson), for the number of images only."
+INTERVAL = (
+    "`top1_low` to `top1_high` is the 95 % interval of `top1` (Wilson), which accounts only for the number of images."
+)
+
+UNCERTAIN = """\
+Answers with a probability below {threshold:.2f} are marked as uncertain ({mode} statistics). On held-out images, 95 %
+of the correct answers are above it."""
 
 
 def read_record(results: Path, name: str) -> Run:
-    """What the training or the import of a checkpoint left in the folder of results; empty if it left nothing."""
+    """The record of the training or import of a checkpoint in the folder of results; empty if there is none."""
     paths = (results / folder / f"{name}.json" for folder in ("runs", "imported"))
     return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
 def check_agreement(config: Config, name: str, run: Run) -> None:
-    """Refuse a config whose accuracy, recipe or default statistics are not what the record of its run says."""
+    """Refuse a config whose accuracy, recipe or default statistics differ from the record of its run."""
     ours = name, config.architecture, config.training.get("recipe"), config.default_statistics
     theirs = tuple(run.get(field) for field in ("name", "model", "recipe", "chosen_statistics"))
     if config.accuracy and not (ours == theirs and _measured(config, run)):
         raise CheckpointError(
             f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
-            "take both from the same run, name the folder of its results by --results, or publish the folder as it is "
+            "use both from the same run, pass the folder of its results with --results, or publish the folder "
             "with bkn_zoo.push_to_hub."
         )
 
 
 def _measured(config: Config, run: Run) -> bool:
-    """Whether a run measured all of a config's accuracy, which is rounded to three decimals."""
+    """Whether the accuracy in a config, rounded to three decimals, is that of a run."""
     return config.accuracy.keys() == run["test"].keys() and all(
         round(run["test"][mode].get(metric, -1), 3) == value
         for mode, measured in config.accuracy.items()
@@ -90,25 +96,25 @@ def _measured(config: Config, run: Run) -> bool:
 
 
 def checkpoint_card(config: Config, name: str, run: Run | None = None, sections: Sequence[str] = ()) -> str:
-    """README.md of a checkpoint: what its config and the record of its run say.
+    """README.md of a checkpoint, from its config and the record of its run.
 
     Args:
-        run: as `read_record` gives it.
-        sections: Markdown of your own, each with its heading, for the place between accuracy and training.
+        run: the result of `read_record`.
+        sections: your own Markdown sections with headings, which come between accuracy and training.
     """
     first, last = _parts(config, name, run or {})
     return "\n\n".join([first, *sections, last]) + "\n"
 
 
 def is_card(text: str, config: Config, name: str, run: Run) -> bool:
-    """Whether a text is the card of a checkpoint, with sections of its owner's or without."""
+    """Whether a text is the card of a checkpoint, with or without sections of its owner."""
     first, last = (f"{part}\n" for part in _parts(config, name, run))
     between = text[len(first) : -len(last)]
     return text == first + between + last and (between == "\n" or between.startswith("\n#"))
 
 
 def _parts(config: Config, name: str, run: Run) -> tuple[str, str]:
-    """What a card says before and after the sections of its owner."""
+    """The parts of a card before and after the sections of its owner."""
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
     first = [
@@ -124,7 +130,7 @@ def _parts(config: Config, name: str, run: Run) -> tuple[str, str]:
 
 
 def dataset_name(config: Config) -> str | None:
-    """The data set that a network was trained on, to show."""
+    """The shown name of the data set that a network was trained on."""
     return _dataset(config).shown
 
 
@@ -134,7 +140,7 @@ def _dataset(config: Config) -> Dataset:
 
 
 def _metadata(config: Config, name: str) -> str:
-    # Imported here: it takes a while, and loading a network does not need it.
+    # Imported here, because it is slow and loading a network does not need it.
     from huggingface_hub import EvalResult, ModelCardData
 
     data = _dataset(config)
@@ -168,9 +174,9 @@ def _how_to_load(config: Config, name: str) -> str:
     installed = f"""\
 ## Load it
 
-With bkn_zoo installed, as `pip install -e '.[serve,openvino]'` does in a checkout of its repository; by the name of the
-checkpoint in a checkout, or by its id on the Hub, "owner/{name}":"""
-    if config.preprocessing is None:  # nobody knows how to make its input of an image
+Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. Load the checkpoint by its
+name or by its id on the Hub, "owner/{name}":"""
+    if config.preprocessing is None:  # unknown how to preprocess an image
         return f"""\
 {installed}
 
@@ -189,7 +195,7 @@ classify = bkn_zoo.Classifier.from_pretrained("{name}")
 classify("photo.jpg", top_k=5)
 ```
 
-The network itself takes images that are prepared as they were for the accuracy below:
+The input of the network is preprocessed as for the accuracy below:
 {_prepared(config.preprocessing)}.
 
 ```python
@@ -207,7 +213,7 @@ def _prepared(preprocessing: Preprocessing) -> str:
     means, deviations = (", ".join(f"{value:.3f}" for value in values) for values in (p.mean, p.std))
     part = "" if p.crop == 1 else f" ({p.crop:.1%} of the shorter side)"
     square = f"the central square{part}, resized to {sizes} ({p.interpolation}), in [0, 1]"
-    return f"{square}, less ({means}) and divided by ({deviations})"
+    return f"{square}, minus ({means}), divided by ({deviations})"
 
 
 def _how_to_call(config: Config, name: str) -> str:
@@ -230,14 +236,16 @@ def _accuracy(config: Config) -> str:
         for mode, measured in config.accuracy.items()
     ]
     about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
-    if "measured_on" in config.training:  # imported weights, which no recipe of ours trained
-        about = [f"In percent, on {config.training['measured_on']}, with the weights as they are stored."]
+    if "measured_on" in config.training:  # imported weights, not trained with a recipe
+        about = [f"Accuracy in percent on {config.training['measured_on']}, with the stored weights."]
     about += [INTERVAL] if "top1_low" in metrics else []
-    return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics])])
+    mode = config.default_statistics
+    doubt = [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if config.uncertain_below else []
+    return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics]), *doubt])
 
 
 def _on_validation(config: Config) -> bool:
-    """Whether the accuracy is that on the validation images, for want of others."""
+    """Whether the accuracy was measured on the validation images, because there were no others."""
     return config.training.get("test_images") == "validation"
 
 
@@ -251,13 +259,15 @@ def _training(config: Config, run: Run) -> str:
     group = config.statistics_batch_size or "all"
     images = "image" if group == 1 else "images"
     anew = (
-        " In the end the running averages were taken anew, for the averaged weights: that was better on the validation "
-        "images."
+        " At the end, the running averages were recomputed for the averaged weights, which was better on the "
+        "validation images."
     )
     done, recipe = training.get("epochs"), config.recipe
-    ended = f" It ended after {done} of {recipe.get('epochs')} epochs, the last {recipe.get('patience')} no better."
+    ended = (
+        f" It stopped after {done} of {recipe.get('epochs')} epochs: the last {recipe.get('patience')} were not better."
+    )
     return (
-        f"## Training\n\nOn {dataset_name(config) or 'data that it does not name'}, {group} {images} per statistics "
+        f"## Training\n\nTrained on {dataset_name(config) or 'unnamed data'} with {group} {images} per statistics "
         f"group, from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
         f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}."
         f"{ended if done not in (None, recipe.get('epochs')) else ''}"

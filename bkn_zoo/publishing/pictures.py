@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: what is taken for what, and the mistakes of which it was surest."""
+"""Pictures of an evaluation: a confusion matrix, and the most confident mistakes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from bkn_zoo.images import open_image
 from bkn_zoo.training.datasets import FileImages, Images
 from bkn_zoo.training.evaluation import measure, shown
 
-MOST_CLASSES = 30  # whose names can be read in one picture
-MOST_NUMBERS = 15  # and whose percentages can
+MOST_CLASSES = 30  # so that names are readable
+MOST_NUMBERS = 15  # so that percentages are readable
 SHEET = (4, 6)  # rows and columns of mistakes
-LETTERS = 20  # of a label
-INCHES = 0.085  # for a letter of the title
+LETTERS = 20  # most letters of a label
+INCHES = 0.085  # width of a letter of the title
 
 
 def check_matplotlib() -> None:
@@ -35,8 +35,8 @@ def draw(
     """Write confusion.png and mistakes.png.
 
     Args:
-        images: those that were evaluated; files that could not be read have no row in `logits` and `labels`.
-        title: of both pictures; how many were right is added.
+        images: the evaluated images; files that could not be read have no row in `logits` and `labels`.
+        title: title of both pictures; the number of correct answers is added.
     """
     folder.mkdir(parents=True, exist_ok=True)
     scores, found = logits.softmax(1).cpu().max(1)
@@ -55,9 +55,9 @@ def draw(
 
 
 def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
-    """How many percent of the images of each class (rows) are taken for each class (columns).
+    """A confusion matrix: the percentage of images of each class (rows) that are classified as each class (columns).
 
-    Where there are too many classes to read, those that are confused most, and how often they are taken for any other.
+    With too many classes to read, it shows those that are confused most, and one column for all other classes.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -73,12 +73,12 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     side = 2.5 + 0.3 * max(len(chosen), 8)
     figure = Figure(figsize=(side + 1.2, side), layout="constrained")
     axes = figure.subplots()
-    # The square root, so that a confusion of a few percent shows beside a diagonal of a hundred.
+    # The square root makes a confusion of a few percent visible beside a diagonal of a hundred.
     drawn = axes.imshow(shown, cmap="Blues", norm=PowerNorm(0.5, 0, 100), aspect="auto")
     axes.set_xticks(range(len(columns)), columns, rotation=90)
     axes.set_yticks(range(len(chosen)), columns[: len(chosen)])
     axes.set(xlabel="taken for", ylabel="is")
-    # By hand, since the layout makes no room for lines that matplotlib wraps.
+    # Wrapped here, because the layout does not reserve space for lines that matplotlib wraps.
     width = int((side + 1.2) / INCHES)
     figure.suptitle("\n".join(part for line in title.splitlines() for part in wrap(line, width)), fontsize=10)
     figure.colorbar(drawn, label="percent of the class", ticks=[0, 1, 5, 10, 25, 50, 75, 100], shrink=0.8)
@@ -91,7 +91,7 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
 
 
 def _most_confused(counts: np.ndarray) -> np.ndarray:
-    """The classes of the pairs that are most often taken for each other, as many as can be read."""
+    """The classes of the most confused pairs, as many as can be read."""
     pairs = counts + counts.T
     np.fill_diagonal(pairs, 0)
     ordered = np.argsort(-pairs, axis=None, kind="stable")
@@ -101,12 +101,12 @@ def _most_confused(counts: np.ndarray) -> np.ndarray:
 
 
 def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: str) -> Any:
-    """A contact sheet: image and file name, what it is, and what it was taken for with which probability."""
+    """A contact sheet with image, file name, true class, predicted class and its probability."""
     from matplotlib.figure import Figure
 
     rows = max(1, -(-len(shown) // SHEET[1]))
     figure = Figure(figsize=(2.0 * SHEET[1], 0.6 + 2.5 * rows), layout="constrained")
-    told = "the surest mistakes: in green what it is, in red what it was taken for"
+    told = "the most confident mistakes: true class in green, predicted class in red"
     figure.suptitle(f"{title}\n{told if shown else 'no mistakes'}", fontsize=11)
     for axes in figure.subplots(rows, SHEET[1], squeeze=False).flat:
         axes.axis("off")
@@ -131,7 +131,7 @@ def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: s
 
 
 def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
-    """The image of a row of the logits, small, and its file's name."""
+    """A small version of the image of a row of the logits, and its file name."""
     if isinstance(images, FileImages):
         path = [path for path in images.paths if path not in images.unreadable][row]
         image = open_image(path)
@@ -141,7 +141,7 @@ def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
 
 
 def _short(text: str, keep_end: bool = False) -> str:
-    """Text that fits, and that matplotlib does not take for mathematics."""
+    """Shortened text, escaped so that matplotlib does not parse it as mathematics."""
     if len(text) > LETTERS:
         text = "…" + text[1 - LETTERS :] if keep_end else text[: LETTERS - 1] + "…"
     return text.replace("$", r"\$")

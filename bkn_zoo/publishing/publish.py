@@ -1,4 +1,4 @@
-"""Publishing a checkpoint: check that it is what its card says, send it in one commit, look whether it arrived."""
+"""Publishes a checkpoint: validates the folder, sends it in one commit, and compares the published files."""
 
 from pathlib import Path
 
@@ -17,20 +17,20 @@ def card_of(config: Config, name: str, results: Path) -> str:
 
 
 def validate(folder: Path, name: str, results: Path) -> None:
-    """Refuse a folder that does not load, gives other outputs than it did, or disagrees with its card or results."""
+    """Refuse a folder that does not load, has other outputs than stored, or disagrees with its card or results."""
     files_of(folder)
     verify_golden(folder)
     config, card, run = Config.read(folder / CONFIG), (folder / CARD).read_text(), read_record(results, name)
     check_agreement(config, name, run)
     if not is_short_card(card, config) and not is_card(card, config, name, run):
         raise CheckpointError(
-            f"{folder / CARD} is not what config.json and {results} say: name its results by --results, put sections "
-            "of your own between Accuracy and Training, or publish the folder as it is with bkn_zoo.push_to_hub."
+            f"{folder / CARD} does not agree with config.json and {results}: pass its results with --results, put "
+            "your own sections between Accuracy and Training, or publish the folder with bkn_zoo.push_to_hub."
         )
 
 
 def _own_name(folder: Path) -> str:
-    """The name in a checkpoint's card and record: that of its run, or else its folder's."""
+    """The name in a checkpoint's card and record: that of its run, otherwise that of its folder."""
     name = Config.read(folder / CONFIG).training.get("name")
     return name if isinstance(name, str) else folder.resolve().name
 
@@ -45,28 +45,28 @@ def publish(
     private: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Validate a checkpoint, show what publishing it changes, and unless it is a dry run, publish and verify it.
+    """Validate a checkpoint, show the changes and, unless it is a dry run, publish and verify it.
 
     Args:
-        folder: of the checkpoint.
-        name: of the repository; the card keeps the checkpoint's own.
-        namespace: the user or organization that owns it.
-        results: the folder that the card's figures come from.
-        tag: for the commit, if it is to have one.
-        private: of a repository that is created.
-        dry_run: change nothing.
+        folder: the folder of the checkpoint.
+        name: name of the repository; the card keeps the checkpoint's name.
+        namespace: the user or organization that owns the repository.
+        results: the folder with the record of the run.
+        tag: a tag for the commit, or None.
+        private: whether a new repository is private.
+        dry_run: whether to change nothing.
     """
     repository = f"{namespace}/{name}"
     check_repository(repository)
     validate(folder, _own_name(folder), results)
-    print(f"{repository}: {folder} loads, repeats its outputs and is what its card and its record say", flush=True)
+    print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
     try:
         check_reachable(repository)
         planned = changes(folder, repository)
     except HubUnavailableError as error:
         if not dry_run:
             raise
-        print(f"{repository}: the Hub was not asked what it has already ({str(error).rstrip('.')})")
+        print(f"{repository}: the Hub could not be asked for its files ({str(error).rstrip('.')})")
         planned = [Change(path.name, "to send", path.stat().st_size) for path in files_of(folder)]
     for change in planned:
         print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")

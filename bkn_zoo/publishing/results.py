@@ -1,4 +1,4 @@
-"""What every file under results/ says about itself: the command, the hardware, the versions, the seed."""
+"""Writes files under results/, with the command, the hardware, the versions and the seed."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from bkn_zoo.checkpoints.provenance import environment
 
 
 def write_record(path: Path, text: str) -> None:
-    """A run's file, whole or not at all: whoever finds it takes the run for done."""
+    """Write a run's file completely or not at all, because an existing file means that the run is done."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(text + "\n")
@@ -17,7 +17,7 @@ def write_record(path: Path, text: str) -> None:
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:
-    """Write rows and the environment they were measured in."""
+    """Write rows and the environment in which they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**environment(seed), **more, "rows": rows}, indent=1) + "\n")
 

@@ -1,1 +1,1 @@
-"""From a recipe and a data set to a trained network."""
+"""Trains networks from a recipe and a data set."""

@@ -1,6 +1,6 @@
-"""Variations of training images: of a whole batch at once on the device that it is on, or of image files one by one.
+"""Augmentation of training images: of a whole batch at once on its device, or of image files one by one.
 
-Whatever is drawn depends on numbers that are given, so that the same numbers give the same batch.
+Random numbers depend only on the given numbers, so the same numbers give the same batch.
 """
 
 import math
@@ -18,11 +18,11 @@ from bkn_zoo.images import Preprocessing, per_channel
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.recipes import Augmentation
 
-MAX_STRETCH = 0.5  # of a random part: the logarithm of its width over its height
+MAX_STRETCH = 0.5  # of a random crop: the logarithm of width / height
 
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
-    """A source of random numbers that depends on `numbers` alone."""
+    """A random generator that depends only on `numbers`."""
     return torch.Generator(device).manual_seed(_seed(*numbers))
 
 
@@ -31,18 +31,18 @@ def _seed(*numbers: int) -> int:
 
 
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:
-    """Geometry (in one sampling, straight to the network's size), colour and erasing; another draw for each image."""
+    """Geometry (in one sampling, directly to the network's size), colour and erasing, drawn for each image."""
     count, device, size = pixels.shape[0], pixels.device, preprocessing.size
-    # Everything in one draw and few operations: on a GPU, their number is what they cost.
+    # Everything in one draw and few operations, because on a GPU the number of operations determines the time.
     draws = torch.rand((11, count), generator=source, device=device) * 2 - 1
     zoom, stretch, angle, mirror, shift, tint, middle = draws.split([1, 1, 1, 1, 2, 3, 2])
     area = (1 + augmentation.scale) / 2 + zoom * ((1 - augmentation.scale) / 2)
     half_stretch = MAX_STRETCH / 2 if augmentation.scale < 1 else 0.0
-    sides = area.sqrt() * torch.exp(torch.cat([stretch, -stretch]) * half_stretch)  # across, down
+    sides = area.sqrt() * torch.exp(torch.cat([stretch, -stretch]) * half_stretch)  # width, height
     shift = shift * (2 * augmentation.crop + (1 - sides).clamp_min(0))
     if augmentation.scale == 1 and not augmentation.rotate:
         half = pixels.shape[-1] / 2
-        shift = torch.round(shift * half) / half  # by whole pixels, which blurs nothing
+        shift = torch.round(shift * half) / half  # by whole pixels, which does not blur
     if augmentation.flip:
         sides[0].copysign_(mirror[0])
     angle = angle * math.radians(augmentation.rotate)
@@ -67,11 +67,11 @@ def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessin
 
 
 def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable[[Image.Image | Tensor], Tensor]:
-    """The same variations for one image: a photograph of any size, where random parts are asked for, else its square.
+    """The same augmentation for one image: a photograph of any size for random crops, otherwise its central square.
 
-    They draw from PyTorch's own generator (`drawing_from`), and give pixels of the native size, if there is one.
+    It draws from PyTorch's global generator (`drawing_from`), and returns pixels of the native size, if there is one.
     """
-    from torchvision.transforms import v2  # here, since it takes seconds that images on the device need not wait
+    from torchvision.transforms import v2  # imported here, because it takes seconds and is needed for files only
 
     size = preprocessing.native_size or preprocessing.size
     steps: list[Any] = []
@@ -81,7 +81,7 @@ def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Call
     if augmentation.crop:
         steps.append(v2.RandomCrop(size, round(augmentation.crop * size), padding_mode="reflect"))
     if augmentation.rotate:
-        corners = math.ceil(0.21 * size)  # what the longest diagonal needs
+        corners = math.ceil(0.21 * size)  # enough for the diagonal
         turn = v2.RandomRotation(augmentation.rotate, v2.InterpolationMode.BILINEAR)
         steps += [v2.Pad(corners, padding_mode="reflect"), turn, v2.CenterCrop(size)]
     if augmentation.flip:
@@ -97,16 +97,16 @@ def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Call
 
 @contextmanager
 def drawing_from(*numbers: int) -> Iterator[None]:
-    """Within it, whatever draws from PyTorch's own generator depends on `numbers` alone; after it, nothing is moved."""
+    """Seed PyTorch's global generator with `numbers`, and restore its state at the end."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_seed(*numbers))
         yield
 
 
 def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: int) -> Batch:
-    """Mixup or cutmix of the batch with itself, shifted; what is drawn depends on `numbers` alone.
+    """Mixup or cutmix of the batch with a shifted copy. Random numbers depend only on `numbers`.
 
-    The draws are numpy's: the host needs them, and would have to wait for a GPU's.
+    They are numpy's, because the host needs them and would have to wait for a GPU.
     """
     mixers = [name for name in ("mixup", "cutmix") if getattr(augmentation, name)]
     if not mixers:
@@ -115,7 +115,7 @@ def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: i
     kind = mixers[rng.integers(len(mixers))]
     alpha = getattr(augmentation, kind)
     keep = float(rng.beta(alpha, alpha))
-    # The batch is in random order already. Not always by one, which would join neighbours of one statistics group.
+    # The batch is already in random order. The shift varies, because a shift of one would mix images of one group.
     shift = int(rng.integers(1, max(len(images), 2)))
     if kind == "mixup":
         images = keep * images + (1 - keep) * images.roll(shift, 0)

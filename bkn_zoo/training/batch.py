@@ -1,4 +1,4 @@
-"""What a network is trained and evaluated on at a time."""
+"""A batch of images and labels."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Preprocessed images and, per image, the probability of each class (a row of zeros and a one where unmixed)."""
+    """Preprocessed images and, per image, the probability of each class (zeros and a one without mixing)."""
 
     images: Tensor
     targets: Tensor

@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph: what Python launches once is replayed, without Python in between."""
+"""A training step in a CUDA graph, which is captured once and replayed without Python."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,22 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 EAGER_STEPS = 3
-EAGER_STEPS_TOGETHER = 12  # of several processes: DistributedDataParallel settles its buckets in the first eleven
+EAGER_STEPS_TOGETHER = 12  # with several processes; DistributedDataParallel rebuilds its buckets in the first eleven
 
 
 def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Callable[..., Tensor]:
-    """The same step, which after a few that are launched one kernel at a time replays from a CUDA graph.
+    """A step that runs normally for a few calls, then replays from a CUDA graph.
 
-    All that the step does is replayed as it was captured, on the same memory: its tensors are copied there, and what it
-    returns is a copy. So a learning rate that changes has to be a tensor on the GPU (`optimizer.param_groups[0]["lr"]`,
-    filled anew), gradients are accumulated by a loop within the step, and nothing in it may depend on a value of a
-    tensor. It may average gradients over processes: DistributedDataParallel, made and warmed up on the same side stream
-    as here (`side_stream`), is captured with its NCCL calls.
+    The whole step is replayed as it was captured, on the same memory. Its input tensors are copied there, and the
+    result is a copy. So a learning rate that changes must be a tensor on the GPU (fill
+    `optimizer.param_groups[0]["lr"]` with new values), gradients are accumulated by a loop within the step, and nothing
+    may depend on the value of a tensor. The step may average gradients over processes: DistributedDataParallel is
+    captured with its NCCL calls, if it was created and warmed up on the same side stream (`side_stream`).
 
     Args:
-        step: takes tensors on the GPU and returns one. Tensors of other shapes or types than the first ones' are not
-            replayed, but launched. On a CPU, everything is.
-        eager_steps: launched before the capture; by default 3, or 12 where there are several processes.
+        step: a function of tensors on the GPU that returns a tensor. Tensors with other shapes or types than the first
+            ones, and tensors on a CPU, run normally.
+        eager_steps: number of calls before the capture; by default 3, or 12 with several processes.
     """
     if eager_steps is None:
         eager_steps = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
@@ -52,7 +52,7 @@ class _Captured:
     def _capture(self, batch: Sequence[Tensor]) -> Callable[..., Tensor]:
         buffers = [part.clone() for part in batch]
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": threads that pin memory for a DataLoader or watch over NCCL may go on meanwhile.
+        # "thread_local": threads that pin memory for a DataLoader or monitor NCCL may continue meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = self.step(*buffers)
 
@@ -66,7 +66,7 @@ class _Captured:
 
 
 class side_stream:  # noqa: N801
-    """Within it, work goes to a stream of its own, as a capture needs of what comes before it."""
+    """Run work on a separate stream, which a capture needs for the steps before it."""
 
     def __enter__(self) -> None:
         self.side = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""A picture of a training."""
+"""Draws the curves of a training."""
 
 import math
 import sys
@@ -7,23 +7,25 @@ from typing import Any
 
 
 def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str) -> None:
-    """Loss and accuracy of each epoch, of which the weights of one are kept; nothing without matplotlib but a line."""
+    """Draw loss and accuracy of each epoch, and mark the epoch that is kept. Without matplotlib, print a line."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        print("no curves.png, which needs matplotlib: pip install 'bkn-zoo[train]'", file=sys.stderr)
+        print("no curves.png: install matplotlib with pip install 'bkn-zoo[train]'", file=sys.stderr)
         return
     epochs = [line["epoch"] for line in history]
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    losses = [math.nan if line["loss"] is None else line["loss"] for line in history]  # of a classifier that was kept
+    losses = [
+        math.nan if line["loss"] is None else line["loss"] for line in history
+    ]  # None for a classifier that was kept
     left.plot(epochs, losses, "o-", color="black", markersize=4)
     left.set(
         ylabel="training loss", ylim=(0, 1.05 * max((loss for loss in losses if loss == loss), default=0) or 1)
-    )  # room for the marker at the top
-    # Modes often agree: the lower a line lies, the wider it is drawn.
+    )  # space for the marker at the top
+    # Modes often agree, so lower lines are drawn wider.
     looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
     for mode, colour, width, marker in looks:
         lines = [line["validation"][mode] for line in history]

@@ -1,8 +1,8 @@
-"""Data sets -> batches of tensors on the device.
+"""Batches of tensors on the device, from data sets.
 
-Images in memory are varied there, a batch at a time; image files stream through a DataLoader. Either way a batch
-depends on nothing but the seed, the epoch and its number, so that a training that was interrupted goes on with the very
-same batches. Nothing in between makes the host wait for a GPU.
+Images in memory are augmented on the device, one batch at a time. Image files are read by a DataLoader. A batch depends
+only on the seed, the epoch and its number, so an interrupted training continues with the same batches. The host never
+waits for a GPU.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ def training_batches(
     data: Data, batch: int, epoch: int, seed: int, augmentation: Augmentation, device: torch.device,
     skip: int = 0, rank: int = 0, ranks: int = 1, workers: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
-    """The augmented batches of one epoch from number `skip` on; of `ranks` processes, those of process `rank`.
+    """The augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks` processes.
 
-    Images that do not fill a last batch sit the epoch out, so that every batch splits into the same groups.
+    Images that do not fill a last batch are skipped in this epoch, so that every batch has the same groups.
     """
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
     count = len(order) // (batch * ranks)
@@ -58,9 +58,9 @@ def training_batches(
 def evaluation_batches(
     data: Data, images: Images, batch: int, device: torch.device, workers: int = 0, strict: bool = False
 ) -> Iterator[Batch]:
-    """All images in order, as inference would preprocess them.
+    """All images in order, preprocessed as for inference.
 
-    Files that cannot be read are left out, but if `strict`, not all of a class.
+    Unreadable files are left out. If `strict`, a class without a readable file is an error.
     """
     classes = torch.eye(len(data.label_names), device=device)
     if isinstance(images, ArrayImages):
@@ -85,7 +85,7 @@ def evaluation_batches(
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
-    """Decodes, crops and varies single files; a file that cannot be read gives way to the next that can."""
+    """Decodes, crops and augments single files. An unreadable file is replaced by the next readable one."""
 
     def __init__(
         self, images: FileImages, preprocessing: Preprocessing, augmentation: Augmentation | None = None,
@@ -93,7 +93,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
     ) -> None:  # fmt: skip
         self.images, self.preprocessing = images, preprocessing
         self.seed, self.epoch = seed, epoch
-        self.whole = augmentation is not None and augmentation.scale < 1  # a random part is taken of the whole image
+        self.whole = augmentation is not None and augmentation.scale < 1  # random crops need the whole image
         self.vary = None if augmentation is None else transforms(augmentation, preprocessing)
         self.side = preprocessing.native_size or preprocessing.size
         how = self.side, preprocessing.interpolation, preprocessing.crop

@@ -1,4 +1,4 @@
-"""Data sets by name, split into images to train on, to choose by and to test by."""
+"""Data sets by name, split into training, validation and test images."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from bkn_zoo.training.tree import check_root, tree
 
 __all__ = ["ArrayImages", "Data", "FileImages", "Images", "decoded_once", "fingerprint", "load_data"]
 
-VALIDATION_SEED = 2018  # the split is the same for every run, whatever the run's own seed
+VALIDATION_SEED = 2018  # the split is the same for every run, independent of its seed
 
 Loader = Callable[[str, Path, int | None], Loaded]
 
@@ -27,13 +27,13 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:
-        name: which.
-        root: the folder that holds the official files. For "folder", one with a folder per class in it, or in its
+        name: the data set.
+        root: the folder of the official files. For "folder", a folder with one subfolder per class; or such folders in
             `train` and `val` (or `valid`, `validation`, `dev`), which is then the test set; or in `train`, `val` and
-            `test`. `eval` is whichever of the two is missing. Without any of these there is no test set.
-        size: side of the network's input; by default the images' own, or 224 for files.
-        validation: share of the training images that is set apart for choices, where no folder is; of a "folder", of
-            each class. None sets none apart.
+            `test`. A folder `eval` counts as `val` or `test`, whichever is missing. Otherwise there is no test set.
+        size: side of the network's input; by default that of the images, or 224 for files.
+        validation: share of the training images to hold out for validation, if there is no such folder; for "folder",
+            of each class. None holds out no images.
     """
     root = Path(root)
     loaders: dict[str, Loader] = {
@@ -46,37 +46,35 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
     check_root(root)
     if validation is not None and not 0 < validation < 1:
-        raise InputError(f"validation is {validation}, but must be a share between 0 and 1.")
+        raise InputError(f"validation is {validation}: choose a share between 0 and 1.")
     everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
     if chosen is not None:
         return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
     if validation is None:
         held = order[:0]
-    elif name == "folder":  # may be small; the splits of the others were published with their figures
+    elif name == "folder":  # may be small; the splits of the others are published with their results
         held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
     else:
         held = order[: max(round(validation * len(everything)), 1)]
     if validation is not None and not 0 < len(held) < len(everything):
-        raise InputError(
-            f"{root} holds too few images to set any apart for validation: add a second one of some class."
-        )
+        raise InputError(f"{root} has too few images to hold out any for validation: add a second image to a class.")
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
     return Data(name, train, chosen, test, label_names, preprocessing)
 
 
 def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
-    """The first of each class in this order, as many as its share but at least one; an only one is not taken."""
+    """The first images of each class in this order: its share, at least one, but not the only one."""
     by_class = order[labels[order].argsort(stable=True)].split(labels.bincount().tolist())
     return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
 
 
 def fingerprint(data: Data, root: Path) -> str:
-    """A hash of names and labels, by which to know other images to train on, or to choose by, from these.
+    """A hash of names and labels that identifies the training and validation images.
 
     Args:
-        root: the folder that they were loaded from, which may move.
+        root: the folder of the images, which may be moved.
     """
     digest = hashlib.sha256()
     for images in (data.train, data.validation):
@@ -94,13 +92,13 @@ Decoded = TypeVar("Decoded")
 
 
 def decoded_once(folder: Path, name: str, root: Path, decode: Callable[[], Decoded]) -> Decoded:
-    """What `decode` gives, from a file in `folder` that is written if it is not there, and that all processes map.
+    """The result of `decode`, cached in a file in `folder`, which all processes map.
 
     Args:
-        folder: where decoded images are kept.
-        name: of these, which says all that they depend on beside `root`.
+        folder: folder of decoded images.
+        name: name of the file, which contains everything that the images depend on except `root`.
         root: the folder of the image files.
-        decode: reads them: `Data`, or tensors in dictionaries and tuples.
+        decode: reads the images; returns `Data`, or tensors in dictionaries and tuples.
     """
     path = folder / f"{name}.{zlib.crc32(str(root.resolve()).encode()):08x}.pt"
     if not path.exists():
@@ -109,5 +107,5 @@ def decoded_once(folder: Path, name: str, root: Path, decode: Callable[[], Decod
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         torch.save(decoded, scratch)
         os.replace(scratch, path)
-    with torch.serialization.safe_globals([Data, ArrayImages, Preprocessing]):  # so that nothing else in it is run
+    with torch.serialization.safe_globals([Data, ArrayImages, Preprocessing]):  # so that loading runs no other code
         return torch.load(path, mmap=True, weights_only=True)

@@ -1,4 +1,4 @@
-"""How good a network is, per statistics mode: accuracy and calibration."""
+"""Measures the accuracy and calibration of a network in each statistics mode."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ BINS = 15
 
 
 class Engine(Protocol):
-    """What runs a network, as those of `bkn_zoo.inference` do."""
+    """Runs a network, like the engines of `bkn_zoo.inference`."""
 
     model: Network
 
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
 
 def batch_size(device: torch.device) -> int:
-    """Of images to evaluate at a time: few on a CPU, which is nearly as fast with them, so that one sees it go on."""
+    """Images to evaluate at a time: few on a CPU, which is nearly as fast, so that progress is visible."""
     return 16 if device.type == "cpu" else 500
 
 
@@ -37,7 +37,7 @@ def evaluate(
     model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """What `measure` says for each mode; the arguments are those of `predict`."""
+    """The result of `measure` for each mode. The arguments are those of `predict`."""
     logits, labels = predict(model, batches, modes, what, total)
     return {mode: measure(outputs, labels) for mode, outputs in logits.items()}
 
@@ -49,14 +49,14 @@ def predict(
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The logits of all images for each mode, and their labels.
 
-    A network is put into evaluation mode, and left as it was, frozen layers too.
+    A network is put into evaluation mode. Afterwards each of its modules has its previous mode.
 
     Args:
-        what: said on a terminal beside a bar of the images that were done; nothing is shown where it is None.
-        total: of the images, for the bar.
+        what: a description for the progress bar; None shows no bar.
+        total: number of images, for the bar.
     """
     network = model if isinstance(model, Network) else model.model
-    modes = tuple(dict.fromkeys(modes))  # each once, however often it is named
+    modes = tuple(dict.fromkeys(modes))  # each mode once
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image", lines=True)
@@ -69,29 +69,34 @@ def predict(
                 logits[mode].append(model(images, statistics=mode).float())
             done(len(images))
     if not labels:
-        raise InputError("there are no images to evaluate on: check the data folder.")
+        raise InputError("there are no images to evaluate: check the data folder.")
     return {mode: torch.cat(outputs) for mode, outputs in logits.items()}, torch.cat(labels)
 
 
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy."""
+    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy.
+
+    `loss_error` is the standard error of that mean.
+    """
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == labels[:, None]
     confidence = logits.softmax(1).amax(1)
     top1 = hits[:, 0].float().mean().item()
     low, high = wilson_interval(top1, len(labels))
+    losses = F.cross_entropy(logits, labels, reduction="none")
     return {
         "top1": 100 * top1,
         "top1_low": 100 * low,
         "top1_high": 100 * high,
         "top5": 100 * hits.any(1).float().mean().item(),
         "ece": 100 * calibration_error(confidence, hits[:, 0]),
-        "loss": F.cross_entropy(logits, labels).item(),
+        "loss": losses.mean().item(),
+        "loss_error": losses.std(correction=0).item() / math.sqrt(len(labels)),
     }
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Of 95 %, for the share that is right of all images when it was measured on `count` of them (Wilson 1927)."""
+    """The 95 % interval of a share that was measured on `count` images (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.975) ** 2 / count
     centre = (share + z / 2) / (1 + z)
     half = math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
@@ -99,7 +104,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """Top-1 for people to read, never without how sure it is."""
+    """Top-1 with its interval as text."""
     return f"{metrics['top1']:.2f} % (95 %: {metrics['top1_low']:.1f} to {metrics['top1_high']:.1f})"
 
 
@@ -112,11 +117,11 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
 
 
 RIGHT_ABOVE = 0.95
-"""The share of right answers whose probability is at least that of `uncertain_below`."""
+"""The share of correct answers with at least the probability `uncertain_below`."""
 
 
 def uncertain_below(logits: Tensor, labels: Tensor) -> float:
-    """The probability of the likeliest class that 95 % of the right answers reach; 0 where no answer is right."""
+    """The probability of the likeliest class that 95 % of the correct answers reach; 0 if no answer is correct."""
     scores, best = logits.float().softmax(1).max(1)
     right = scores[best == labels]
     return round(torch.quantile(right, 1 - RIGHT_ABOVE).item(), 4) if len(right) else 0.0

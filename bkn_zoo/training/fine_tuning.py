@@ -9,12 +9,13 @@ from bkn_zoo.training.origin import LIBRARY_SIZE, Origin
 from bkn_zoo.training.recipes import Recipe
 
 FINE_TUNING = {
-    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "lr": 0.003, "precision": "float32",
-    "keep": "best", "patience": 2, "augmentation.crop": 0.1,
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "optimizer": "adamw", "lr": 1e-4,
+    "label_smoothing": 0.1, "ema": 0.97, "precision": "float32", "keep": "best", "patience": 3,
+    "augmentation.crop": 0.1,
 }  # fmt: skip
 """Defaults; the checkpoint to start from and the number of images change some of them."""
 
-LEAST_STEPS = 100
+LEAST_STEPS = 80
 """A small data set is passed more often, until there are this many steps."""
 
 MOST_EPOCHS = 25

@@ -1,4 +1,4 @@
-"""The end of a training: choose what to keep, save it, measure what is stored, and record the run."""
+"""The end of a training: choose the weights, save them, measure the stored network, and record the run."""
 
 import copy
 import dataclasses
@@ -21,30 +21,30 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import batch_size, evaluate
+from bkn_zoo.training.evaluation import batch_size, evaluate, predict, uncertain_below
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import Plan
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training, best_mode, kept_line
 
 STATISTICS_BATCHES = 64
-"""Training batches, at most, for the statistics of averaged weights."""
+"""Largest number of training batches for the statistics of averaged weights."""
 
 ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
-"""What config.json says of it."""
+"""The metrics that config.json stores."""
 
 Metrics = dict[str, dict[str, float]]
-"""For each statistics mode, what `measure` says."""
+"""The result of `measure` for each statistics mode."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training leaves.
+    """The result of a training.
 
     Attributes:
-        model: the network with the weights as they are stored, in evaluation mode, on the device of the training.
-        record: what results/runs/NAME.json says: recipe, accuracy, curve, command, hardware, versions.
-        folder: of the checkpoint.
+        model: the network with the stored weights, in evaluation mode, on the device of the training.
+        record: the content of results/runs/NAME.json: recipe, accuracy, curve, command, hardware, versions.
+        folder: the folder of the checkpoint.
     """
 
     model: Network
@@ -53,10 +53,10 @@ class TrainingResult:
 
 
 def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> TrainingResult:
-    """Choose the statistics mode on the validation images, save, measure what is stored, and record the run.
+    """Choose the statistics mode on the validation images, save, measure the stored network, and record the run.
 
     Args:
-        recipe: the plan's, with the fields that the number of images decided.
+        recipe: the recipe of the plan, with the fields that depend on the number of images.
     """
     device = torch.device(plan.device)
     kept = kept_line(training.history, recipe)
@@ -81,7 +81,7 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
     result: list[Network] = []
 
     def measure(stored: Network) -> tuple[Metrics, str]:
-        """The accuracy of what is stored, and the card that says so, from the record of the run."""
+        """The accuracy of the stored network, and its card, from the record of the run."""
         stored = stored.to(device).to(memory_format=torch.channels_last)
         batches = evaluation_batches(data, images, batch_size(device), device, plan.workers)
         what = None if plan.quiet else f"measuring the {split} images"
@@ -92,9 +92,10 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
         result.append(stored)
         return accuracy, plan.card(stored.config, plan.name, plan.results.parent)
 
+    thresholds = _thresholds(model, data, plan)
     save_pretrained(
         model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing,
-        default_statistics=best, measure=measure,
+        default_statistics=best, uncertain_below=thresholds, measure=measure,
         training=facts | {"init": plan.source and plan.source.name, "validation_split": _validation_split(data)},
     )  # fmt: skip
     with waiting("drawing curves.png"):
@@ -110,32 +111,40 @@ def _best_statistics(
 ) -> tuple[Network, Metrics, Metrics | None]:
     """The network to keep, its metrics on the validation images, and those with recalibrated statistics, if any.
 
-    Averaged weights have averaged running averages, which describe weights of many steps ago. A copy with statistics of
-    its own is kept if it is better on the validation images.
+    The running averages of averaged weights are averaged, too, and describe older weights. A copy with recomputed
+    statistics is kept if it is better on the validation images.
     """
     model = training.result
     validation: Metrics = kept_line(training.history, recipe)["validation"]
     norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
-    # Frozen norms took no statistics; BRN normalizes by its running averages in training, too.
+    # Frozen norms have no new statistics, and BRN uses its running averages in training, too.
     if not recipe.ema or recipe.freeze or not norms or any(isinstance(norm, BatchRenorm2d) for norm in norms):
         return model, validation, None
     device = torch.device(plan.device)
     copied = copy.deepcopy(model).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        with waiting("taking the statistics of the averaged weights"):
+        with waiting("computing the statistics of the averaged weights"):
             recalibrate(copied, further_images(recipe, data, device, STATISTICS_BATCHES, plan.workers))
         batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
         anew = evaluate(copied, batches, what=None if plan.quiet else "validation", total=len(data.validation))
     return (copied, anew, anew) if top1(anew) > top1(validation) else (model, validation, anew)
 
 
+def _thresholds(model: Network, data: Data, plan: Plan) -> dict[str, float]:
+    """For each statistics mode, the probability below which an answer is uncertain, from the validation images."""
+    device = torch.device(plan.device)
+    batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
+    logits, labels = predict(model.to(device), batches)
+    return {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
+
+
 def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
-    """In the best mode."""
+    """Top-1 accuracy in the best mode."""
     return max(each["top1"] for each in metrics.values())
 
 
 def _validation_split(data: Data) -> str:
-    """Where the validation images come from: `evaluate` finds them again by it."""
+    """How the validation images were chosen, so that `evaluate` can find them again."""
     if not data.held_out:
         return "its own"
     return "of each class" if data.name == "folder" else "of all"

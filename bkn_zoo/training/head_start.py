@@ -1,4 +1,4 @@
-"""The first phase of fine-tuning: a classifier on features of the frozen network, which are computed once."""
+"""The first phase of fine-tuning: fits a classifier on features of the frozen network, which are computed once."""
 
 import time
 from contextlib import nullcontext
@@ -21,16 +21,16 @@ from bkn_zoo.training.state import Training, best_mode, classifier
 
 FEATURES = "features of the frozen network"
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
-"""Weight decays of the logistic regression; the validation images choose one."""
+"""Weight decays of the logistic regression. One is chosen on the validation images."""
 
 
 def start_classifier(
     training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int = 0, quiet: bool = False
 ) -> None:
-    """Fit a classifier that starts at zero, and put what it reaches into the history as epoch 0.
+    """Fit a classifier that starts at zero, and add its accuracy to the history as epoch 0.
 
-    The features are those of the network's default statistics, of images that are not augmented. A classifier that
-    came with the checkpoint, for the same classes, is kept as it is.
+    The features use the network's default statistics and images without augmentation. A classifier that came with the
+    checkpoint, for the same classes, is kept unchanged.
     """
     started = time.monotonic()
     layer = classifier(training.model)
@@ -44,7 +44,7 @@ def start_classifier(
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(device.type, enabled=False):
                 weight, bias, line["loss"] = _fit(train, validation)
-            for network in (training.model, training.result):  # one and the same, unless weights are averaged
+            for network in (training.model, training.result):  # the same network, unless weights are averaged
                 _put(classifier(network), weight, bias)
         batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
         what = None if quiet else "validation"
@@ -79,9 +79,10 @@ def _features(
 
 
 def _fit(train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression that is best on the validation images."""
+    """Weights, bias and training loss of the logistic regression with the best accuracy on validation images."""
     classes = int(torch.cat([train[1], validation[1]]).max()) + 1
-    # One scale for all features: those that hardly vary here may do so in other images, and must not get large weights.
+    # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
+    # weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
     found = []
     for decay in DECAYS:

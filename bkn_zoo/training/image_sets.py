@@ -1,4 +1,4 @@
-"""Images to train on, in memory or as files, and a data set that is split."""
+"""Sets of images, in memory or as files, and a data set with its splits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ MEAN_STD = {
 
 @dataclass(frozen=True)
 class ArrayImages:
-    """A data set in memory: bytes (images, 3, side, side) and labels."""
+    """Images in memory: bytes (images, 3, side, side) and labels."""
 
     images: Tensor
     labels: Tensor
@@ -42,12 +42,16 @@ class ArrayImages:
 
 @dataclass(frozen=True)
 class FileImages:
-    """A data set of image files: paths and labels, and what turned out about them.
+    """Image files: paths and labels, and a record of unreadable files.
 
-    Attributes:
-        unreadable: files that cannot be read.
-        not_lost: classes that have such files, and others.
-        squares: what was decoded of them, by how it was done.
+        Attributes:
+            unreadable: files that cannot be read.
+    <<<<<<< HEAD
+            not_lost: classes that have such files, and others.
+            squares: what was decoded of them, by how it was done.
+    =======
+            not_lost: classes with unreadable files that also have readable ones.
+    >>>>>>> main
     """
 
     paths: list[Path]
@@ -70,16 +74,16 @@ class FileImages:
         return self
 
     def report_broken(self, rows: list[int], names: Sequence[str] | None = None) -> None:
-        """Name and count every unreadable file once, however many epochs meet it.
+        """Report and count every unreadable file once.
 
         Args:
-            names: of the classes, to refuse one of which no file can be read.
+            names: names of the classes; a class without a readable file is refused.
         """
         for row in rows:
             path = self.paths[row]
             if path not in self.unreadable:
                 self.unreadable.add(path)
-                say(f"{path} cannot be read as an image: it is left out ({len(self.unreadable)} so far)")
+                say(f"{path} cannot be read as an image and is left out ({len(self.unreadable)} so far)")
                 if names is not None:
                     self._refuse_lost_class(self.labels[row], names)
 
@@ -95,7 +99,7 @@ class FileImages:
         self.not_lost.add(label)
 
     def say_left_out(self, kind: str) -> None:
-        """In the end: how many of these images, all of this kind if any, could not be read."""
+        """At the end, report how many of these images could not be read."""
         if self.unreadable:
             images = f"{kind} images" if kind else "images"
             say(f"{len(self.unreadable)} of {len(self)} {images} could not be read, and were left out")
@@ -114,10 +118,10 @@ Images = ArrayImages | FileImages
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, split: choices are made on `validation`, and `test`, if any, is for the number that is published.
+    """A data set with its splits. Choices are made on `validation`; `test`, if any, gives the published accuracy.
 
     Attributes:
-        held_out: whether the validation images are a share of the training images, rather than a set of their own.
+        held_out: whether the validation images are a share of the training images, and not a separate set.
     """
 
     name: str
@@ -129,13 +133,13 @@ class Data:
     held_out: bool = True
 
     def split(self, name: str) -> Images:
-        """By name: "train", "validation", "test" or "all" of them."""
+        """The images of a split: "train", "validation", "test" or "all"."""
         if name == "all":
             parts: list[Any] = [images for images in (self.train, self.validation, self.test) if images is not None]
             return sum(parts[1:], parts[0])
         images = getattr(self, name)
         if images is None:
-            raise InputError("the data have no test images of their own: measure the validation images, or all.")
+            raise InputError("the data set has no test images: choose the validation images, or all.")
         return images
 
     def to(self, device: torch.device) -> "Data":
@@ -144,4 +148,4 @@ class Data:
 
 
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
-"""Images to train on, and for validation and test, None where there are none of their own; labels; preprocessing."""
+"""Training, validation and test images (None if there is no such set), labels and preprocessing."""

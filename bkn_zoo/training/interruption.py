@@ -1,4 +1,4 @@
-"""Signals that stop a training: after the step that is under way, or at once."""
+"""Signals that stop a training, after the current step or at once."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ class Stopped(SystemExit):
 
 
 class Interruption:
-    """SIGINT and SIGTERM, noted, to be acted on after the step that is under way; a second SIGINT is not put off.
+    """Records SIGINT and SIGTERM until the current step is done. A second SIGINT acts at once.
 
     Attributes:
         received: the signal; 0 for none.
@@ -31,8 +31,8 @@ class Interruption:
             self.before(number, frame)
         self.received = number
         if number == signal.SIGINT and not self.quiet:
-            with suppress(OSError):  # not print, whose buffer may be in use where the signal came
-                os.write(2, b"\nstopping after this step, or this validation; Ctrl-C once more stops at once\n")
+            with suppress(OSError):  # not print, because the signal may have interrupted a print
+                os.write(2, b"\nstopping after this step or validation; press Ctrl-C again to stop at once\n")
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -44,12 +44,12 @@ class Interruption:
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Within it, signals go to the handler, but for those that are ignored, as of a process in the background."""
+    """Send signals to the handler, except ignored ones, as in a background process."""
     before: dict[int, Any] = {}
     try:
         for number in numbers:
             if signal.getsignal(number) != signal.SIG_IGN:
-                with suppress(ValueError):  # not the main thread, which alone may set handlers
+                with suppress(ValueError):  # only the main thread may set handlers
                     before[number] = signal.signal(number, handler)
         yield
     finally:
@@ -58,12 +58,12 @@ def handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None
 
 
 def leave_signals_to_parent(_: int = 0) -> None:
-    """For a process that helps another: Ctrl-C goes to both, and the other says when to stop."""
+    """Ignore Ctrl-C in a helper process. It also reaches the main process, which decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def leave_group(_: int = 0) -> None:
-    """For one that ends by itself once the other is gone: no signal to the other's whole group reaches it."""
+    """Leave the process group of the main process, whose signals must not reach this helper. It ends by itself."""
     leave_signals_to_parent()
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)

@@ -1,4 +1,4 @@
-"""The training loop: a recipe and a data set in, a trained network out, whatever interrupts it."""
+"""The training loop, which can be interrupted and resumed."""
 
 import dataclasses
 import time
@@ -22,41 +22,43 @@ from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, write_log
+from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, validation_loss, write_log
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
-"""Between saves after epochs: a few images make short epochs, whose states would take longer than their steps."""
+"""Seconds between saves after epochs. With few images, saving after every epoch would take longer than its steps."""
 
 
 def fit(
     training: Training, recipe: Recipe, data: Data, folder: Path, device: torch.device,
     save_minutes: float = 5.0, workers: int = 0, quiet: bool = False,
 ) -> None:  # fmt: skip
-    """Train to the end of the recipe, from wherever `training` stands.
+    """Train to the end of the recipe, from the current step of `training`.
 
-    After each epoch a line goes to log.jsonl and to `training.history`. The state is saved before the first step, after
-    the first epoch and the last, after those between if the last save is half a minute ago, every `save_minutes`, and
-    when SIGINT or SIGTERM comes: `Stopped` is raised then. A second SIGINT is a KeyboardInterrupt, at once.
+    Each epoch adds a line to log.jsonl and to `training.history`. The state is saved before the first step, after the
+    first and the last epoch, after other epochs if the last save was half a minute ago, every `save_minutes`, and on
+    SIGINT or SIGTERM, which then raise `Stopped`. A second SIGINT raises KeyboardInterrupt at once.
     """
     local_batch(recipe)
     per_epoch = len(data.train) // recipe.gradient_batch
     if not per_epoch:
-        raise InputError(f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: lower it.")
+        raise InputError(
+            f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: choose a smaller one."
+        )
     steps = per_epoch * recipe.epochs
     if not steps and not training.history:
-        raise InputError("epochs is 0, but only fine-tuning has something to do before the first epoch: raise it.")
+        raise InputError("epochs is 0, which only fine-tuning supports: choose at least 1.")
     training.finished = training.finished or not steps
     first = _rank() == 0
     step = make_step(training, recipe, device)
     saves = _Saves(training, recipe, folder, save_minutes, steps)
     with (
         saves.interruption.awaited(),
-        # None is off where there is no terminal.
+        # None disables the bar without a terminal.
         tqdm(total=steps, initial=training.step, unit="step", disable=None if first and not quiet else True) as bar,
     ):
         if first:
-            write_log(training.history, folder)  # without the lines of epochs that are about to be repeated
+            write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
         postfix: dict[str, str] = {}
         write = bar.write if first and not quiet else lambda line: None
@@ -76,31 +78,32 @@ def fit(
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
             told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', the best so far' if best is line else ''}")
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best is line else ''}")
             if first:
                 write_log(training.history, folder)
-            tired = recipe.patience is not None and line["epoch"] - best["epoch"] >= recipe.patience
+            lowest = min(training.history, key=validation_loss)
+            tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
             saves.after_epoch()
 
 
 def _advice(training: Training, recipe: Recipe) -> str:
-    """How to make a long fine-tuning shorter."""
+    """How to shorten a long fine-tuning."""
     if recipe.freeze is True or not training.history or training.history[0]["epoch"] > 0:
         return ""
     fewer = f" or --epochs {max(recipe.epochs // 3, 1)}" if recipe.epochs > 1 else ""
-    return f"much shorter: --freeze, which ends with the classifier that was found above{fewer}"
+    return f"to shorten it: --freeze, which keeps only the classifier from above{fewer}"
 
 
 def _train_epoch(
     training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int,
     step: Callable[[Batch], Tensor], saves: "_Saves", bar: Any, postfix: dict[str, str], pace: Pace,
 ) -> dict[str, Any]:  # fmt: skip
-    """Take the steps that are left of the epoch; the beginning of its line in the log."""
+    """Run the remaining steps of the epoch. Returns the beginning of its line in the log."""
     per_epoch = saves.steps // recipe.epochs
-    often = min(50, max(per_epoch // 4, 1))  # that the loss is shown, for which the host waits for the device
+    often = min(50, max(per_epoch // 4, 1))  # steps between shown losses, because showing one waits for the device
     epoch, skip = divmod(training.step, per_epoch)
-    losses = list(training.losses)  # of the steps before an interruption, which took this long
+    losses = list(training.losses)  # of the steps before an interruption
     spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
     started = time.monotonic() - spent
     batches = training_batches(
@@ -117,7 +120,7 @@ def _train_epoch(
         if len(losses) % often == 0:
             postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
             bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
-        if training.step % per_epoch:  # after an epoch's last step only with its line in the history
+        if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
             saves.within_epoch(losses)
     loss = _finite(losses, training.step).mean().item()
     training.losses = torch.empty(0)
@@ -129,17 +132,17 @@ def _train_epoch(
 
 
 class _Saves:
-    """When the state is saved, and whether the training stops then; all processes decide as one."""
+    """Decides when the state is saved and whether the training stops, for all processes together."""
 
     def __init__(self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int) -> None:
         self.training, self.recipe, self.folder, self.steps = training, recipe, folder, steps
         self.patience = 60 * minutes
         self.interruption = Interruption(quiet=_rank() > 0)
         self.last = time.monotonic()
-        self.begun = self.last - training.seconds  # as if what came before an interruption had come just before now
+        self.begun = self.last - training.seconds  # includes the time before an interruption
 
     def elapsed(self) -> float:
-        """Seconds that the training has taken, without interruptions."""
+        """Seconds of training, without interruptions."""
         return time.monotonic() - self.begun
 
     def within_epoch(self, losses: list[Tensor]) -> None:
@@ -154,7 +157,7 @@ class _Saves:
             self._save(wish)
 
     def _wish(self, patience: float, due: bool = False) -> int:
-        """1 is to save, more is the signal to stop for. Clocks and signals differ between processes."""
+        """1 means save, more is the signal to stop for. Clocks and signals differ between processes, so they agree."""
         return _largest(self.interruption.received or int(due or time.monotonic() - self.last > patience))
 
     def _save(self, wish: int) -> None:
@@ -162,7 +165,7 @@ class _Saves:
             save_state(self.training, self.recipe, self.folder)
         self.last = time.monotonic()
         if wish > 1:
-            raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; go on with --resume")
+            raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; continue with --resume")
 
 
 def _rank() -> int:
@@ -172,10 +175,10 @@ def _rank() -> int:
 def further_images(
     recipe: Recipe, data: Data, device: torch.device, batches: int, workers: int = 0
 ) -> Iterator[Tensor]:  # fmt: skip
-    """What a training passed at a time, for what is asked of its result: images that one more epoch would begin with.
+    """Images of one more epoch, in passes as in training, for measurements on its result.
 
     Args:
-        batches: as many gradient batches, at most.
+        batches: the largest number of gradient batches.
     """
     batch = images_at_a_time(recipe)
     more = training_batches(
@@ -186,7 +189,7 @@ def further_images(
 
 
 def images_at_a_time(recipe: Recipe) -> int:
-    """That a process passes through the network, and so takes statistics of where a recipe says nothing else."""
+    """The number of images per pass of a process, which is also the default statistics batch."""
     return recipe.micro_batch or recipe.gradient_batch // processes()
 
 
@@ -196,7 +199,7 @@ def _at_training_size(data: Data, recipe: Recipe) -> Data:
 
 
 def _largest(number: int) -> int:
-    """Of all processes' numbers."""
+    """The maximum over all processes."""
     if not dist.is_initialized():
         return number
     everyone = torch.tensor(number)
@@ -205,28 +208,32 @@ def _largest(number: int) -> int:
 
 
 def local_batch(recipe: Recipe) -> int:
-    """Each process's images of a step; raises where these cannot be split as the recipe asks."""
+    """The images of each process per step; an error if they cannot be split as the recipe says."""
     ranks = processes()
     local, rest = divmod(recipe.gradient_batch, ranks)
     if rest:
-        raise InputError(f"a gradient batch of {recipe.gradient_batch} cannot be shared by {ranks} processes evenly.")
+        raise InputError(
+            f"a gradient batch of {recipe.gradient_batch} cannot be divided among {ranks} processes: choose a multiple."
+        )
     pass_size = recipe.micro_batch or local
     if local % pass_size:
-        raise InputError(f"a batch of {local} images per process cannot be split into micro-batches of {pass_size}.")
-    group = recipe.statistics_batch
-    if group is not None and pass_size % group and not recipe.freeze:  # frozen norms observe nothing
         raise InputError(
-            f"statistics_batch is {group}, but {pass_size} images at a time cannot be split into groups of so many: "
+            f"a batch of {local} images per process cannot be split into micro-batches of {pass_size}: use a divisor."
+        )
+    group = recipe.statistics_batch
+    if group is not None and pass_size % group and not recipe.freeze:  # frozen norms do not observe
+        raise InputError(
+            f"statistics_batch is {group}, but {pass_size} images at a time cannot be split into groups of that size: "
             "choose a number that divides them."
         )
     return local
 
 
 def _finite(losses: list[Tensor], steps: int) -> Tensor:
-    """The means of all processes' losses; raises where one is not finite, so that no state that it spoiled is saved.
+    """The mean losses over all processes. Raises an error if one is not finite, before a spoiled state is saved.
 
     Args:
-        steps: that the training has taken, of which these are the last.
+        steps: number of steps so far; these losses are of the last ones.
     """
     values = torch.stack(losses)
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The network of a training: the recipe's, with new weights or those of a checkpoint or library."""
+"""The network of a recipe, with new weights or those of a checkpoint or library."""
 
 import torch
 
@@ -24,23 +24,23 @@ def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
     known = source.config is not None and source.config.label_names
     fresh = set() if known and list(known) == label_names else _classifier(source, model)
     with torch.no_grad():
-        for name in fresh:  # zero: no class is preferred, and no noise reaches the layers below
+        for name in fresh:  # zero, so that no class is preferred, and no noise reaches the layers below
             model.get_parameter(name).zero_()
     model.default_statistics = source.default_statistics
     try:
         kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
         missing, extra = model.load_state_dict(kept, strict=False)
-    except RuntimeError:  # a tensor of another shape
+    except RuntimeError:  # a tensor has another shape
         missing, extra = [], list(weights)
     if extra or set(missing) - fresh:
         raise InputError(
-            f"{init} is a {source.name}, whose weights do not fit {recipe.model}: choose its own model and options."
+            f"{init} is a {source.name}, whose weights do not fit {recipe.model}: use the same model and options."
         )
     return model
 
 
 def _classifier(source: Network, model: Network) -> set[str]:
-    """The tensors that differ only in the number of classes; if that is equal, those of the last layer."""
+    """The tensors that differ only in the number of classes; if it is equal, those of the last layer."""
     if source.num_classes == model.num_classes:
         last = {id(tensor) for tensor in classifier(model).parameters()}
         return {name for name, tensor in model.named_parameters() if id(tensor) in last}

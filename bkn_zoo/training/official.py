@@ -15,7 +15,7 @@ from bkn_zoo.progress import bar
 from bkn_zoo.training.image_sets import MEAN_STD, ArrayImages, FileImages, Loaded
 from bkn_zoo.training.interruption import leave_signals_to_parent
 
-CHUNK = 1000  # images that a process decodes at a time
+CHUNK = 1000  # images decoded by a process at a time
 
 
 def cifar(name: str, root: Path, size: int | None) -> Loaded:
@@ -53,12 +53,12 @@ def cifar(name: str, root: Path, size: int | None) -> Loaded:
 
 
 class _CifarUnpickler(pickle.Unpickler):
-    """Reads the official files, which are pickles, and refuses whatever those do not need."""
+    """Reads the official files, which are pickles, and refuses everything that they do not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}")
 
 
 def tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
@@ -66,7 +66,7 @@ def tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
         if not (root / file).is_file():
             raise InputError(
-                f"{root / file} does not exist: name the folder tiny-imagenet-200 of the official archive."
+                f"{root / file} does not exist: pass the folder tiny-imagenet-200 of the official archive."
             )
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
@@ -77,25 +77,25 @@ def tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
         file, identifier, *_ = [*line.split("\t"), ""]
         if identifier not in number:
             raise InputError(
-                f"{root}/val/val_annotations.txt has {line!r}, of no class in wnids.txt: unpack the archive again."
+                f"{root}/val/val_annotations.txt has {line!r}, a class that wnids.txt lacks: unpack the archive again."
             )
         test.append((root / "val" / "images" / file, number[identifier]))
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 64, native_size=64, mean=mean, std=std)
-    # The first of the synonyms; all of them where two classes share the first.
+    # The first of the synonyms, or all of them if two classes share the first.
     first = [words.get(w, w).split(",")[0] for w in identifiers]
     label_names = [words.get(w, w) if first.count(n) > 1 else n for w, n in zip(identifiers, first, strict=True)]
     return _decode_all(train, 64), None, _decode_all(test, 64), label_names, preprocessing
 
 
 def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
-    """Images of side x side; those that cannot be read, or are of another size, are reported and left out."""
+    """Images of side x side. Unreadable images, and those of another size, are reported and left out."""
     images = FileImages([path for path, _ in files], [label for _, label in files])
     pixels = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
     good = torch.zeros(len(images), dtype=torch.bool)
     starts = range(0, len(images), CHUNK)
     chunks = [images.paths[start : start + CHUNK] for start in starts]
-    # Processes, since threads spend more time on waiting for Python's lock than the decoding of so small images takes.
+    # Processes, because threads would wait longer for Python's lock than decoding such small images takes.
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent) as pool:
         decoded = (pool.map if len(chunks) > 1 else map)(_decode, chunks, [side] * len(chunks))
         with bar(len(images), "decoding images", "image") as done:
@@ -108,7 +108,7 @@ def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
 
 
 def _decode(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels, (images, 3, side, side), and which of the files could be read."""
+    """Pixels, (images, 3, side, side), and a mask of the readable files."""
     pixels = np.zeros((len(paths), side, side, 3), dtype=np.uint8)
     good = np.zeros(len(paths), dtype=bool)
     for k, path in enumerate(paths):

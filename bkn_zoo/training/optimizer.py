@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: which parameters decay, which learn at a rate of their own, and the rate at a step."""
+"""The optimizer of a recipe: groups of parameters with weight decay and learning rates, and the schedule."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from bkn_zoo.training.recipes import Recipe
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Weight decay for convolutions and linear layers only; A, R and q with a learning rate of their own."""
+    """Weight decay for convolutions and linear layers only; A, R and q have their own learning rate."""
     groups: dict[str, list[Tensor]] = {"decayed": [], "plain": [], "kalman": []}
     kalman = no_weight_decay(model)
     for name, parameter in model.named_parameters():
@@ -36,14 +36,14 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
-    on_gpu = device.type == "cuda"  # where a CUDA graph may capture its steps
+    on_gpu = device.type == "cuda"  # a CUDA graph may capture its steps
     adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
-    adamw._warned_capturable_if_run_uncaptured = True  # no warning of the steps before the capture, which must be
+    adamw._warned_capturable_if_run_uncaptured = True  # no warning about the necessary steps before the capture
     return adamw
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """At `step` of `steps`."""
+    """The learning rate at `step` of `steps`."""
     up = max(round(recipe.warmup * steps), 1)
     if step < up:
         return recipe.lr * (step + 1) / up

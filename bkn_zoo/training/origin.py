@@ -1,4 +1,4 @@
-"""What a training starts from: a checkpoint or a library's pretrained network. Reading checkpoints needs no PyTorch."""
+"""The start of a training: a checkpoint or a library's pretrained network. Reading checkpoints needs no PyTorch."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from bkn_zoo.checkpoints.locate import is_folder, locate
 from bkn_zoo.images.preprocessing import Preprocessing
 
 LIBRARY_SIZE = 224
-"""Side of the images for a library's network, unless the recipe says otherwise."""
+"""Side of the images for a library's network, unless the recipe sets another size."""
 
 
 class Origin(NamedTuple):
     """A checkpoint or a library's network to start from.
 
     Attributes:
-        init: as the caller named it.
-        name: as others may know it: not a path on this machine.
-        config: of the checkpoint; None for a library's network.
-        preprocessing: that its weights were trained with, if known.
+        init: the name that the caller passed.
+        name: a name without paths of this machine.
+        config: the config of the checkpoint; None for a library's network.
+        preprocessing: the preprocessing that its weights were trained with, if known.
     """
 
     init: str
@@ -29,12 +29,12 @@ class Origin(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Identifies it from any working directory: a folder by its whole path."""
+        """An identifier that does not depend on the working directory: the full path of a folder."""
         return str(Path(self.init).resolve()) if Path(self.init).exists() else self.init
 
 
 def find_origin(init: str) -> Origin:
-    """Describe what `init` names: a folder, a checkpoint's name, "owner/repo", "torchvision:NAME" or "timm:NAME"."""
+    """Find the start called `init`: a folder, a checkpoint's name, "owner/repo", "torchvision:NAME" or "timm:NAME"."""
     if ":" in init:
         from bkn_zoo.conversion.libraries import of_library, preprocessing_of
 

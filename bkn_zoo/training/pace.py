@@ -1,4 +1,4 @@
-"""How long a training will take: told after its first steps, and every 30 seconds where no terminal shows a bar."""
+"""Estimates the time of a training: after its first steps, and every 30 seconds without a terminal."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 from bkn_zoo.progress import EVERY
 
-FIRST_STEPS = 3  # after one that also prepares things
+FIRST_STEPS = 3  # after a first step that also prepares things
 LONG = 300.0  # seconds after which a shorter training is suggested
 
 
@@ -15,10 +15,10 @@ class Pace:
 
     Args:
         write: prints a line.
-        start: the step that this process begins with.
-        steps: of the whole training.
-        extra: what validation adds to the time of an epoch's steps, as a share.
-        advice: how to make a long training shorter; empty for none.
+        start: the first step of this process.
+        steps: number of steps of the whole training.
+        extra: time of validation, as a share of the time of an epoch's steps.
+        advice: how to shorten a long training; may be empty.
     """
 
     def __init__(self, write: Any, start: int, steps: int, extra: float, advice: str) -> None:
@@ -27,7 +27,7 @@ class Pace:
         self.begun = self.told = time.monotonic()
 
     def after_step(self, loss: str) -> None:
-        """To be called after each; `loss` is the last that is known."""
+        """Count a step; `loss` is the last known loss."""
         self.step += 1
         now = time.monotonic()
         if self.step == self.start + 1:
@@ -48,7 +48,7 @@ class Pace:
 
 
 def shown(seconds: float) -> str:
-    """A duration for people to read."""
+    """A duration as text."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

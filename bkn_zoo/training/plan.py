@@ -1,4 +1,4 @@
-"""What a training is going to do, decided before any data are read and before PyTorch is imported."""
+"""The plan of a training, made before data are read and before PyTorch is imported."""
 
 import dataclasses
 import os
@@ -18,10 +18,10 @@ from bkn_zoo.training.origin import Origin, find_origin
 from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
 
 NAME = re.compile(r"[^\W_][\w.=-]*")
-"""Of a run: also the name of its folder, of its checkpoint in the service, and of its repository."""
+"""Valid names of runs, which are also names of folders, checkpoints and repositories."""
 
 Card = Callable[[Config, str, Path], str]
-"""Writes README.md from a checkpoint's config, its name and the folder of results that holds runs/NAME.json."""
+"""Writes README.md from a checkpoint's config, its name and the folder of results with runs/NAME.json."""
 
 
 def _short_card(config: Config, name: str, results: Path) -> str:
@@ -33,12 +33,12 @@ class Plan:
     """A training that `bkn_zoo.training.run.carry_out` can start.
 
     Attributes:
-        recipe: with all overrides; `given` are those that the caller chose.
-        fine_tuning: whether no recipe was named, so that the number of images decides some of its fields.
-        source: what the weights start from; None for new weights.
+        recipe: the recipe with all overrides; `given` are those of the caller.
+        fine_tuning: whether there was no recipe, so that the number of images determines some fields.
+        source: the start of the weights; None for new weights.
         output: folder of the run. The checkpoint goes to `output / name`.
         results: folder of the record, `results / NAME.json`.
-        device: "auto" is a GPU if there is one.
+        device: "auto" is a GPU if available.
     """
 
     recipe: Recipe
@@ -58,11 +58,11 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """The folder of the checkpoint."""
         return self.output / self.name
 
     def say(self) -> None:
-        """Print what is about to be trained, unless the plan is quiet or another process says so."""
+        """Print what will be trained, unless the plan is quiet or another process prints."""
         if speaks() and not self.quiet:
             start = f"starting from {self.source.name}" if self.source else "with new weights"
             print(f"training {self.recipe.model} on {self.data}, {start}", flush=True)
@@ -81,12 +81,12 @@ def make_plan(
     quiet: bool = False,
     **options: Any,
 ) -> Plan:
-    """Read the recipe, find what to start from, and choose name and folders; nothing is written.
+    """Read the recipe, find the start, and choose name and folders. Nothing is written.
 
     Args:
         recipe: None to fine-tune, with `FINE_TUNING` as the recipe.
-        overrides: fields of the recipe; those of its tables by dotted names, or as dictionaries.
-        options: further fields of `Plan`. All others are those of `bkn_zoo.train`.
+        overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
+        options: further fields of `Plan`. All other arguments are those of `bkn_zoo.train`.
     """
     given = _flat(overrides)
     fine_tuning = recipe is None
@@ -112,7 +112,7 @@ def make_plan(
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With dotted names in place of dictionaries, so that they override field by field."""
+    """Replace dictionaries by dotted names, so that they override field by field."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -122,12 +122,12 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_init() -> str:
-    """The checkpoint to start from where the caller names nothing."""
+    """The default checkpoint to start from."""
     try:
         return default_checkpoint()
     except CheckpointError:
         raise InputError(
-            "there is nothing to train: add --checkpoint NAME (a folder, or owner/repo on the Hub) to start from one, "
+            "there is nothing to train: add --checkpoint NAME (or a folder, or owner/repo on the Hub) to start from, "
             "--model NAME for new weights, or a recipe."
         ) from None
 
@@ -135,14 +135,14 @@ def _default_init() -> str:
 def _checked(name: str) -> str:
     if not NAME.fullmatch(name) or name == "results":
         raise InputError(
-            f"a run cannot be called {name!r}: give it a name of letters, digits and -_.= that begins with a "
-            "letter or digit, and is not results."
+            f"{name!r} is not a valid name of a run: use letters, digits and -_.=, begin with a letter or digit, "
+            "and do not use results."
         )
     return name
 
 
 def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
-    """A name that says what was overridden, so that a variant of a run does not replace the run."""
+    """A name that contains the overrides, so that a variant does not replace the original run."""
     told = dict(given)
     if path is None:
         name = f"{recipe.model}.{data.resolve().name}"

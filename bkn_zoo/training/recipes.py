@@ -1,4 +1,4 @@
-"""All that a training depends on beside the data, read from a file and checked. PyTorch is not imported."""
+"""Recipes: everything that a training depends on except the data. This module does not import PyTorch."""
 
 import os
 import tomllib
@@ -13,7 +13,7 @@ from bkn_zoo.images.preprocessing import Side
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
 PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
-"""Short names, as inference has them, for what a recipe says."""
+"""Short names of precisions, as in inference."""
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
@@ -21,16 +21,16 @@ BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at l
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are varied. Every range is symmetric, and zero switches its part off.
+    """How training images are augmented. Every range is symmetric, and zero disables it.
 
     Attributes:
         crop: shift by up to this share of the side (the padded random crop of CIFAR).
-        scale: smallest share of the area that a random part keeps; 1 keeps all.
+        scale: smallest share of the area of a random crop; 1 disables it.
         rotate: degrees.
         colour: brightness, contrast and saturation, each by a factor within 1 +- this.
         flip: mirror half of the images.
-        erase: side of a square that is blanked, as a share of the image's side.
-        mixup, cutmix: the alphas of their Beta distributions; if both are set, each takes half of the batches.
+        erase: side of a blank square, as a share of the image's side.
+        mixup, cutmix: the alphas of their Beta distributions; if both are set, each is used for half of the batches.
     """
 
     crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
@@ -48,28 +48,29 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a training depends on, beside the data. One TOML file each under recipes/.
+    """Everything that a training depends on except the data. recipes/ has one TOML file per recipe.
 
     Attributes:
-        model, norm_options: as `create_model` takes them.
-        dataset, size, validation: as `load_data` takes them.
-        train_size: side of the network's input in training, where it is not `size`. Random parts are enlarged more than
-            whole images are; a smaller one makes up for that (Touvron et al. 2019), and is faster.
-        epochs: passes over the training images; 0, for fine-tuning, trains the classifier alone, on features that are
+        model, norm_options: arguments of `create_model`.
+        dataset, size, validation: arguments of `load_data`.
+        train_size: side of the network's input in training, if it is not `size`. Random crops enlarge objects; a
+            smaller input compensates for that (Touvron et al. 2019), and is faster.
+        epochs: passes over the training images. For fine-tuning, 0 trains only the classifier, on features that are
             computed once.
         gradient_batch: images per optimizer step, over all processes.
-        statistics_batch: images per statistics group; None is all that a process holds at a time.
-        micro_batch: images per forward pass, where the gradient batch does not fit; None is all at once.
+        statistics_batch: images per statistics group; None is all images of a pass.
+        micro_batch: images per forward pass, if the gradient batch does not fit; None is all at once.
         optimizer: "sgd" (with Nesterov momentum) or "adamw".
         schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
-        warmup: share of the steps that go up.
-        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none. What they remember is
-            averaged as well; at the end statistics of their own take its place, if the validation images say so.
-        kalman_lr: learning rate of A, R and q relative to the others'.
+        warmup: share of the steps in which the learning rate rises.
+        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none. Their running averages are
+            averaged as well. At the end these are recomputed, if that is better on the validation images.
+        kalman_lr: learning rate of A, R and q, relative to the other parameters.
         precision: "bfloat16" (autocast) or "float32"; "bf16" and "f32" are accepted, too.
-        keep: the weights of the "last" epoch, or those of the "best" on the validation images. Where the learning rate
-            falls to nothing over many epochs the last are as good, and nothing is chosen by chance.
-        patience: epochs without a better one after which a training ends; None is never.
+        keep: the weights of the "last" epoch, or those of the "best": the last whose loss on the validation images is
+            within a standard error of the lowest. Where the learning rate falls to nothing over many epochs the last
+            are as good, and nothing is chosen by chance.
+        patience: epochs without a lower loss on the validation images after which a training ends; None is never.
         freeze: true trains the classifier only; a number is the share of the layers, from the input on, that stay as
             they are. Either way images are normalized as the checkpoint that it starts from would.
         graph: replay steps from a CUDA graph.
@@ -111,7 +112,7 @@ class Recipe:
 
 
 def find_recipe(recipe: str | os.PathLike[str]) -> Path:
-    """The file of a recipe, by its path or, in a checkout, by the name that it has in recipes/."""
+    """The file of a recipe, by its path or, in a checkout, by its name in recipes/."""
     named = SOURCE_TREE / f"{os.fspath(recipe)}.toml"
     return named if named.is_file() and not Path(recipe).is_file() else Path(recipe)
 
@@ -124,8 +125,8 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
             close = did_you_mean(Path(path).stem, (file.stem for file in SOURCE_TREE.glob("*.toml")))
-            raise InputError(f"{path} cannot be read ({error.strerror}): name a recipe file{close}.") from None
-        except ValueError as error:  # of TOML, or of UTF-8
+            raise InputError(f"{path} cannot be read ({error.strerror}): pass a recipe file{close}.") from None
+        except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     for name, value in (overrides or {}).items():
         table, _, key = name.rpartition(".")

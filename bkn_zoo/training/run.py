@@ -1,10 +1,10 @@
-"""Training as a Python API: from a recipe or a folder of images to a trained network, its record and its checkpoint.
+"""The Python API of training: trains a network from a recipe or a folder of images.
 
-    result = bkn_zoo.fine_tune("photos")                                       # a folder of images for each class
+    result = bkn_zoo.fine_tune("photos")                                       # one subfolder of images per class
     result = bkn_zoo.train("recipes/inception_cifar_bkn.cifar10.toml", data="cifar", epochs=5)
     result.model, result.record, result.folder
 
-`bkn-zoo train` is this in a shell.
+`bkn-zoo train` does the same in a shell.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from bkn_zoo.training.tree import keep_apart
 
 
 def train(
-    recipe: str | os.PathLike[str] | Recipe,
+    recipe: str | os.PathLike[str] | Recipe | None,
     data: str | os.PathLike[str],
     *,
     init: str | os.PathLike[str] | None = None,
@@ -50,32 +50,32 @@ def train(
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainingResult:
-    """Train a network by a recipe; its checkpoint, state, log and record go to the output folder.
+    """Train a network with a recipe, and write its checkpoint, state, log and record to the output folder.
 
-    Ctrl-C and SIGTERM save the state after the current step and raise `SystemExit`; `resume=True` continues from there
-    with the same result as without the interruption. Started by torchrun, all processes train together; the record of
-    all but the first is empty. Errors name options as `bkn-zoo train` does: `--name` is `name` here.
+    Ctrl-C and SIGTERM save the state after the current step and raise `SystemExit`. `resume=True` continues from there,
+    with the same result as without the interruption. If started by torchrun, all processes train together, and only the
+    first one returns a record. Errors mention options of `bkn-zoo train`: `--name` is `name` here.
 
     Args:
-        recipe: a TOML file, the name of one in recipes/ of a checkout, or a `Recipe`.
-        data: the folder that holds the data set.
+        recipe: a TOML file, the name of a recipe in recipes/ of a checkout, or a `Recipe`; None is `fine_tune`.
+        data: the folder of the data set.
         init: a checkpoint to start from (a name, a folder or "owner/repo"), "torchvision:NAME" or "timm:NAME"; its
             classifier is kept for the same classes. By default new weights.
-        name: of the run and its checkpoint; by default the recipe's, with what is overridden.
-        output: folder of the run; by default runs/NAME. The checkpoint goes to its subfolder NAME.
+        name: name of the run and its checkpoint; by default that of the recipe with the overrides.
+        output: folder of the run; by default runs/NAME. The checkpoint is in its subfolder NAME.
         results: folder of the record; by default results/runs in the output folder.
-        device: by default a GPU if there is one.
+        device: by default a GPU if available.
         resume: continue the training in the output folder, with the same options.
         workers: processes that decode image files.
-        save_minutes: between saved states.
-        quiet: print no lines and show no progress bar while it trains.
+        save_minutes: minutes between saved states.
+        quiet: whether to print nothing during the training.
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
     Raises:
         NonFiniteLossError: the training diverged.
-        TrainingError: it cannot continue for another reason, such as a full disk.
-        InputError: a recipe, an option or data that cannot be used.
-        CheckpointError: a checkpoint or a saved state that cannot be used.
+        TrainingError: the training cannot continue for another reason, such as a full disk.
+        InputError: the recipe, an option or the data are invalid.
+        CheckpointError: a checkpoint or a saved state is invalid.
     """
     plan = make_plan(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
@@ -85,54 +85,27 @@ def train(
     return carry_out(plan)
 
 
-def fine_tune(
-    data: str | os.PathLike[str],
-    *,
-    init: str | os.PathLike[str] | None = None,
-    name: str | None = None,
-    output: str | os.PathLike[str] | None = None,
-    results: str | os.PathLike[str] | None = None,
-    device: str | torch.device | None = None,
-    resume: bool = False,
-    workers: int = 0,
-    save_minutes: float = 5.0,
-    quiet: bool = False,
-    **overrides: Any,
-) -> TrainingResult:
-    """Train a pretrained network on one's own images, without a recipe; all else is as in `train`.
+def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
+    """Train a pretrained network on your own images, without a recipe.
 
-    Batches, groups and the number of epochs follow from the checkpoint and the number of images.
+    Batch size, group size and the number of epochs depend on the checkpoint and the number of images.
 
     Args:
         data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
-        init: what to start from, as in `train`; by default the checkpoint that `bkn-zoo classify` uses.
-        name: of the run and its checkpoint; by default the network's and the data folder's, with what is overridden.
-        output: folder of the run, as in `train`.
-        results: folder of the record, as in `train`.
-        device: by default a GPU if there is one.
-        resume: continue the training in the output folder, with the same options.
-        workers: processes that decode image files.
-        save_minutes: between saved states.
-        quiet: print no lines and show no progress bar while it trains.
-        overrides: fields of the recipe, such as `epochs=5` or `freeze=True`; `model="resnet101_bkn"` without `init`
-            trains new weights.
+        options: arguments of `train`. Without `init`, training starts from the default checkpoint, or with
+            `model="resnet101_bkn"` from new weights.
     """
-    plan = make_plan(
-        None, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
-        workers=workers, save_minutes=save_minutes, quiet=quiet,
-    )  # fmt: skip
-    plan.say()
-    return carry_out(plan)
+    return train(None, data, **options)
 
 
 def carry_out(plan: Plan) -> TrainingResult:
-    """Train as planned. What can be refused is refused before the data are read."""
+    """Train as planned. Errors come before the data are read, if possible."""
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
     check_device(plan.device)
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
-    if not plan.fine_tuning or "statistics_batch" in plan.given:  # otherwise `fitted` chooses a batch that it divides
+    if not plan.fine_tuning or "statistics_batch" in plan.given:  # otherwise `fitted` chooses a suitable batch
         local_batch(plan.recipe)
     if plan.recipe.dataset == "folder":
         keep_apart(plan.data, {"--output": plan.folder, "--results": plan.results / plan.name})
@@ -173,14 +146,14 @@ def _train(plan: Plan) -> TrainingResult:
             return finish(training, recipe, data, plan)
     except OSError as error:
         raise TrainingError(
-            f"the results could not be written ({error}): make room, and repeat the command with --resume."
+            f"the results could not be written ({error}): free disk space, and repeat the command with --resume."
         ) from error
-    except CheckpointError as error:  # which says what to do first
+    except CheckpointError as error:  # its message says what to do first
         raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
 
 
 def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Training:
-    """A training at its first step, with all that distinguishes it from others in the same folder."""
+    """A training at its first step, with everything that identifies it."""
     source = plan.source
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, build(recipe, source and source.init, data.label_names), device)
@@ -190,7 +163,7 @@ def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Trai
     training.fingerprint = fingerprint(data, plan.data)
     training.init = source and source.key
     training.preprocessing = data.preprocessing
-    if source and source.preprocessing:  # that of its weights; the size is the recipe's
+    if source and source.preprocessing:  # the preprocessing of its weights, with the recipe's size
         p = source.preprocessing
         training.preprocessing = dataclasses.replace(
             data.preprocessing, mean=p.mean, std=p.std, interpolation=p.interpolation
@@ -199,10 +172,10 @@ def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Trai
 
 
 def _described(recipe: Recipe, data: Data) -> str:
-    """What is trained on, and how, in a line."""
+    """One line about the data and the settings."""
     images = (
-        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more to choose by"
-        + ("" if data.test is None else f" and {len(data.test)} to test by")
+        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more for validation"
+        + ("" if data.test is None else f" and {len(data.test)} for testing")
     )
     p = data.preprocessing
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (p.mean, p.std))
@@ -217,7 +190,7 @@ def _described(recipe: Recipe, data: Data) -> str:
 
 
 def _join_processes(device: str) -> bool:
-    """Join the other processes that torchrun started, unless the caller has; whether it did."""
+    """Join the other processes of torchrun, unless the caller has. Returns whether it joined them."""
     if "RANK" not in os.environ or dist.is_initialized():
         return False
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -228,7 +201,7 @@ def _join_processes(device: str) -> bool:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Within it, cuDNN uses only algorithms that repeat their results, chosen by rule and not by timing."""
+    """Make cuDNN use only deterministic algorithms, chosen without timing."""
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = False, True
@@ -240,9 +213,9 @@ def _repeatable() -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Create a training's folder if needed, and hold it so that no other training uses it at the same time."""
+    """Create and lock the folder of a training, so that no other training uses it."""
     make_folder(folder)
-    if not speaks():  # the first process holds it for all, and is the one that writes
+    if not speaks():  # only the first process writes, so it locks for all
         yield
         return
     try:
@@ -250,10 +223,10 @@ def alone(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{folder / LOG} cannot be written ({error.strerror}): choose another --output.") from None
     with file:
-        lock(file, f"another training uses {folder}: wait for its end, or choose another --name or --output.")
+        lock(file, f"another training is using {folder}: wait until it ends, or choose another --name or --output.")
         yield
 
 
 def _stop(number: int, frame: Any) -> None:
-    """On a signal that would otherwise end the process at once and leave half-written results."""
-    raise Stopped(number, "stopped before all results were written; go on with --resume")
+    """Raise `Stopped` on a signal that would otherwise leave half-written results."""
+    raise Stopped(number, "stopped before all results were written; continue with --resume")

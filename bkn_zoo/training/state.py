@@ -1,4 +1,4 @@
-"""What changes while a network is trained: saved whole or not at all, and loaded to go on from."""
+"""The state of a training: saved completely or not at all, and loaded to resume."""
 
 import copy
 import dataclasses
@@ -25,27 +25,27 @@ SAVED = (
     "model", "averaged", "best", "optimizer", "step", "finished", "seconds", "losses", "history", "data", "images",
     "label_names", "fingerprint", "preprocessing", "init", "processes", "recipe",
 )  # fmt: skip
-"""What a state holds."""
+"""The fields of a saved state."""
 
-REMEDY = "start anew with a lower learning rate (the last saved state is from before, but would lead there again)"
+REMEDY = "start again with a lower learning rate (resuming from the last saved state would diverge again)"
 
 
 @dataclass
 class Training:
-    """What changes while a network is trained, and all that has to be saved of it.
+    """Everything that changes during a training, and identifies it.
 
     Attributes:
-        averaged: the exponential average of the weights, where the recipe asks for one.
-        best: the tensors of the best epoch's result, where the recipe keeps those.
-        seconds: that the steps took, and the validation after each epoch.
-        losses: of the steps of the epoch that is under way, when the state was saved.
-        history: a line for each epoch.
-        data: the folder of the images, by which to know a training from another; empty if nobody said.
-        images: how many there are to train on and to choose by, which must not change; None if nobody said.
-        label_names: of the classes, which must not change either; None if nobody said.
-        fingerprint: of the images' names and labels (`datasets.fingerprint`); empty if nobody said.
-        preprocessing: of the images, if anybody said.
-        init: the checkpoint that it started from, by which to know it, too; None if from none, empty if nobody said.
+        averaged: the exponential moving average of the weights, if the recipe has one.
+        best: the tensors of the best epoch, if the recipe keeps them.
+        seconds: time of all steps and of the validation after each epoch.
+        losses: losses of the current epoch when the state was saved.
+        history: one line per epoch.
+        data: the folder of the images, which identifies the training; empty if unknown.
+        images: number of training and validation images, which must not change; None if unknown.
+        label_names: names of the classes, which must not change; None if unknown.
+        fingerprint: hash of the images' names and labels (`datasets.fingerprint`); empty if unknown.
+        preprocessing: preprocessing of the images, if known.
+        init: the checkpoint that it started from, which identifies it, too; None for new weights, empty if unknown.
     """
 
     model: Network
@@ -73,7 +73,7 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
     model = model.to(device).to(memory_format=torch.channels_last)
     model.statistics_batch_size = recipe.statistics_batch
     if recipe.freeze:
-        model.eval()  # norms, too: they take no statistics of batches, and remember none
+        model.eval()  # norms, too: they neither use statistics of batches nor update running averages
         for layer in frozen_layers(model, recipe.freeze):
             layer.requires_grad_(False)
     averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
@@ -81,42 +81,47 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
 
 
 def classifier(model: Network) -> nn.Module:
-    """The last layer that has an output for each class."""
+    """The last layer with one output per class."""
     for layer in reversed(list(model.modules())):
         if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == model.num_classes:
             return layer
-    raise InputError(f"{model.name} has no layer of its own for the classes: train all of it, without freeze.")
+    raise InputError(f"{model.name} has no separate layer for the classes: train all of it, without freeze.")
 
 
 def frozen_layers(model: Network, share: float) -> list[nn.Module]:
-    """The first layers of a network, by their share of all that have parameters; never the classifier."""
+    """The first layers of a network, as a share of all layers with parameters, without the classifier."""
     layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     last = classifier(model)
     return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
 
 
 def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
-    """The statistics mode with the highest top-1; of several, the one with the lowest loss."""
+    """The statistics mode with the highest top-1; if several are equal, the one with the lowest loss."""
     return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
 
 
+def validation_loss(line: Mapping[str, Any]) -> float:
+    """Of an epoch, in its best mode."""
+    return line["validation"][best_mode(line["validation"])]["loss"]
+
+
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """That of the epoch whose best mode had the highest top-1 on the validation images; of several, the lowest loss."""
+    """That of the last epoch whose validation loss is within a standard error of the lowest.
 
-    def goodness(line: dict[str, Any]) -> tuple[float, float]:
-        best = line["validation"][best_mode(line["validation"])]
-        return best["top1"], -best["loss"]
-
-    return max(history, key=goodness)
+    On few images smaller differences are chance; of epochs that are as good, the later had the lower learning rates.
+    """
+    lowest = min(history, key=validation_loss)
+    error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
+    return next(line for line in reversed(history) if validation_loss(line) <= validation_loss(lowest) + error)
 
 
 def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """That of the epoch whose weights are kept."""
+    """The line of the epoch whose weights are kept."""
     return best_line(history) if recipe.keep == "best" else history[-1]
 
 
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
-    """Write everything that going on needs: complete, or not at all."""
+    """Write everything that resuming needs, completely or not at all."""
     for name, parameter in training.model.named_parameters():
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
@@ -148,19 +153,19 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         os.replace(scratch, folder / STATE)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         stays = "; the last one stays" if (folder / STATE).exists() else ""
-        raise TrainingError(f"{folder / STATE} could not be written ({error}): make room{stays}.") from error
+        raise TrainingError(f"{folder / STATE} could not be written ({error}): free disk space{stays}.") from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def write_log(history: list[dict[str, Any]], folder: Path) -> None:
-    """One line per epoch."""
+    """Write one line per epoch."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
     except OSError as error:
         raise TrainingError(
-            f"{folder / LOG} could not be written ({error.strerror}): make room; the last saved state stays."
+            f"{folder / LOG} could not be written ({error.strerror}): free disk space; the last saved state stays."
         ) from error
 
 
@@ -168,7 +173,9 @@ def find_state(folder: Path) -> Path:
     """The file of the training in a folder."""
     path = folder / STATE
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: there is no training to resume there.")
+        raise CheckpointError(
+            f"{path} does not exist, so there is no training to resume: correct --output, or start without --resume."
+        )
     return path
 
 
@@ -183,12 +190,12 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         changed = _changed(theirs, recipe)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training anew.") from None
+        raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training again.") from None
     if changed:
         name = changed[0]
         raise CheckpointError(
-            f"{path} is of a training with {name} = {theirs[name]!r}, not {ours[name]!r}: give the same options, "
-            "or another --name."
+            f"{path} belongs to a training with {name} = {theirs[name]!r}, not {ours[name]!r}: pass the same "
+            "options, or another --name."
         )
     _check_same(path, state, training)
     try:
@@ -198,11 +205,11 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         here = [group.get("capturable") for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(state["optimizer"])
         for group, capturable in zip(training.optimizer.param_groups, here, strict=True):
-            if capturable is not None:  # the device's, not the training's
+            if capturable is not None:  # depends on the device, not on the training
                 group["capturable"] = capturable
     except (RuntimeError, ValueError, KeyError):
         raise CheckpointError(
-            f"{path} is of a {recipe.model} whose tensors differ, perhaps for other classes: resume with its own data."
+            f"{path} has tensors that do not fit {recipe.model}, perhaps for other classes: resume with the same data."
         ) from None
     training.step, training.seconds = state["step"], state["seconds"]
     training.finished, training.best = state["finished"], state["best"]
@@ -213,39 +220,39 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
 
 
 def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
-    """Refuse a state of a training from another start, with other processes or on other data."""
+    """Refuse a state from another start, another number of processes or other data."""
     if _other_init(state, training):
         raise CheckpointError(
-            f"{path} is of a training that started from {_named(state['init'])}, not {_named(training.init)}: give the "
-            "same --checkpoint, or another --name."
+            f"{path} belongs to a training that started from {_named(state['init'])}, not {_named(training.init)}: "
+            "pass the same --checkpoint, or another --name."
         )
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes
         how = "1 process" if together == 1 else f"{together} processes"
         resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
-        raise CheckpointError(f"{path} is of a training by {how}, not {processes()}: resume {resume}.")
+        raise CheckpointError(f"{path} belongs to a training by {how}, not {processes()}: resume {resume}.")
     if None not in (state["images"], training.images) and state["images"] != training.images:
         (train, chosen), (now, chosen_now) = state["images"], training.images or []
         raise CheckpointError(
-            f"{path} is of a training on {train} images with {chosen} to choose by, not {now} and {chosen_now}: resume "
-            "with its own data."
+            f"{path} belongs to a training on {train} images with {chosen} for validation, not {now} and {chosen_now}: "
+            "resume with the same data."
         )
-    # Where there are fewer or more, tensors differ, too.
+    # With fewer or more classes, tensors differ, too.
     for old, new in zip(state["label_names"] or [], training.label_names or [], strict=False):
         if old != new:
             raise CheckpointError(
-                f"{path} is of a training on a class {old!r}, not {new!r}: resume with its own data, or give another "
-                "--name."
+                f"{path} belongs to a training with a class {old!r}, not {new!r}: resume with the same data, or use "
+                "another --name."
             )
     if _other_images(state, training):
         raise CheckpointError(
-            f"{path} is of a training on other images, or on some of them in other classes: resume with its own data, "
-            "or give another --name."
+            f"{path} belongs to a training on other images, or with some images in other classes: resume with the same "
+            "data, or pass another --name."
         )
 
 
 def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
-    """Refuse a folder whose training a new one would replace: not finished, or of another recipe, data or start."""
+    """Refuse to replace a training that is not finished, or has another recipe, data or start."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state["finished"]
@@ -254,27 +261,27 @@ def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
             *(["data"] if state["data"] != training.data or _other_images(state, training) else []),
             *(["init"] if _other_init(state, training) else []),
         ]
-    except Exception:  # there is none, or none to go on from
+    except Exception:  # no state, or none that can be resumed
         return
     if finished and changed:
         raise InputError(
-            f"{folder} holds another finished training ({changed[0]} differs): choose another --name or "
+            f"{folder} contains another finished training ({changed[0]} differs): choose another --name or "
             "--output, or remove the folder."
         )
     if begun and not finished:
         raise InputError(
-            f"{folder} holds a training that stopped at step {state['step']}: go on with --resume, or remove the "
-            "folder to start anew."
+            f"{folder} contains a training that stopped at step {state['step']}: continue with --resume, or remove the "
+            "folder to start again."
         )
 
 
 def _other_init(state: dict[str, Any], training: Training) -> bool:
-    """Whether a state is of a training from another checkpoint, as far as both say."""
+    """Whether a state started from another checkpoint, as far as known."""
     return "" not in (state["init"], training.init) and state["init"] != training.init
 
 
 def _other_images(state: dict[str, Any], training: Training) -> bool:
-    """Whether a state is of a training on other images, as far as both say."""
+    """Whether a state was trained on other images, as far as known."""
     return "" not in (state["fingerprint"], training.fingerprint) and state["fingerprint"] != training.fingerprint
 
 
@@ -283,6 +290,6 @@ def _named(init: str | None) -> str:
 
 
 def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The fields in which another recipe, as a state has it, differs."""
+    """The fields in which the recipe of a state differs."""
     ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
     return [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]

@@ -1,4 +1,4 @@
-"""One optimizer step, launched kernel by kernel or replayed from a CUDA graph; what processes and averages share."""
+"""One optimizer step, launched kernel by kernel or replayed from a CUDA graph, and averages over processes."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.capture import captured, side_stream
+from bkn_zoo.training.depthwise import fast_depthwise
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import Training
 
@@ -22,7 +23,7 @@ Part = tuple[Tensor, Tensor]
 def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
     """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
     network: Any = training.model
-    alone: Callable[[], Any] = nullcontext  # within it, gradients are not yet shared with other processes
+    alone: Callable[[], Any] = nullcontext  # a context in which gradients are not yet averaged over processes
     if dist.is_initialized():
         with side_stream() if device.type == "cuda" else nullcontext():
             network = parallel(training.model)
@@ -40,7 +41,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         for number, (images, targets) in enumerate(_remembered_as_one(parts, training.model), start=1):
             with alone() if number < len(parts) else nullcontext():
                 # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
-                with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+                autocast = torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False)
+                with autocast, nullcontext() if recipe.compile else fast_depthwise(device):
                     logits = network(images.contiguous(memory_format=torch.channels_last))
                 loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
                 loss.backward()
@@ -60,25 +62,24 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
 
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
-    """The model, with gradients that all processes share.
+    """The model with gradients averaged over all processes.
 
-    Every process normalizes by its own groups; `share_running_averages` joins what they remember, in place of the first
-    process's, which DDP would send to all with every pass.
+    Every process normalizes with its own groups. `share_running_averages` averages the running averages. By default,
+    DDP would copy those of the first process to all in every pass.
     """
     known = inspect.signature(DistributedDataParallel).parameters
-    # The second is what older versions of torch call it.
+    # The second name is that of older versions of torch.
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     option: dict[str, Any] = {name: False}
     return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
-    """The parts of a step, each for a pass of its own, which together move the running averages once.
+    """The parts of a step, one per pass, which together update the running averages once.
 
-    They move to the mean of where each pass alone would have taken them, as with processes: a step means the same
-    however many passes it takes. But for `image_spread`: with N images a pass it comes out too small by a share of at
-    most momentum/(2 N), since the mean that passes share is steadier than the factor in `RunningNorm._step` takes it
-    for.
+    The result is the mean of the updates of all passes, as with several processes, so the number of passes does not
+    matter. The exception is `image_spread`: with N images per pass it is too small by a share of at most
+    momentum/(2 N), because the mean over passes fluctuates less than `RunningNorm._step` assumes.
     """
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
@@ -98,7 +99,7 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
 
 @torch.no_grad()
 def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
-    """Move the averaged weights, and the running averages with them, by `share` towards the model's."""
+    """Move the averaged weights, and their running averages, by `share` towards those of the model."""
 
     def values(module: nn.Module) -> list[Tensor]:
         return [*module.parameters(), *running_averages(module)]
@@ -110,9 +111,9 @@ def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
 
 @torch.no_grad()
 def share_running_averages(model: nn.Module) -> None:
-    """Give every process the mean of all processes' running averages.
+    """Give every process the mean of the running averages of all processes, in one message.
 
-    After every step, in one message: done only where a state is saved, the clock would decide what they become.
+    This happens after every step. If it happened only when a state is saved, the result would depend on the clock.
     """
     averages = running_averages(model)
     if dist.is_initialized() and averages:
@@ -126,7 +127,7 @@ def running_averages(model: nn.Module) -> list[Tensor]:
 
 
 def counters(model: nn.Module) -> list[Tensor]:
-    """Of the steps that norms have seen or skipped."""
+    """The step counters of norms."""
     return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
 
 
@@ -135,6 +136,6 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def _put(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy what `_joined` made into tensors of the same shapes."""
+    """Copy a result of `_joined` into tensors of the same shapes."""
     parts = values.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

@@ -14,6 +14,8 @@ from benchmarks.server import ROOT, cpu_seconds, free_port, load, make_image, re
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.results import table, write_results
 
+CHECKPOINTS = ("efficientnet_lite0_bkn.imagenet", "inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet")
+
 
 def start(args: argparse.Namespace) -> None:
     rows = []
@@ -60,9 +62,7 @@ def _request(image: bytes, query: str = "") -> bytes:
 def add(commands: Any) -> None:
     """The subcommand."""
     command = commands.add_parser("start", help="the service's first answer and its memory")
-    command.add_argument(
-        "--checkpoints", nargs="+", default=["inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet"]
-    )
+    command.add_argument("--checkpoints", nargs="+", default=list(CHECKPOINTS))
     command.add_argument("--precisions", nargs="+", default=["auto", "f32"])
     command.add_argument("--rounds", type=int, default=3)
     command.add_argument("--output", type=Path, default=Path(f"results/benchmark_start.{platform.machine()}.json"))

@@ -1,4 +1,4 @@
-"""Sections of our checkpoints' cards that a user's card does not have: lower precision, twins and speed."""
+"""Sections that only the cards of our own checkpoints have: lower precision, comparisons with other norms, speed."""
 
 import itertools
 import json
@@ -17,62 +17,65 @@ from studies.records import NORMS, Record, chosen_statistics, counted, learned, 
 from studies.twins import batches, but_for_twins, chosen_top1, is_plain, read_twins, sizes, to_the_end
 
 TWINS = """\
-### Against its twins
+### Compared with other norms
 
-Runs of the same network by the same recipe, but for the norm, the statistics batch and the seed: top-1 in percent per
-statistics mode, the mean over seeds and, if there are several, ± their standard deviation. *batches* are gradient and
-statistics batch. In bold, the mode that was best on the validation images, in the mean over a row's runs: rows are to
-be compared by those. Between single runs, a difference of a point or so may be chance."""
+These runs use the same network and recipe with another norm, statistics batch (images per group) or seed. The table has
+top-1 accuracy in percent for each statistics mode: the mean over seeds and, if there are several, ± their standard
+deviation. *batches* are the gradient batch and the statistics batch. The mode in bold was best on the validation
+images, on average over a row's runs. Compare rows by these modes. Between single runs, a difference of about a
+point may be chance."""
 
 PARTS_UNKNOWN = (
-    "How much of the gain is the link between layers, and how much the shrinking of what a layer observes, was not "
-    "measured for this network and these batches."
+    "How much of the gain comes from the link between layers (the transition A), and how much from shrinking the "
+    "observation, was not measured for this network and these batches."
 )
 
 LESS = """\
-### In less precision
+### Lower precision
 
-Top-1 by OpenVINO on a CPU and by PyTorch on a GPU (`results/evaluate/`). `precision="auto"`, the default of classifier,
-command and service, takes bf16 or f16 where the processor has it; `precision="f32"` gives the accuracy above."""
+Top-1 accuracy with OpenVINO on a CPU and with PyTorch on a GPU (`results/evaluate/`). `precision="auto"`, the default
+of classifier, command and service, uses bf16 or f16 if the processor supports it. `precision="f32"` gives the accuracy
+above."""
 
 
 SHIFT = """\
-### Under shift
+### Under distribution shift
 
-Top-1 on {images:,} test images, clean and on average over 15 corruptions at 5 severities (`results/shift/`)."""
+Top-1 accuracy on {images:,} {which}, clean and on average over 15 corruptions at 5 severities (`results/shift/`)."""
 
 
 IMPORTED = """\
-### Whose weights these are
+### Origin of the weights
 
-{weights} (Apache License 2.0, see LICENSE). They are stored in 16 bits and otherwise as they were. Their authors report
+{weights} (Apache License 2.0, see LICENSE). They are stored in 16 bits and otherwise unchanged. Their authors report
 {reported} % top-1 on ImageNet's validation images, which we do not have.
 
-### Measured on photographs
+### Accuracy on photographs
 
-With all 1,000 outputs, in percent; *as population* is the share of images for which a mode gives the same label as
-`population`, which is the original network. The record is `results/imported/{name}.json`."""
+Accuracy in percent over all 1,000 outputs. *as population* is the share of images for which a mode gives the same label
+as `population`, which is the original network. The record is `results/imported/{name}.json`."""
 
 LEARNED = """\
-### How the other modes were made to work
+### Parameters of the other modes
 
-The transition A, the process noise R, the gain q and the centers of all norms were learned without labels by
-`bkn_zoo.learn_statistics`: {images:,} photographs, {epochs} epochs, from a gain of {gain:g}, with seed {seed} on
-{hardware}. The target is the network's own `population` output. No other weight changed.
+`bkn_zoo.learn_statistics` learned the transition A, the process noise R, the gain q and the centers of all norms
+without labels: {images:,} photographs, {epochs} epochs, from a gain of {gain:g}, with seed {seed} on {hardware}. The
+target is the network's own output with `population` statistics. No other weight changed.
 
 ```bash
 {command}
-```
+```"""
 
-### When it does not know
+UNCERTAIN = """\
+### Images of unknown classes
 
-Of the right answers on {held} held-out photographs, 95 % have at least a probability of {threshold:.2f}. Answers
-below it are marked as uncertain. Of {unknown} photographs that show none of the classes (giraffes and polyps), these
-shares pass a threshold that 95 % of the right answers pass, in percent: {passing}."""
+A threshold was chosen for each score so that 95 % of the correct answers on {images} held-out images pass it. Of
+{unknown_images} images that show none of the classes ({unknown}), these percentages pass it: {passing}. The record is
+`results/uncertainty.json`."""
 
 
 def imported_section(config: Config, name: str, record: Record) -> str:
-    """Whose weights an imported checkpoint has, what was measured and what was learned; empty for our own."""
+    """Origin, accuracy and learned parameters of an imported checkpoint; empty for our own."""
     if "weights" not in config.training:
         return ""
     rows = [
@@ -81,58 +84,66 @@ def imported_section(config: Config, name: str, record: Record) -> str:
         for row in record["rows"]
     ]
     weights, reported = config.training["weights"], record["reported_top1"]
-    unknown, held = record["unknown"], record["rows"][-1]["images"]
-    passing = ", ".join(f"{score} {share:g}" for score, share in unknown["passing"].items())
-    learned = LEARNED.format(
-        **{key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")},
-        held=held, threshold=record["uncertain_below"][config.default_statistics], unknown=unknown["images"],
-        passing=passing,
-    )  # fmt: skip
+    facts = {key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")}
     about = IMPORTED.format(weights=weights, reported=reported, name=name)
-    return "\n\n".join([about, table(rows, list(rows[0])), learned])
+    return "\n\n".join([about, table(rows, list(rows[0])), LEARNED.format(**facts)])
+
+
+def uncertain_section(name: str, results: Path) -> str:
+    """How often images of unknown classes pass the threshold, if it was measured."""
+    path = results / "uncertainty.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = next((row for row in rows if row["checkpoint"] == name), None)
+    if found is None:
+        return ""
+    passing = ", ".join(f"{score} {share:g}" for score, share in found["passing"].items())
+    return UNCERTAIN.format(**found | {"passing": passing})
 
 
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
+    uncertain = uncertain_section(name, results)
+    shift = shift_section(results / "shift", name)
     if imported := imported_section(config, name, read_record(results, name)):
-        return checkpoint_card(config, name, read_record(results, name), [imported])
+        return checkpoint_card(config, name, read_record(results, name), [x for x in (imported, shift, uncertain) if x])
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),
     )
-    sections += (shift_section(results / "shift", name), speed_section(config, read_speeds(results)))
+    sections += (shift, uncertain, speed_section(config, read_speeds(results)))
     return checkpoint_card(config, name, read_record(results, name), [each for each in sections if each])
 
 
 def shift_section(folder: Path, name: str) -> str:
-    """Accuracy by mode on corrupted test images, where it was measured."""
+    """Accuracy by mode on corrupted test images, if it was measured."""
     paths = sorted(folder.glob(f"*.{name}.json"))
     if not paths:
         return ""
     record = json.loads(paths[0].read_text())
+    methods = {"expected": record["methods"]["sample"], **record["methods"]}  # the same for groups of one
     rows = [
-        {"statistics": mode, "clean": f"{found['clean']:.1f}", "under shift": f"{found['shifted']:.1f}"}
-        for mode, found in record["methods"].items()
-        if mode in MODES
+        {"statistics": mode, "clean": f"{methods[mode]['clean']:.1f}", "under shift": f"{methods[mode]['shifted']:.1f}"}
+        for mode in MODES
     ]
-    return f"{SHIFT.format(images=record['images'])}\n\n{table(rows, list(rows[0]))}"
+    which = "of the NIPS 2017 photographs" if record["dataset"] == "imagenet" else "test images"
+    return f"{SHIFT.format(images=record['images'], which=which)}\n\n{table(rows, list(rows[0]))}"
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
-    """The measurements of inference on a CPU, by the kind of processor that a file is named after."""
+    """The measurements of inference on a CPU, by the kind of processor in the file name."""
     paths = sorted(folder.glob("benchmark_infer.*.json"))
     return {path.stem.partition(".")[2]: json.loads(path.read_text()) for path in paths}
 
 
 def read_evaluations(folder: Path, name: str, devices: Sequence[str] = ("cpu", "cuda")) -> list[dict[str, Any]]:
-    """The evaluations of a checkpoint: on a CPU in f32 and, where it was measured, on each of the devices in less."""
+    """The evaluations of a checkpoint: on a CPU in f32, and in lower precision on each device, if measured."""
     less = (sorted(folder.glob(f"{name}.{device}.*.json")) for device in devices)
     paths = [folder / f"{name}.cpu.json", *itertools.chain(*less)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def gained(top1: float, exact: float) -> str:
-    """How far one accuracy is above another, to show; what rounds to zero has no sign of its own."""
+    """The difference between two accuracies, as text, without a negative zero."""
     return f"{round(top1 - exact, 2) + 0:+.2f}"
 
 
@@ -143,7 +154,7 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {"hardware": found["hardware"], "precision": found["precision"], "statistics": row["statistics"]}
         | {"top1": f"{row['top1']:.2f}"}
-        | {"more than in f32": gained(row["top1"], exact[row["statistics"]])}
+        | {"compared with f32": gained(row["top1"], exact[row["statistics"]])}
         for found in evaluations[1:]
         for row in found["rows"]
     ]
@@ -179,7 +190,7 @@ def _counted(runs: Sequence[Record]) -> str:
 def _gain(
     recipe: Mapping[str, Any], groups: Mapping[tuple[str, int, int], list[Record]], usual: Deviation | None
 ) -> str:
-    """What the norm of a recipe bought, in a sentence: over others with as large groups, and BN with the largest."""
+    """A sentence on the gain of a recipe's norm over others with the same group size, and over BN with the largest."""
     ours = next((key for key, runs in groups.items() if any(run["recipe"] == recipe for run in runs)), None)
     if ours is None:
         return ""
@@ -187,12 +198,12 @@ def _gain(
     largest = max((statistics for norm, _, statistics in groups if norm == "bn"), default=0)
     gains = [
         f"{abs(gap.value):.2f} points {'above' if gap.value > 0 else 'below'} {NORMS[norm]}"
-        + ("" if norm == "gn" else f" with groups of {statistics}")  # it has none
+        + ("" if norm == "gn" else f" with groups of {statistics}")  # GroupNorm has no groups of images
         + _by_chance(gap)
         for (norm, _, statistics), gap in sorted(gaps.items())
         if norm != ours[0] and (norm == "gn" or statistics == ours[2] or (norm, statistics) == ("bn", largest))
     ]
-    shown = f"In the modes in bold, {NORMS[ours[0]]} with groups of {ours[2]} ends"
+    shown = f"With the modes in bold, {NORMS[ours[0]]} with groups of {ours[2]} ends"
     return f"{shown} {', '.join(gains)}." if gains else ""
 
 
@@ -205,10 +216,10 @@ Length = tuple[int, int, float]
 
 
 def _parts(config: Config, runs: Sequence[Record]) -> str:
-    """What part of the gain over BN is the link between layers, by runs with A held at zero, or that nobody knows.
+    """The part of the gain over BN that comes from the link between layers, from runs with A held at zero.
 
-    By runs of the recipe or, where there are none, of one that differs by its length, the images' size and the share
-    held out alone.
+    It uses runs of the recipe or, if there are none, runs that differ only in length, image size and share of held-out
+    images. Without either, it says that this was not measured.
     """
     shortened = ("epochs", "validation", "size", "train_size")
 
@@ -237,7 +248,7 @@ def _length(run: Record) -> Length:
 
 
 def _usual(length: Length, config: Config, runs: Sequence[Record]) -> Deviation | None:
-    """How far seeds are apart in trainings of a length, of the same network on the same data."""
+    """The typical deviation between seeds for trainings of this length, with the same network and data."""
     arms: dict[str, list[Record]] = {}
     for run in runs:
         of_it = run["model"].rpartition("_")[0] == config.architecture.rpartition("_")[0]
@@ -247,12 +258,12 @@ def _usual(length: Length, config: Config, runs: Sequence[Record]) -> Deviation 
 
 
 def _learned(arm: Sequence[Record], config: Config) -> bool:
-    """Whether all of an arm's seeds did."""
+    """Whether all seeds of an arm learned."""
     return len(to_the_end(arm)) == len(arm) and learned(chosen_top1(arm), config.num_classes)
 
 
 def _part(length: Length, found: Mapping[str, Sequence[Record]], usual: Deviation | None, config: Config) -> str:
-    """By runs of one length, with BN or without."""
+    """The sentences for runs of one length, with or without BN."""
     epochs, size, _ = length
     top1 = {name: chosen_top1(runs) for name, runs in found.items()}
 
@@ -263,22 +274,22 @@ def _part(length: Length, found: Mapping[str, Sequence[Record]], usual: Deviatio
     smaller = "" if size == config.recipe.get("size", 0) else f" with images of {size} px"
     by = f"In runs of {epochs} epochs{smaller} ({counted(len(top1['unlinked']))})"
     if "plain" not in top1:
-        return f"{by} the link between layers is worth {less('whole', 'unlinked')}, against A held at zero."
+        return f"{by} the link between layers is worth {less('whole', 'unlinked')}, compared with A held at zero."
     if not learned(top1["plain"], config.num_classes):
         return (
-            f"{by} BN with as few images per group does not learn: it ends at {mean(top1['plain']):.2f} %, and chance "
-            f"is {100 / config.num_classes:g} %. A gain over it in points would say little; against A held at zero, "
-            f"the link between layers is worth {less('whole', 'unlinked')}."
+            f"{by} BN with the same group size does not learn: it ends at {mean(top1['plain']):.2f} %, and chance is "
+            f"{100 / config.num_classes:g} %. A gain over it in points would mean little. Compared with A held at "
+            f"zero, the link between layers is worth {less('whole', 'unlinked')}."
         )
     return (
-        f"{by} the whole gain over BN with as many images per group is {less('whole', 'plain')}. By runs with A held "
-        f"at zero, the link between layers is worth {less('whole', 'unlinked', ' of them')} and the shrinking of what "
-        f"a layer observes {less('unlinked', 'plain', '')}.{_by_other_rules(found, usual)}"
+        f"{by} the whole gain over BN with the same group size is {less('whole', 'plain')}. According to runs with A "
+        f"held at zero, the link between layers is worth {less('whole', 'unlinked', ' of them')} and the shrinkage of "
+        f"the observation {less('unlinked', 'plain', '')}.{_by_other_rules(found, usual)}"
     )
 
 
 def _by_other_rules(found: Mapping[str, Sequence[Record]], usual: Deviation | None) -> str:
-    """The same three in modes other than those chosen: what a part is worth depends on it. BN was not asked for all."""
+    """The same three numbers with other rules for inference, on which they depend. BN was not measured with all."""
     rules = {"population": "moving averages", "sample": "an image's own statistics", "EvalNorm": "EvalNorm's rule"}
     parts = []
     for rule, shown in rules.items():
@@ -292,8 +303,10 @@ def _by_other_rules(found: Mapping[str, Sequence[Record]], usual: Deviation | No
         if top1["whole"] and top1["unlinked"]:
             link = less("whole", "unlinked")
             three = top1["plain"] and f"{less('whole', 'plain')}, {link} and {less('unlinked', 'plain')}"
-            parts.append(f"by {shown}, {three or f'{link} for the link'}")
-    return f" With one rule at inference for all three networks these are, {'; '.join(parts)}." if parts else ""
+            parts.append(f"with {shown}, {three or f'{link} for the link'}")
+    return (
+        f" With one rule for inference for all three networks, these numbers are: {'; '.join(parts)}." if parts else ""
+    )
 
 
 def _top1(runs: list[Record], mode: str) -> str:
@@ -315,6 +328,6 @@ def speed_section(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> st
             parts.append(
                 f"Milliseconds per image on {speed['hardware']}, of the network with untrained weights "
                 f"(`results/benchmark_infer.{kind}.json`, by `{speed['command']}`): the median over rounds, and the "
-                f"slowest round less the fastest.\n\n{table(rows, columns)}"
+                f"slowest round minus the fastest.\n\n{table(rows, columns)}"
             )
     return "\n\n".join(["## Speed", *parts]) if parts else ""

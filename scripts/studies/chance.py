@@ -1,4 +1,4 @@
-"""What may be chance: how far seeds scatter, and a difference between means with its interval and its verdict."""
+"""Statistics of seeds: their deviation, and differences between means with interval and verdict."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,26 +13,26 @@ T95 = {
     1: 12.71, 1.12: 9.90, 1.25: 8.04, 1.5: 6.02, 2: 4.30, 2.5: 3.57, 3: 3.18, 4: 2.78, 6: 2.45, 10: 2.23, 20: 2.09,
     math.inf: 1.96,
 }  # fmt: skip
-UNSURE = 1.0  # points: between two single runs whose like was never repeated, less may be chance
-SAME = 1.0  # points: things that differ by less are the same
-ALIKE = 1e-3  # points: less than one image of ten thousand
+UNSURE = 1.0  # points; between single runs without repetitions, a smaller difference may be chance
+SAME = 1.0  # points; a smaller difference counts as none
+ALIKE = 1e-3  # points; less than one image of ten thousand
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Between the seeds of a setting's arms, and from how many degrees of freedom it is known."""
+    """The standard deviation between the seeds of a setting's arms, with its degrees of freedom."""
 
     value: float
     freedom: float
 
 
 def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:
-    """Of arms, each with its seeds. The square is the geometric mean of their variances: some scatter widely.
+    """The typical deviation of arms, from the geometric mean of their variances, because some vary widely.
 
-    The logarithm of a variance from few seeds is too small on average, by as much as is known of the chi-squared
-    distribution, and scatters by the trigamma function of half its degrees of freedom: those of the mean are as many
-    as would let one variance scatter as little. Arms whose seeds are all alike, as of networks that learned nothing,
-    are left out.
+    The logarithm of a variance from few seeds is too small on average. The bias follows from the chi-squared
+    distribution and is corrected. Its variance is the trigamma function of half its degrees of freedom. The degrees of
+    freedom of the mean are those of a single variance with the same spread. Arms whose seeds are all equal, such as
+    networks that learned nothing, are left out.
     """
     known = [(stdev(top1), len(top1) - 1) for top1 in arms if len(top1) > 1]
     known = [(own, n) for own, n in known if own > ALIKE]
@@ -50,7 +50,7 @@ def polygamma(order: int, value: float) -> float:
 
 @cache
 def _inverse_trigamma(value: float) -> float:
-    """Where the trigamma function, which falls from infinity to zero, has a value."""
+    """The inverse of the trigamma function, which falls from infinity to zero."""
     low, high = 1e-3, 1e6
     for _ in range(100):
         middle = math.sqrt(low * high)
@@ -59,7 +59,7 @@ def _inverse_trigamma(value: float) -> float:
 
 
 def student(freedom: float) -> float:
-    """Between two of the table, linear in the inverse of the degrees of freedom: too large, by two percent at most."""
+    """Student's t, interpolated in the inverse of the degrees of freedom; at most two percent too large."""
     freedom = max(freedom, 1)
     few, many = max(each for each in T95 if each <= freedom), min(each for each in T95 if each >= freedom)
     share = 0.0 if few == many else (1 / few - 1 / freedom) / (1 / few - 1 / many)
@@ -68,7 +68,7 @@ def student(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two means, with its standard error where one is known, from some degrees of freedom."""
+    """A difference between two means, with its standard error, if known, and degrees of freedom."""
 
     value: float
     error: float | None
@@ -86,9 +86,9 @@ class Difference:
         return student(self.freedom) * self.error
 
     def verdict(self, same: bool = False) -> str:
-        """Whether a claim held that it is positive or, if `same`, that there is none."""
+        """Whether the claim held that the difference is positive or, with `same`, that there is none."""
         if same:
-            far = "did not hold" if abs(self.value) > self.margin else "cannot be told"
+            far = "did not hold" if abs(self.value) > self.margin else "undecided"
             said = "held" if abs(self.value) + self.margin <= SAME else far
         else:
             within = abs(self.value) <= self.margin
@@ -99,14 +99,14 @@ class Difference:
 def between(these: Sequence[float], those: Sequence[float], usual: Deviation | None = None) -> Difference:
     """The difference between the means of two arms, with degrees of freedom by Welch and Satterthwaite.
 
-    Each has its own deviation or, where that is larger, the one that is usual: three seeds may be near to each other by
-    chance. That runs of equal seeds see the same images in the same order is not made use of.
+    Each arm has its own deviation or the usual one, whichever is larger, because three seeds may be close to each other
+    by chance. Pairs of runs with the same seed are not treated as paired.
     """
     seeds, means = (len(these), len(those)), mean(these) - mean(those)
     if usual is None and min(seeds) < 2:
         return Difference(means, None, seeds)
-    parts: list[tuple[float, float]] = []  # of the squared error, each with its degrees of freedom
-    shared = 0.0  # what both owe to the usual deviation, which is one and not two
+    parts: list[tuple[float, float]] = []  # terms of the squared error, each with its degrees of freedom
+    shared = 0.0  # the part of both arms that comes from the usual deviation, a single estimate
     for values in (these, those):
         own = stdev(values) if len(values) > 1 else 0.0
         if usual and usual.value >= own:
@@ -120,13 +120,13 @@ def between(these: Sequence[float], those: Sequence[float], usual: Deviation | N
 
 
 def mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:
-    """Of differences that were taken run by run."""
+    """The mean of differences that were computed run by run."""
     error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
     return Difference(mean(gaps), error, seeds, max(len(gaps) - 1, 1))
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Mean and, of several, the standard deviation."""
+    """The mean and, for several values, the standard deviation."""
     values = list(values)
     if not values:
         return ""

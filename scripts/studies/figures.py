@@ -1,4 +1,4 @@
-"""Plots as PNG files that hold what they show, so that a test can compare them with the records."""
+"""Writes plots as PNG files that also store the plotted values, so that a test can compare them with the records."""
 
 import json
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def save_figures(figures: Mapping[str, Any], folder: Path) -> list[Path]:
-    """As PNG files; what has no figure (None) has no file either, nor keeps one of before.
+    """Write figures as PNG files. If a figure is None, an existing file is deleted.
 
-    What is plotted is in the file, too, so that a test can hold the picture against the results.
+    The file also stores the plotted values, so that a test can compare them with the results.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -24,7 +24,7 @@ def save_figures(figures: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def plotted(figure: Any) -> list[dict[str, Any]]:
-    """What a figure shows: its words and, of each of its axes, words and values, rounded. Nothing is rendered."""
+    """The content of a figure: its texts and, for each axes, texts and rounded values, without rendering."""
     import numpy as np
     from matplotlib.collections import LineCollection, PolyCollection
 
@@ -37,12 +37,12 @@ def plotted(figure: Any) -> list[dict[str, Any]]:
         words = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), *axes.get_legend_handles_labels()[1]]
         words += [text.get_text() for text in axes.texts]
         for axis in (axes.xaxis, axes.yaxis):
-            words += getattr(axis.get_major_formatter(), "seq", [])  # ticks that were given names
+            words += getattr(axis.get_major_formatter(), "seq", [])  # ticks with names
         spreads = [each for each in axes.collections if isinstance(each, LineCollection | PolyCollection)]
         found.append({
             "texts": words,
             "lines": [[rounded(line.get_xdata()), rounded(line.get_ydata())] for line in axes.lines],
-            # Of a band or bar, its corners: in which order they are drawn is matplotlib's.
+            # The corners of a band or bar, sorted, because their order depends on matplotlib.
             "spreads": [
                 sorted(map(list, {tuple(corner) for path in each.get_paths() for corner in rounded(path.vertices)}))
                 for each in spreads

@@ -4,6 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
+from imagenet_data import wordnet_ids
 from PIL import Image
 
 from bkn_zoo.checkpoints.config import Config
@@ -18,19 +19,23 @@ PER_CLASS, TESTED, SIDE, CLASSES = 20, 100, 256, 20  # the last for Tiny ImageNe
 
 
 def pack(official: Path, packed: Path, checkpoint: str) -> None:
-    """Square images of few pixels, for three draws to train on and those to test on; the draw is always the same."""
+    """Square images of few pixels, for three draws to train on and those to test on; the draw is always the same.
+
+    Folders named by WordNet ids get the checkpoint's names for these classes.
+    """
+    names = dict(zip(wordnet_ids(), Config.read(find(checkpoint) / "config.json").label_names or (), strict=False))
     for name, folder in OFFICIAL.items():
         source = official / folder
         if not source.is_dir():
             continue
         shutil.rmtree(packed / name, ignore_errors=True)
         if name == "tiny_imagenet":
-            classes = _tiny(source, checkpoint)
+            classes = _tiny(source)
         else:
             classes = _tree(source) if (source / "train").is_dir() else _undivided(source)
         for label, files in classes.items():
             for split, paths in zip(("train", "val"), files, strict=True):
-                target = packed / name / split / label
+                target = packed / name / split / names.get(label, label)
                 target.mkdir(parents=True)
                 for number, path in enumerate(paths):
                     _small(path, target / f"{number:03}.jpg")
@@ -70,9 +75,7 @@ def _undivided(root: Path) -> dict[str, tuple[list[Path], list[Path]]]:
     return chosen
 
 
-def _tiny(root: Path, checkpoint: str) -> dict[str, tuple[list[Path], list[Path]]]:
-    """Classes by the names that the checkpoint has for them; its own training has seen most of the training images."""
-    names = Config.read(find(checkpoint) / "config.json").label_names or ()
+def _tiny(root: Path) -> dict[str, tuple[list[Path], list[Path]]]:
     identifiers = (root / "wnids.txt").read_text().split()
     tested: dict[str, list[Path]] = {}
     for line in (root / "val" / "val_annotations.txt").read_text().splitlines():
@@ -80,7 +83,7 @@ def _tiny(root: Path, checkpoint: str) -> dict[str, tuple[list[Path], list[Path]
         tested.setdefault(identifier, []).append(root / "val" / "images" / file)
     chosen = sorted(random.Random(0).sample(range(len(identifiers)), CLASSES))
     return {
-        names[k]: (
+        identifiers[k]: (
             _drawn([*(root / "train" / identifiers[k] / "images").glob("*.JPEG")], PER_CLASS * len(SEEDS)),
             sorted(tested[identifiers[k]]),
         )

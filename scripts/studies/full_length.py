@@ -1,6 +1,6 @@
-"""A table of docs/results.md and its plot: runs at the full length of the published recipes, each with its twins.
+"""A table of docs/results.md and its plot: runs at the full length of the published recipes.
 
-BKN with few images per statistics group, BN with as few, and BN with many.
+They compare BKN with few images per statistics group, BN with as few, and BN with many.
 """
 
 import json
@@ -24,11 +24,11 @@ BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 
 @dataclass(frozen=True)
 class FullLength:
-    """One network on one data set, each norm by the same recipe: top-1 on the test images, of each seed.
+    """One network on one data set with the same recipe: top-1 on the test images for each seed.
 
     Attributes:
         few: images per statistics group of `bkn` and `bn_few`.
-        many: of `bn_many`.
+        many: images per statistics group of `bn_many`.
     """
 
     data: str
@@ -41,17 +41,17 @@ class FullLength:
 
     @property
     def seeds(self) -> list[int]:
-        """How many each of the three has."""
+        """The number of seeds of each of the three."""
         return [len(arm) for arm in (self.bn_few, self.bkn, self.bn_many)]
 
 
 def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
-    """One for each network, data set and size of groups whose runs allow the comparison.
+    """One row for each network, data set and group size with runs to compare.
 
-    Of several recipes, that of most epochs and, of those, the one that was run most often.
+    If there are several recipes, the one with most epochs is used, then the one with most runs.
 
     Args:
-        runs: as `read_twins` gives them. Options of a norm are not compared here, and leave a run out.
+        runs: the result of `read_twins`. Runs with options of a norm are ignored.
     """
     alike: dict[tuple[str, str, str], list[Run]] = {}
     for run in (run for run in to_the_end(runs) if is_plain(run, {})):
@@ -74,7 +74,7 @@ def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
 
 
 def full_length_table(rows: Iterable[FullLength]) -> str:
-    """The rows, with what A costs in parameters."""
+    """The rows as a table, with the parameters that A adds."""
     classes = {DATASETS[name].shown: count for name, count in CLASSES.items()}
 
     def line(row: FullLength) -> dict[str, str]:
@@ -99,9 +99,9 @@ def parameters(name: str, classes: int) -> int:
 
 
 def draw_full_length(rows: list[FullLength], path: Path) -> None:
-    """One line per row: how far it is from BN to BKN with few images per group, and where BN is with many.
+    """Draw one line per row: from BN to BKN with few images per group, and BN with many.
 
-    The figures are in the file, too, so that a test can hold the picture against the results.
+    The file also stores the values, so that a test can compare them with the results.
     """
     from matplotlib.figure import Figure
 
@@ -140,7 +140,7 @@ def draw_full_length(rows: list[FullLength], path: Path) -> None:
 
 
 def drawn(path: Path) -> list[Mapping[str, object]]:
-    """The figures that a picture was drawn from."""
+    """The values that a picture was drawn from."""
     from PIL import Image
 
     return json.loads(Image.open(path).info["Description"])

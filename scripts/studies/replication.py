@@ -42,8 +42,8 @@ from studies.rules import (
 from studies.twins import read_twins
 from studies.variants import create_variant
 
-ASKED_BATCHES = 64  # of training images, for what is asked of a trained network
-MAP = 48  # groups and channels of the picture of variance gaps
+ASKED_BATCHES = 64  # of training images, for measurements on a trained network
+MAP = 48  # groups and channels in the plot of variance gaps
 SMALLER = {
     "A in 8 bits": lambda a: coarse(a, 8),
     "A of rank 16": lambda a: low_rank(a, 16),
@@ -93,7 +93,7 @@ STUDY = Replication()
 
 
 def load(recipe: Recipe, root: Path, cache: Path) -> Data:
-    """A recipe's data set. One of image files is decoded once, into a file that all processes map."""
+    """The data set of a recipe. Image files are decoded once, into a file that all processes map."""
     if recipe.dataset != "tiny_imagenet":
         return load_data(recipe.dataset, root, recipe.size, recipe.validation)
     where = root / OFFICIAL[recipe.dataset]
@@ -102,7 +102,7 @@ def load(recipe: Recipe, root: Path, cache: Path) -> Data:
 
 
 def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train, or go on with it, then measure; returns the record."""
+    """Train, or resume a training, then measure. Returns the record."""
     recipe = run.recipe
     torch.manual_seed(recipe.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
@@ -116,7 +116,7 @@ def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.de
         try:
             load_state(training, recipe, folder, device)
         except CheckpointError as error:
-            print(f"{error} It is.")
+            print(f"{error} The training starts again.")
     record: dict[str, Any] = {
         "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "epochs": recipe.epochs,
@@ -127,7 +127,7 @@ def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.de
         fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
         record |= Questions(training.result, recipe, data, device).answers()
     except NonFiniteLossError as error:
-        record["failed"] = str(error).partition(":")[0]  # a result, too
+        record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
     (folder / STATE).unlink(missing_ok=True)
     history = [{**line, "validation": rounded(line["validation"])} for line in training.history]
     curve = [
@@ -144,9 +144,9 @@ def rounded(measured: Metrics) -> Metrics:
 
 @dataclasses.dataclass
 class Questions:
-    """What a trained network is asked: accuracy and calibration by mode, other rules, and how steady its variances are.
+    """Measurements on a trained network: accuracy and calibration by mode, other rules, and variance gaps.
 
-    The mode is chosen on the validation images, and so is the share of the one rule that has one to choose.
+    The mode, and the share of example weighing, are chosen on the validation images.
     """
 
     model: Network
@@ -175,17 +175,17 @@ class Questions:
         return {**result, "rules": rules}
 
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:
-        """On the test images, if there are no others."""
+        """Measure on these images, by default the test images."""
         images = self.data.test if images is None else images
         return rounded(evaluate(network, evaluation_batches(self.data, images, 500, self.device), modes))
 
     def in_training(self, question: Callable[..., Any]) -> Any:
-        """Ask the network, passing images as its training did."""
+        """Call a measurement with training batches, in the precision of the training."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
             return question(self.model, further_images(self.recipe, self.data, self.device, ASKED_BATCHES))
 
     def recalibrated(self) -> tuple[Metrics, dict[str, float]]:
-        """With running averages taken anew: on the test images, and top-1 on the validation images."""
+        """With recomputed running averages: metrics on the test images, and top-1 on the validation images."""
         fresh, modes = self.in_training(recalibrated), ("population", "expected")
         test = {f"recalibrated {mode}": metrics for mode, metrics in self.measure(fresh, *modes).items()}
         validation = self.measure(fresh, *modes, images=self.data.validation)

@@ -1,4 +1,4 @@
-"""What the records of the replication say about its arms, and about the differences between them."""
+"""The results of the replication's arms, and the differences between them, from the records."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,19 @@ from studies.replication_plan import CLASSES, Arm, Experiment, Plan, Training, l
 
 
 def read_records(*folders: Path) -> dict[str, Record]:
-    """What runs left that can stand for planned ones, by the key of their recipes; of two, that of the first folder.
+    """Records that can be used for planned runs, by the key of their recipes. The first folder has precedence.
 
-    A record of running averages that were taken anew stands for none: a recipe does not say so, and the replication
-    never does it.
+    Records with recomputed running averages are left out: a recipe does not show this, and the replication never
+    recomputes them.
     """
     records: dict[str, Record] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
             record = read_run(path)
             recipe = read_recipe(None, record["recipe"])
-            shared = record.get("processes", 1) > 1 and recipe.statistics_batch is None  # groups are smaller then
+            shared = (
+                record.get("processes", 1) > 1 and recipe.statistics_batch is None
+            )  # groups are smaller in this case
             if record.get("statistics_anew") or shared:
                 continue
             records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
@@ -48,29 +50,29 @@ class Cell:
 
     @cached_property
     def chosen(self) -> str:
-        """The mode that was best on the validation images, in the mean over seeds."""
+        """The mode with the best mean accuracy on the validation images."""
         return chosen_statistics(self.good)
 
     def top1(self, mode: str | None = None, images: str = "test") -> list[float]:
-        """Of each seed, in percent; without a mode, in the one that is chosen.
+        """Top-1 accuracy of each seed in percent, by default in the chosen mode.
 
-        On the test images, a mode may also be one of the other rules, of those networks that were asked for it, or
-        "recalibrated": of those with running statistics taken anew, the one that was best on the validation images.
+        On the test images, a mode may also be another rule, for the networks that were measured with it, or
+        "recalibrated": the better mode on validation images with recomputed running statistics.
         """
         return [top1 for top1 in self._asked(mode, images) if top1 is not None]
 
     def learned(self, mode: str | None = None) -> bool:
-        """Whether all its seeds did."""
+        """Whether all its seeds learned."""
         dataset = self.arm.runs[0].recipe.dataset
         return len(self.good) == len(self.records) and learned(self.top1(mode), CLASSES[dataset])
 
     def gaps(self, this: str | None, that: str | None) -> list[float]:
-        """Between two modes on the test images, network by network."""
+        """Differences between two modes on the test images, network by network."""
         pairs = zip(self._asked(this), self._asked(that), strict=True)
         return [a - b for a, b in pairs if a is not None and b is not None]
 
     def _asked(self, mode: str | None, images: str = "test") -> list[float | None]:
-        """None for a network that was not asked for it."""
+        """The accuracy of a network with a mode or rule; None if it was not measured."""
         if mode == "recalibrated":
             asked = [each["recalibrated_validation"] for each in self.good if "recalibrated_validation" in each]
             mode = f"recalibrated {best_mode(asked)}" if asked else mode
@@ -86,23 +88,23 @@ def missing(plan: Plan, records: Mapping[str, Record]) -> list[Training]:
 
 
 def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: str = "test") -> Deviation | None:
-    """The one that is typical of a setting; None where no arm has several seeds.
+    """The typical deviation of a setting; None if no arm has several seeds.
 
-    Arms of which a seed diverged or did not learn are left out: how far the others are apart is no chance of networks
-    that train.
+    Arms with a seed that diverged or did not learn are left out, because their deviation is not that of networks that
+    train.
     """
     found = (cell(arm, records) for arm in plan.arms.values() if arm.setting == setting)
     return typical(each.top1(images=images) for each in found if each.records and each.learned())
 
 
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:
-    """Whether it held; or what else its not holding means, where the claim says so."""
+    """The verdict on a claim; its field `otherwise`, if it has one, replaces "did not hold"."""
     said = found.verdict(claim.get("same", False))
     return said if said.startswith("held") else claim.get("otherwise", said)
 
 
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
-    """That a claim is about; None where runs are missing. Differences within the same runs are taken run by run."""
+    """The difference of a claim; None if runs are missing. Within the same runs, it is computed run by run."""
     if "this" not in claim:
         return None
     if claim.get("steps"):
@@ -120,7 +122,7 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
 
 @dataclass(frozen=True)
 class Lead:
-    """Of an arm of BKN over another arm."""
+    """The lead of an arm of BKN over another arm."""
 
     arm: Arm
     over: Arm
@@ -158,7 +160,7 @@ def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cel
     """
     for name in names:
         if name not in plan.arms:
-            raise InputError(f"a claim is about {name}, which no experiment runs: name one of its arms.")
+            raise InputError(f"a claim is about {name}, which no experiment runs: correct the name.")
     found = [cell(plan.arms[name], records) for name in names]
 
     def worth(each: Cell) -> float:
@@ -168,7 +170,7 @@ def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cel
 
 
 def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
-    """Share of the steps, in percent, that `this` can do without to be as good as `that` is at its end (validation)."""
+    """The percentage of steps that `this` saves to reach the final validation accuracy of `that`."""
     this, that = (cell(plan.arms[claim[name]], records).good for name in ("this", "that"))
     if not this or not that:
         return None

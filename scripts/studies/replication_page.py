@@ -30,7 +30,7 @@ WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in W
 
 
 def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, str]:
-    """Those of the regions of docs/results.md: one for each experiment, by its name, and those that stand below."""
+    """The regions of docs/results.md by name: one for each experiment, and those listed at the end."""
     claims = _found(plan.claims, plan, records)
     differences = {each.name: _found(each.differences, plan, records) for each in plan.experiments}
     count = sum(found is not None for _, found in itertools.chain(claims, *differences.values()))
@@ -61,8 +61,8 @@ def _settings(plan: Plan) -> str:
         recipe, schedule = setting.pop("recipe"), setting.pop("brn", None)
         changes = [f"{field} = {value}" for field, value in setting.items()]
         changes += [f"BRN's schedule {', '.join(f'{k} = {v}' for k, v in schedule.items())}"] if schedule else []
-        lines.append({"setting": name, "recipe": f"`recipes/{recipe}.toml`", "but for": "; ".join(changes)})
-    return table(lines, ["setting", "recipe", "but for"]) + "\n"
+        lines.append({"setting": name, "recipe": f"`recipes/{recipe}.toml`", "changes": "; ".join(changes)})
+    return table(lines, ["setting", "recipe", "changes"]) + "\n"
 
 
 def _state(plan: Plan, records: Mapping[str, Record]) -> str:
@@ -70,19 +70,19 @@ def _state(plan: Plan, records: Mapping[str, Record]) -> str:
     done = [records[run.key] for run in runs if run.key in records]
     where = dict.fromkeys(f"{each['hardware']}, torch {each['versions']['torch']}" for each in done)
     left = len(missing(plan, records))
-    rest = f"; {left} {'is' if left == 1 else 'are'} not: GPU time is why" if left else ""
+    rest = f" {left} {'was' if left == 1 else 'were'} not run for lack of GPU time." if left else ""
     return (
-        f"Of {len(runs)} runs planned, {len(done)} are done ({'; '.join(where)}){rest}. Each record holds its command, "
-        "hardware, versions, seed and recipe.\n"
+        f"Of {len(runs)} planned runs, {len(done)} are done ({'; '.join(where)}).{rest} Each record contains its "
+        "command, hardware, versions, seed and recipe.\n"
     )
 
 
 Found = list[tuple[Mapping[str, Any], Difference | None]]
-"""Claims, and what was found."""
+"""Claims with the differences that were found."""
 
 
 def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str, Record]) -> Found:
-    """A difference from networks that learned nothing would be a number that says nothing."""
+    """The difference for each claim; None if the networks to compare with did not learn."""
     found: Found = []
     for claim in claims:
         points = difference(claim, plan, records)
@@ -90,7 +90,7 @@ def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str
         mode = claim.get("modes", [None, None])[1]
         if that and claim["this"] != claim["that"] and not that.learned(mode):
             some = any(Cell(that.arm, (each,)).learned(mode) for each in that.good)
-            how = "did not learn, or broke down, with some seeds" if some else "did not learn"
+            how = "did not learn, or failed, with some seeds" if some else "did not learn"
             found.append(({**claim, "untested": f"{that.arm.label} {how}"}, None))
         else:
             found.append((claim, points))
@@ -122,7 +122,7 @@ def _failures(claims: Found) -> str:
             note = f" {claim['note']}" if "note" in claim else ""
             lines.append(f"- {claim['says']}: {theirs}{found} here ({said}).{note}")
     if not lines:
-        lines = ["Of what was tested, nothing."]
+        lines = ["Every claim that was tested held."]
     if untested:
         are = "is" if untested == 1 else "are"
         lines += ["", f"{untested} of the {len(claims)} claims {are} not tested."]
@@ -130,21 +130,21 @@ def _failures(claims: Found) -> str:
 
 
 def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> str:
-    place = f"For {experiment.place}. " if experiment.place else ""
+    place = f"In the paper: {experiment.place}. " if experiment.place else ""
     about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}.\n"
     parts = [about]
     found_cells = list(cells(experiment, records))
     if not any(each.records for each in found_cells):
-        return "\n".join([*parts, f"None of its {len(found_cells)} rows is run yet.\n"])
+        return "\n".join([*parts, f"None of the {len(found_cells)} rows has been run yet.\n"])
     rows = [_row(each) for each in found_cells]
     names = list(rows[0])
     if all(not row["paper"] for row in rows):
         names.remove("paper")
     parts += [table(rows, names) + "\n"]
     lines = [
-        {"what": what, "points": "", "seeds": "", "": claim.get("untested", NOT_RUN)}
+        {"comparison": what, "points": "", "seeds": "", "verdict": claim.get("untested", NOT_RUN)}
         if each is None
-        else {"what": what, "points": str(each), "seeds": _seeds(each), "": WORTH[each.verdict()]}
+        else {"comparison": what, "points": str(each), "seeds": _seeds(each), "verdict": WORTH[each.verdict()]}
         for claim, each in found
         if each or "untested" in claim or _waits(claim, plan, records)
         for what in [claim["says"] + (", on validation images" if claim.get("images") == "validation" else "")]
@@ -156,12 +156,12 @@ def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[
     ends = [each.arm for names, each in choices.items() if each.good and each.arm.name == names[-1]]
     last = [f"{arm.label} ({arm.batches})" for arm in ends]
     if last:
-        parts += [f"The largest that was tried, so that a larger one may be better still: {'; '.join(last)}.\n"]
+        parts += [f"The best value is the largest that was tried, so a larger one may be better: {'; '.join(last)}.\n"]
     return "\n".join(parts)
 
 
 def _waits(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> bool:
-    """Whether some of its arms have no records yet; if not, networks were not asked for one of its rules."""
+    """Whether some of its arms have no records yet; otherwise, one of its rules was not measured."""
     names = [name for side in ("this", "that") for name in listed(claim[side])]
     return not all(cell(plan.arms[name], records).records for name in names)
 
@@ -185,12 +185,10 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
     gained = [(short, full) for short, full in found if short.points.verdict().startswith("held")]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     none = sum(full.points.verdict().startswith("within") for _, full in gained)
-    said = (
-        f"Of {len(gained)} gains after few epochs, {smaller} are smaller at full length and {none} within chance there"
-    )
-    so = ": a short training says who learns faster, and not by how much one ends higher"
-    said += so if 2 * smaller > len(gained) else ""
-    return f"{_table_of(rows)}\n{said}.\n" if gained else _table_of(rows)
+    said = f"Of {len(gained)} gains after few epochs, {smaller} are smaller at full length and {none} are within chance"
+    so = " A short training shows which norm learns faster, not how far ahead it ends."
+    said += "." + (so if 2 * smaller > len(gained) else "")
+    return f"{_table_of(rows)}\n{said}\n" if gained else _table_of(rows)
 
 
 def _judged(found: Difference) -> str:
@@ -236,7 +234,7 @@ def _head(each: Cell) -> dict[str, Any]:
 
 
 def _of_some(top1: Sequence[float], each: Cell) -> str:
-    """Of the networks that were asked, and how many they are where that is not all."""
+    """Mean and deviation over the measured networks, with their number if not all were measured."""
     return spread(top1) + (f" ({counted(len(top1))})" if 0 < len(top1) < len(each.records) else "")
 
 
@@ -268,7 +266,7 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
             if gaps and abs(mean(gaps)) > SAME and each.learned():
                 places.append(f"{_kind(each.arm)} at {each.arm.setting} ({each.arm.batches}) {mean(gaps):+.1f}")
     said = [f"- {rule}: {'; '.join(places) or 'nowhere'}." for rule, places in apart.items()]
-    return "\n".join([_table_of(rows), "By more than a point better (+) or worse (-) than `expected`:\n", *said, ""])
+    return "\n".join([_table_of(rows), "More than one point better (+) or worse (-) than `expected`:\n", *said, ""])
 
 
 def _calibration(plan: Plan, records: Mapping[str, Record]) -> str:
@@ -284,7 +282,7 @@ WAYS = "A in 8 bits", "A of rank 16", "A of rank 4", "A set to zero"
 
 
 def _smaller(plan: Plan, records: Mapping[str, Record]) -> str:
-    """Each network in the mode that it was asked in, its own."""
+    """Accuracy with smaller transitions, for each network in its own mode."""
     rows = []
     for each in _arms(plan, records, "rules"):
         asked = [r for r in each.records if WAYS[0] in r["rules"] and r["chosen_statistics"] != "population"]
@@ -310,17 +308,17 @@ def _gaps(plan: Plan, records: Mapping[str, Record]) -> str:
         gaps.setdefault(_kind(each.arm), {})[f"{each.arm.setting} ({each.arm.batches})"] = mean(gap)
 
     def compared(this: str, that: str) -> tuple[str, bool]:
-        """Where the one is smaller, in words, and whether it is so everywhere."""
+        """In how many places the first is smaller, in words, and whether it is everywhere."""
         both = [place for place in gaps[this] if place in gaps[that]]
         larger = [place for place in both if gaps[this][place] >= gaps[that][place]]
         but_for = f" (not at {', '.join(larger)})" if larger else ""
         return f"{len(both) - len(larger)} of {len(both)}{but_for}", bool(both) and not larger
 
     (than_bn, _), (unlinked_than_bkn, everywhere) = compared("BKN", "BN"), compared(HELD, "BKN")
-    so = ": what steadies it is the shrinking, and not the link between layers" if everywhere else ""
+    so = " So the gap shrinks because of the shrinkage, not because of the link between layers." if everywhere else ""
     return (
-        f"{_table_of(rows)}\nBKN's is smaller than BN's at {than_bn} pairs of batches; with A held at zero it is "
-        f"smaller still at {unlinked_than_bkn}{so}.\n"
+        f"{_table_of(rows)}\nThe gap of BKN is smaller than that of BN at {than_bn} pairs of batches. With A held at "
+        f"zero it is even smaller at {unlinked_than_bkn}.{so}\n"
     )
 
 
@@ -347,7 +345,7 @@ def _speed() -> dict[str, str]:
     ratios, plain = ([float(line[column]) for line in lines] for column in ("BKN / BN", "from Python"))
     held = "held" if min(ratios) > 0.95 else "did not hold"
     said = (
-        f"In a graph BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: there, that it costs little "
-        f"{held}. From Python it has {min(plain):.3f} to {max(plain):.3f}.\n"
+        f"In a CUDA graph, BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: the claim that BKN costs "
+        f"little {held}. From Python it has {min(plain):.3f} to {max(plain):.3f}.\n"
     )
     return {"speed": f"{_table_of(lines)}\n{said}", "speed_hardware": results[0]["hardware"]}

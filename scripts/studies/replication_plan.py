@@ -1,6 +1,6 @@
 """The plan of the replication, read from replication.toml.
 
-A planned run and a record belong together if their recipes are the same; names are for people.
+A planned run and a record belong together if their recipes are equal. Names do not matter.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from studies.records import NORMS, recipe_key
 
 PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
-"""How many a data set has, by its name in a recipe."""
+"""The number of training images of a data set, by its name in a recipe."""
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
     "gain_per_channel=True": "a gain per channel", "shared_process_noise=False": "R per channel",
 }  # fmt: skip
 HELD = f"{NORMS['bkn']}, {WORDS['link=False']}"
-"""How an arm of BKN without the link between layers is called."""
+"""The label of an arm of BKN without the link between layers."""
 
 
 @dataclass(frozen=True)
 class Training(Run):
-    """A recipe, and what a recipe does not say.
+    """A recipe, with settings that a recipe does not have.
 
     Attributes:
         width: factor of the network's channels.
-        every: the training images are each `every`-th of the data set's.
-        experiments: those that show it.
+        every: train on every `every`-th image of the data set.
+        experiments: the experiments that show the run.
     """
 
     recipe: Recipe
@@ -67,10 +67,10 @@ class Training(Run):
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ by their seeds alone: a cell of a table.
+    """Runs that differ only in their seeds: a cell of a table.
 
     Attributes:
-        ablation: it is there to be compared with another, which has the same norm and the same batches.
+        ablation: whether it is compared with another arm that has the same norm and batches.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Arm:
 
     @property
     def batches(self) -> str:
-        """Gradient and statistics batch, to show."""
+        """Gradient and statistics batch as text."""
         return f"{self.gradient}, {self.group}"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table: its arms, and the differences between them that it is about."""
+    """A table: its arms, and the differences that it compares."""
 
     name: str
     title: str
@@ -113,7 +113,7 @@ class Plan:
         return {arm.name: arm for experiment in self.experiments for arm in experiment.arms}
 
     def runs(self) -> list[Training]:
-        """Each run once, in the order of the file: a row with all its seeds, then the next."""
+        """Each run once, in the order of the file, row by row with all seeds."""
         first: dict[str, Training] = {}
         shown: dict[str, list[str]] = {}
         for experiment in self.experiments:
@@ -124,20 +124,20 @@ class Plan:
 
 
 def read_plan(path: Path = PLAN, recipes: Path = RECIPES, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """The experiments of a file, with fields of all recipes overridden."""
+    """Read the experiments of a file, with overridden fields in all recipes."""
     try:
         content = tomllib.loads(path.read_text())
         settings = content["settings"]
         experiments = tuple(_experiment(each, settings, recipes, overrides or {}) for each in content["experiments"])
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} cannot be read ({error}): name a file of experiments.") from None
+        raise InputError(f"{path} cannot be read ({error}): pass a file of experiments.") from None
     except KeyError as error:
-        raise InputError(f"{path} lacks {error}: write it as the comment at its head says.") from None
+        raise InputError(f"{path} lacks {error}: see the comment at its beginning.") from None
     return Plan(settings, tuple(_with_all_seeds(experiments)), tuple(content.get("claims", [])))
 
 
 def _with_all_seeds(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
-    """An arm has as many seeds as the experiment that asks for most of them."""
+    """Give each arm the largest number of seeds that any experiment asks for."""
     every = [arm for experiment in experiments for arm in experiment.arms]
     seeds = {arm.name: arm.runs for arm in sorted(every, key=lambda arm: len(arm.runs))}
     for each in experiments:
@@ -152,7 +152,9 @@ def _experiment(
     for row in content["rows"]:
         unknown = set(row) - {"norm", "groups", "gradient", "options", "fields", "seeds", "width", "paper"}
         if unknown:
-            raise InputError(f"experiment {content['name']}: a row does not take {sorted(unknown)[0]!r}.")
+            raise InputError(
+                f"experiment {content['name']}: a row has the unknown field {sorted(unknown)[0]!r}: remove it."
+            )
         options, fields, seeds = row.get("options", {}), row.get("fields", {}), row.get("seeds", content["seeds"])
         lists = [listed(row["groups"]), *map(listed, options.values()), *map(listed, fields.values())]
         for group, *values in itertools.product(*lists):
@@ -172,7 +174,7 @@ def _arm(
     file, every, schedule = recipes / f"{setting.pop('recipe')}.toml", setting.pop("every", 1), setting.pop("brn", {})
     base = read_recipe(file)
     gradient, width = row.get("gradient", base.gradient_batch), row.get("width", 1.0)
-    if row["norm"] == "brn":  # with smaller gradient batches it has more steps
+    if row["norm"] == "brn":  # smaller gradient batches mean more steps
         options_in_steps = {key: round(steps * base.gradient_batch / gradient) for key, steps in schedule.items()}
     else:
         options_in_steps = {}

@@ -1,6 +1,6 @@
-"""The plots of docs/results.md: one message each; means over seeds, and how sure they are.
+"""The plots of docs/results.md. Each shows one message, with means over seeds and their uncertainty.
 
-What a title says is computed from what is drawn.
+Titles are computed from the values that are drawn.
 """
 
 import textwrap
@@ -62,7 +62,7 @@ def _less(this: Cell, that: Cell, plan: Plan, records: Mapping[str, Record], ima
 
 
 def _worth(found: Difference) -> str:
-    """As the page's tables say it, whatever the number of seeds."""
+    """The verdict in the words of the page's tables, without the number of seeds."""
     return WORTH[found.verdict().partition(" (")[0]]
 
 
@@ -78,7 +78,7 @@ def _listed(words: Iterable[object]) -> str:
 
 
 def _looks(number: int) -> list[dict[str, Any]]:
-    """Of lines that stand for no norm: colours from dark to light, each with a marker of its own."""
+    """Styles of lines that do not stand for a norm: colours from dark to light, each with its own marker."""
     from matplotlib import colormaps
 
     shades = [colormaps["viridis"](0.85 * k / max(number - 1, 1)) for k in range(number)]
@@ -121,7 +121,7 @@ def _controls(plan: Plan, records: Mapping[str, Record]) -> Any:
 
 
 def _norm_and_link(found: list[Cell], plan: Plan, records: Mapping[str, Record]) -> str:
-    """How far BKN is from BN, and from itself without the link, for each size of groups that has all three."""
+    """BKN's lead over BN and over BKN without the link, for each group size that has all three."""
     of = {(each.arm.label, each.arm.group): each for each in found}
     parts = []
     for group in sorted({group for _, group in of}):
@@ -165,7 +165,7 @@ def _link(plan: Plan, records: Mapping[str, Record]) -> Any:
 
 
 def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
-    """What other starts than the default give, for each size of groups."""
+    """Accuracy with other initial gains than the default, for each group size."""
     found = [each for name in ("gain", "gain_larger") for each in _done(plan, name, records)]
     of = {(each.arm.group, _recipe(each).norm_options.get("initial_gain", DEFAULT_GAIN)): each for each in found}
     against = {
@@ -187,7 +187,7 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
     _both_small_and_large(axes, against.values())
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.set(xlabel="images per statistics group", xlim=(-0.5, len(groups) - 0.5))
-    axes.set_ylabel(f"validation top-1, less that of the default\n{BEYOND}")
+    axes.set_ylabel(f"validation top-1 minus that of the default\n{BEYOND}")
     beyond = [
         f"{start:g} with groups of {group} ({each.value:+.1f})"
         for (group, start), each in against.items()
@@ -195,7 +195,7 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
     ]
     recipe = _recipe(found[0])
     said = f"{len(beyond)} {'is' if len(beyond) == 1 else 'are'} beyond chance: {_listed(beyond)}" if beyond else ""
-    message = f"Of {len(against)} starts of the gain q other than {DEFAULT_GAIN:g}, {said or 'none is beyond chance'}"
+    message = f"Of {len(against)} initial gains other than {DEFAULT_GAIN:g}, {said or 'none is beyond chance'}"
     axes.set_title(_title(message, f"{_setting(recipe)}, {recipe.epochs} epochs"), size=10.5)
     axes.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(starts) + 1)
@@ -203,7 +203,7 @@ def _gain(plan: Plan, records: Mapping[str, Record]) -> Any:
 
 
 def _courses(each: Cell) -> tuple[list[int], list[int], list[list[float]]]:
-    """Epochs, steps, and at each the validation accuracy of every seed, in the mode that is chosen."""
+    """Epochs, steps, and the validation accuracy of every seed at each of them, in the chosen mode."""
     curves = [record["curve"] for record in each.good]
     epochs, steps = ([line[name] for line in curves[0]] for name in ("epoch", "step"))
     return epochs, steps, [[line["top1"][each.chosen] for line in lines] for lines in zip(*curves, strict=True)]
@@ -241,7 +241,7 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
             if each.records and not each.arm.ablation:
                 norm, place = each.arm.label.partition(",")[0], (name, each.arm.gradient, each.arm.group)
                 panels.setdefault(place, {})[norm] = each
-    # GroupNorm has no groups: that of whole batches belongs to all of their size.
+    # GroupNorm does not use groups of images, so its run with whole batches is shown in every panel of that size.
     alone = {key[:2]: members.pop("GroupNorm") for key, members in panels.items() if "GroupNorm" in members}
     panels = {
         key: members
@@ -284,7 +284,7 @@ def _micro_batches(plan: Plan, records: Mapping[str, Record]) -> Any:
 
 
 def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
-    """A line over steps that says of how many seeds it is; a cross where the last of those was that diverged."""
+    """A line over steps, labelled with its number of seeds; a cross marks the last point of each diverged seed."""
     lost = [record["curve"][-1] for record in each.records if "failed" in record and record["curve"]]
     if each.good:
         _, steps, values = _courses(each)
@@ -297,7 +297,7 @@ def _course(axes: Any, norm: str, each: Cell, **style: Any) -> None:
 
 
 def _both_small_and_large(axes: Any, found: Iterable[Difference]) -> None:
-    """A scale of differences on which one that is many times the others does not flatten them."""
+    """A scale on which one very large difference does not flatten the others."""
     ends = [each.value + side * (each.margin if each.error is not None else 0) for each in found for side in (-1, 1)]
     low, high = max(t for t in TICKS if t <= min(0.0, *ends)), min(t for t in TICKS if t >= max(1.0, *ends))
     ticks = [tick for tick in TICKS if low <= tick <= high]
@@ -308,7 +308,7 @@ def _both_small_and_large(axes: Any, found: Iterable[Difference]) -> None:
 
 
 def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
-    """BKN's lead over each rival after a short training, and after one of the recipe's full length."""
+    """BKN's lead over each rival after a short training and at the full length of the recipe."""
     found = sorted(leads(plan, records), key=lambda pair: -pair[0].points.value)
     if not found:
         return None
@@ -335,12 +335,12 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> Any:
         axes.set_xticks([0, 1], ["shorter\ntraining", "full\nlength"])
         axes.set_xlim(-0.35, 1.35)
         axes.axhline(0, color="black", linewidth=1)
-        axes.set_title(f"less {rival}", size=10.5)
+        axes.set_title(f"BKN minus {rival}", size=10.5)
         axes.grid(axis="y", alpha=0.3)
         lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9)
     _both_small_and_large(panels[0], [lead.points for ends in found for lead in ends])
-    panels[0].set_ylabel(f"BKN's top-1 on the test images, less another's\n{BEYOND}")
+    panels[0].set_ylabel(f"BKN's lead in top-1 on the test images\n{BEYOND}")
     gained = [(short, full) for short, full in found if _worth(short.points) == "a gain"]
     smaller = sum(full.points.value < short.points.value for short, full in gained)
     message = f"Of {len(gained)} gains by BKN after a short training, {smaller} are smaller at full length"
@@ -372,7 +372,7 @@ def _variance_gap(plan: Plan, records: Mapping[str, Record]) -> Any:
         each.set(title=f"{norm}, one network's last layer: {here:.2f}", xlabel="group of two images", ylabel="channel")
     figure.colorbar(picture, ax=axes, label="gap: log(variance of the group / running variance)", extend="both")
     shown = _listed(f"{spread(each, 3)} with {norm}" for norm, each in gaps.items())
-    message = f"A group's variance strays from the moving average by {shown}"
+    message = f"The variance of a group differs from the moving average by {shown}"
     seeds = counted(min(map(len, gaps.values())))
     about = f"mean |gap| over layers, with standard deviation over {seeds}, {DATASETS[setting].shown}, (128,2)"
     figure.suptitle(_title(message, about, 100), size=10.5)

@@ -1,7 +1,7 @@
-"""What a trained network is asked beside its accuracy: other rules for inference, and how steady its beliefs are.
+"""Further measurements on trained networks: other rules for inference, and variance gaps.
 
-The rules stand beside the mode `expected`, and like it give an observation from an image's own statistics and what the
-layers remember; BN normalizes by it, BKN takes it through predict and update.
+Like the mode `expected`, the rules compute an observation from the image's own statistics and the running averages. BN
+normalizes with it, and BKN passes it through predict and update.
 """
 
 import copy
@@ -21,7 +21,7 @@ from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
 from bkn_zoo.norms.statistics import observe, pool
 
 Rule = Callable[[RunningNorm, Belief, int], Belief]
-"""From a layer, the statistics of the images and the group met in training, what is observed of each image."""
+"""Computes the observation of each image from the layer, the statistics of the images and the group size."""
 
 
 def layers(model: Network) -> list[RunningNorm]:
@@ -30,7 +30,7 @@ def layers(model: Network) -> list[RunningNorm]:
 
 @contextmanager
 def observing_by(model: Network, rule: Rule) -> Iterator[None]:
-    """Within it, the mode `expected` of `model` observes by `rule`. For measurements: nobody else may use it then."""
+    """Use `rule` in the mode `expected` of `model`. For measurements only: no other thread may use the model."""
 
     def bind(layer: RunningNorm) -> Callable[[Belief, int], Belief]:
         return lambda images, group: rule(layer, images, group)
@@ -38,7 +38,7 @@ def observing_by(model: Network, rule: Rule) -> Iterator[None]:
     for layer in layers(model):
         layer.expect = bind(layer)  # type: ignore[method-assign, assignment]
     try:
-        with kernels.use("pytorch"):  # fused kernels know no other rule than their own
+        with kernels.use("pytorch"):  # the fused kernels do not support other rules
             yield
     finally:
         for layer in layers(model):
@@ -46,9 +46,9 @@ def observing_by(model: Network, rule: Rule) -> Iterator[None]:
 
 
 def example_weighing(share: float) -> Rule:
-    """Summers & Dinneen (2020): moments of the image and of all images, mixed by a share that is tuned.
+    """Summers & Dinneen (2020): moments of the image and of all images, mixed with a tuned share.
 
-    At a share of 1/n this is `expected` but for the term V (n-1)/n^2, by which it is wider.
+    At a share of 1/n, the variance is that of `expected` plus V (n-1)/n^2.
     """
 
     def rule(layer: RunningNorm, images: Belief, group: int) -> Belief:
@@ -62,9 +62,9 @@ def example_weighing(share: float) -> Rule:
 
 @torch.no_grad()
 def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
-    """Singh & Shrivastava (2019): mean and variance mixed apart, by two shares a layer, fitted to training groups.
+    """Singh & Shrivastava (2019): mean and variance mixed with two shares per layer, fitted to training groups.
 
-    Theirs are learned by gradient descent during training; these are the least squares that it aims at, over channels
+    They learn the shares by gradient descent during training. Here they are the least-squares solution, over channels
     in units of their own variance.
     """
     group = model.statistics_batch_size or 1
@@ -83,7 +83,7 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
             terms += [(own * shared).sum(), own.square().sum()]
         sums[layer] = sums.get(layer, 0) + torch.stack(terms).double()
 
-    trained, model = model, copy.deepcopy(model)  # whose running averages move
+    trained, model = model, copy.deepcopy(model)  # a copy, because its running averages change
     remembered = {layer: population(layer) for layer in layers(model)}
     _in_training(model, batches, lambda layer, x, belief: watch(layer, observe(x)))
     shares = {}
@@ -99,7 +99,7 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
 
 
 def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
-    """A copy whose running averages are taken anew over `batches`, by the weights as they are now."""
+    """A copy with running averages recomputed over `batches`."""
     model = copy.deepcopy(model)
     recalibrate(model, batches)
     return model
@@ -107,7 +107,7 @@ def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
 
 @torch.no_grad()
 def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]) -> Network:
-    """A copy whose A are each `smaller` of what they were."""
+    """A copy with `smaller` applied to each transition A."""
     model = copy.deepcopy(model)
     for layer in layers(model):
         if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
@@ -116,7 +116,7 @@ def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]
 
 
 def coarse(transition: Tensor, bits: int) -> Tensor:
-    """Rounded to `bits` bits, a scale for each row."""
+    """The matrix rounded to `bits` bits, with one scale per row."""
     step = transition.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     return torch.round(transition / step.clamp_min(1e-30)) * step
 
@@ -129,7 +129,7 @@ def low_rank(transition: Tensor, rank: int) -> Tensor:
 
 @torch.no_grad()
 def variance_gaps(model: Network, batches: Iterable[Tensor]) -> list[Tensor]:
-    """For each layer, the logarithm of each group's variance over the running one: (groups, channels)."""
+    """For each layer, log(variance of the group / running variance): (groups, channels)."""
     model = copy.deepcopy(model)
     running = {layer: layer.running_var.clone() for layer in layers(model)}
     gaps: dict[RunningNorm, list[Tensor]] = {layer: [] for layer in layers(model)}
@@ -145,7 +145,7 @@ def variance_gaps(model: Network, batches: Iterable[Tensor]) -> list[Tensor]:
 def _in_training(
     model: Network, batches: Iterable[Tensor], watch: Callable[[RunningNorm, Tensor, Belief | None], None]
 ) -> None:
-    """Pass batches as training does; `watch` sees every layer's input and belief."""
+    """Run batches in training mode. `watch` is called with the input and belief of every layer."""
 
     def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         watch(layer, args[0].detach(), output[1])

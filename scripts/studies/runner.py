@@ -40,7 +40,7 @@ def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, 
     parser.add_argument("--only", nargs="+", metavar="NAME", help="train only these runs or groups of runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
-    parser.add_argument("--device", default=None, help="default: cuda where there is one")
+    parser.add_argument("--device", default=None, help="device (default: cuda if available)")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/studies"), help="folder for unfinished runs and decoded images"
     )
@@ -55,9 +55,9 @@ def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, 
     if args.jobs < 1:
         parser.error("--jobs must be at least 1")
     if not (args.list or args.table or args.plot or args.data):
-        parser.error("nothing to do: --list, --data, --table or --plot")
+        parser.error("nothing to do: choose --list, --data, --table or --plot")
     if not args.study and (args.data or args.results):
-        parser.error(f"--data and --results are for one study: {', '.join(names)}")
+        parser.error(f"--data and --results need one study: choose {', '.join(names)}")
     args.changes = dict(map(change, args.set))
     args.arguments = arguments
     return args, chosen
@@ -67,7 +67,7 @@ def change(text: str) -> tuple[str, Any]:
     """A field and its value, parsed as JSON if possible."""
     field, equals, value = text.partition("=")
     if not equals:
-        raise InputError(f"--set takes fields as FIELD=VALUE, not {text!r}.")
+        raise InputError(f"--set {text!r} is not of the form FIELD=VALUE: correct it.")
     try:
         return field, json.loads(value)
     except json.JSONDecodeError:
@@ -86,7 +86,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
     """Apply the options to a study; returns the number of failed runs."""
     results, failed = args.results or study.results, 0
     if args.data and not args.data.is_dir():
-        raise InputError(f"there is no folder {args.data}: name the one that holds the data sets.")
+        raise InputError(f"there is no folder {args.data}: pass the folder of the data sets.")
     if args.pack:
         study.pack(args)
         return 0

@@ -3,12 +3,14 @@
     export PYTHONPATH=scripts
     python -m studies.shift --data DATA_FOLDER --dataset cifar10 --jobs 11
     python -m studies.shift --data DATA_FOLDER --dataset tiny_imagenet --arms      # no training: checkpoints alone
+    python -m studies.shift --data DATA_FOLDER --dataset imagenet --arms --chunk 500
     python scripts/study.py shift --table --plot                                   # docs/shift.md and its plot
 
-DATA_FOLDER holds cifar-10-batches-py, cifar-100-python and tiny-imagenet-200, or those of them that are needed. Every
-training and every evaluation is a process of its own; evaluations begin after the last training. The networks of one
-seed are evaluated together, on the same images; so are the published checkpoints of the data set. One JSON record per
-network goes to --results. The same command resumes unfinished trainings and skips finished ones.
+DATA_FOLDER holds cifar-10-batches-py, cifar-100-python and tiny-imagenet-200, or those of them that are needed; for
+imagenet, the photographs that shift_photographs.py reads. Every training and every evaluation is a process of its own;
+evaluations begin after the last training. The networks of one seed are evaluated together, on the same images; so are
+the published checkpoints of the data set. One JSON record per network goes to --results. The same command resumes
+unfinished trainings and skips finished ones.
 """
 
 import argparse
@@ -42,6 +44,7 @@ PUBLISHED = {
     "cifar10": ["inception_cifar_bkn.cifar10"],
     "cifar100": ["inception_cifar_bkn.cifar100", "inception_cifar_bkn.cifar100_single"],
     "tiny_imagenet": ["inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet"],
+    "imagenet": ["efficientnet_lite0_bkn.imagenet", "efficientnet_lite2_bkn.imagenet"],
 }
 OTHER = {"cifar10": "cifar100", "cifar100": "cifar10"}
 """Data sets whose images are of unknown classes."""
@@ -85,11 +88,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--published", nargs="*", help="checkpoints to measure; default: all of the data set")
+    parser.add_argument("--checkpoints", type=Path, default=ROOT / "checkpoints", help="where they are")
     parser.add_argument("--images", type=int, default=10_000, help="test images, at most")
     parser.add_argument("--chunk", type=int, default=1000, help="test images between two records")
     parser.add_argument("--tuning", type=int, default=1000, help="validation images that rules are tuned on")
     parser.add_argument("--validation", type=float, help="their share of the data; default: that of the trainings")
     parser.add_argument("--fitted", type=int, default=1000, help="training images that rules are fitted on")
+    parser.add_argument("--layers", action="store_true", help="also adapt groups of norms only")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after as many")
     parser.add_argument("--device", default=None, help="default: cuda where there is one")
@@ -153,24 +158,20 @@ def measure(group: str, args: argparse.Namespace) -> None:
 
     from bkn_zoo.checkpoints.provenance import environment
     from bkn_zoo.publishing.results import write_record
-    from bkn_zoo.training.datasets import load_data
     from studies.shift_evaluate import evaluate, part
 
     deadline, begun = time.monotonic() + args.seconds, time.monotonic()
     device = device_of(args)
-    root = args.data / "tiny-imagenet-200" if args.dataset == "tiny_imagenet" else args.data
-    size = 128 if args.dataset == "tiny_imagenet" else None
-    held = args.validation or (0.02 if group == "published" else 0.1)  # what a network was not trained on
-    data = load_data(args.dataset, root, size, held).to(device)
-    other = OTHER.get(args.dataset)
-    unknown = None
-    if other and (args.data / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[other]).is_dir():
-        unknown = test_images(other, args.data)
+    data, unknown = load(group, args)
+    data = data.to(device)
     networks = published(args, device) if group == "published" else trained(int(group), args, data, device)
     benches = {name: bench(network, about, data, args) for name, (network, about) in networks.items()}
+    print(f"ready, {time.monotonic() - begun:.0f} s", flush=True)
     for name, each in benches.items():
         each.tune(part(data.validation, args.tuning, 0))
         print(f"{name}: tuned, {time.monotonic() - begun:.0f} s", flush=True)
+
+    about = {name: {"layers": layers(each, data.test, args)} for name, each in benches.items()}
 
     here = environment(0)
     here["command"] = here["command"].replace("python shift.py", "python -m studies.shift")
@@ -179,7 +180,7 @@ def measure(group: str, args: argparse.Namespace) -> None:
         for name, each in benches.items():
             record = {
                 "name": name, "dataset": args.dataset, **networks[name][1], "images": images,
-                "seconds": round(time.monotonic() - begun, 1), **each.result(), **here,
+                "seconds": round(time.monotonic() - begun, 1), **each.result(), **about[name], **here,
             }  # fmt: skip
             write_record(args.results / f"{args.dataset}.{name}.json", json.dumps(record, separators=(",", ":")))
         print(f"{group}: {images} images, {time.monotonic() - begun:.0f} s", flush=True)
@@ -187,10 +188,38 @@ def measure(group: str, args: argparse.Namespace) -> None:
     evaluate(benches, data.test, unknown, args.images, args.chunk, deadline, save)
 
 
-def bench(network: Any, about: dict[str, Any], data: Any, args: argparse.Namespace) -> Any:
-    from studies.shift_evaluate import Bench
+def load(group: str, args: argparse.Namespace) -> tuple[Any, Any]:
+    """The data set, and images of unknown classes if there are any."""
+    from bkn_zoo.training.datasets import load_data
+    from studies.shift_photographs import photographs, unknown_photographs
 
-    return Bench(network, data, about["mode"], baselines=about["norm"] == "bn", fitted=args.fitted)
+    if args.dataset == "imagenet":
+        return photographs(args.data), unknown_photographs(args.data)
+    root = args.data / "tiny-imagenet-200" if args.dataset == "tiny_imagenet" else args.data
+    held = args.validation or (0.02 if group == "published" else 0.1)  # what a network was not trained on
+    data = load_data(args.dataset, root, None, held)
+    other = OTHER.get(args.dataset)
+    if other and (args.data / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[other]).is_dir():
+        return data, test_images(other, args.data)
+    return data, None
+
+
+def bench(network: Any, about: dict[str, Any], data: Any, args: argparse.Namespace) -> Any:
+    from studies.shift_evaluate import ALL, MIX, Bench
+
+    if "checkpoint" in about:
+        data = dataclasses.replace(data, preprocessing=network.config.preprocessing)
+    # Photographs are for converted networks, which were trained with batch normalization.
+    baselines = ALL if about["norm"] == "bn" else MIX if args.dataset == "imagenet" else ()
+    return Bench(network, data, about["mode"], baselines, fitted=args.fitted)
+
+
+def layers(bench: Any, test: Any, args: argparse.Namespace) -> dict[str, Any] | None:
+    """What adapting some norms only gives."""
+    from studies.shift_evaluate import part
+    from studies.shift_layers import layer_study
+
+    return layer_study(bench, part(test, args.chunk, bench.seed)) if args.layers else None
 
 
 def test_images(name: str, data: Path) -> Any:
@@ -241,7 +270,7 @@ def published(args: argparse.Namespace, device: Any) -> dict[str, Any]:
 
     found = {}
     for name in args.published:
-        model = from_pretrained(str(ROOT / "checkpoints" / name))
+        model = from_pretrained(str(args.checkpoints / name))
         about = {"checkpoint": name, "norm": "bkn", "mode": model.default_statistics}
         found[name] = model.to(device).to(memory_format=torch.channels_last).requires_grad_(False), about
     return found

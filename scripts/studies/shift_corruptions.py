@@ -1,8 +1,8 @@
-"""The corruptions of CIFAR-10-C, CIFAR-100-C and Tiny-ImageNet-C, on a whole batch at once and from a seed.
+"""The corruptions of CIFAR-10-C, CIFAR-100-C, Tiny-ImageNet-C and ImageNet-C, on a whole batch and from a seed.
 
 The names, the constants and the order of operations are those of Hendrycks & Dietterich (2019, github
-hendrycks/robustness, make_cifar_c.py and make_tinyimagenet_c.py). The code is our own: PyTorch on the device of the
-images, and Pillow for JPEG. It differs from theirs in these points:
+hendrycks/robustness, make_cifar_c.py, make_tinyimagenet_c.py and make_imagenet_c.py). The code is our own: PyTorch on
+the device of the images, and Pillow for JPEG. It differs from theirs in these points:
 
 - frost: their six photographs are replaced by random textures with the same brightness quantiles and spectral slope.
 - spatter (one of the four extra corruptions): the outline of the liquid stands in for OpenCV's Canny edges.
@@ -14,7 +14,7 @@ Like theirs, glass_blur copies a neighbour's pixel where it means to swap two.
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Generator, Tensor
 from bkn_zoo.errors import UnknownNameError
 from bkn_zoo.training.augmentation import generator
 from studies.shift_constants import CONSTANTS
+from studies.shift_filters import box_weights, filtered, gaussian, moved, normal, plasma, replaced, uniform, zoomed
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -77,14 +78,6 @@ def speckle_noise(x: Tensor, c: float, source: Generator) -> Tensor:
     return x + x * c * normal(x.shape, source)
 
 
-def normal(shape: Sequence[int], source: Generator) -> Tensor:
-    return torch.randn(tuple(shape), generator=source, device=source.device)
-
-
-def uniform(shape: Sequence[int], source: Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return low + (high - low) * torch.rand(tuple(shape), generator=source, device=source.device)
-
-
 # Blur
 
 
@@ -94,11 +87,13 @@ def gaussian_blur(x: Tensor, c: float, source: Generator) -> Tensor:
 
 def defocus_blur(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
     radius, alias = c
-    line = torch.arange(-5.0, 6.0)
+    margin = 1 if radius <= 8 else 2
+    reach = math.ceil(radius) + 1
+    line = torch.arange(-reach, reach + 1.0)
     disk = (line.square()[:, None] + line.square() <= radius**2).float()
-    soft = torch.exp(-torch.tensor([1.0, 0.0, 1.0]) / (2 * alias**2))
+    soft = torch.exp(-torch.arange(-margin, margin + 1.0).square() / (2 * alias**2))
     soft /= soft.sum()
-    kernel = F.conv2d((disk / disk.sum())[None, None], (soft[:, None] * soft)[None, None], padding=1)
+    kernel = F.conv2d((disk / disk.sum())[None, None], (soft[:, None] * soft)[None, None], padding=margin)
     return filtered(x, kernel[0, 0].to(x.device), "mirror")
 
 
@@ -106,14 +101,12 @@ def glass_blur(x: Tensor, c: tuple[float, int, int], source: Generator) -> Tenso
     sigma, delta, times = c
     blurred = (gaussian(x, sigma) * 255 + 1e-3).floor() / 255
     count, _, side, _ = x.shape
-    steps = [(h, w) for h in range(side - delta, delta, -1) for w in range(side - delta, delta, -1)]
+    line = torch.arange(side - delta, delta, -1, device=x.device)
+    here = (line[:, None] * side + line).flatten()  # in the order in which pixels are replaced
     pixels = torch.arange(side * side, device=x.device)[:, None].repeat(1, count)  # where each pixel comes from
     for _ in range(times):
-        moves = torch.randint(-delta, delta, (2, len(steps), count), generator=source, device=x.device)
-        here = torch.tensor([h * side + w for h, w in steps], device=x.device)
-        there = here[:, None] + moves[0] * side + moves[1]
-        for number, (h, w) in enumerate(steps):
-            pixels[h * side + w] = pixels.gather(0, there[number : number + 1])[0]
+        moves = torch.randint(-delta, delta, (2, len(here), count), generator=source, device=x.device)
+        pixels = pixels.gather(0, replaced(here, here[:, None] + moves[0] * side + moves[1], len(pixels)))
     shuffled = blurred.flatten(2).gather(2, pixels.t()[:, None].expand(-1, 3, -1)).view_as(x)
     return gaussian(shuffled, sigma)
 
@@ -123,73 +116,12 @@ def motion_blur(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
     return moved((x * 255).round(), *c, angle) / 255
 
 
-def moved(x: Tensor, radius: float, sigma: float, degrees: Tensor) -> Tensor:
-    """ImageMagick's motion blur: half a Gaussian along a line from each pixel, whose rows and columns are rounded.
-
-    Takes and returns levels from 0 to 255, whole ones as an 8-bit image has them.
-    """
-    width = 2 * math.ceil(radius) + 1
-    weights = torch.exp(-torch.arange(width).square() / (2 * sigma**2))
-    radians = torch.deg2rad(degrees)
-    lines = torch.stack([torch.sin(radians), torch.cos(radians)])  # down, across
-    side = torch.arange(x.shape[-1], device=x.device)
-    images = torch.arange(len(x), device=x.device)[:, None, None]
-    channels_last, result = x.permute(0, 2, 3, 1), torch.zeros_like(x)
-    for step, weight in enumerate((weights / weights.sum()).tolist()):
-        down, across = torch.ceil(step * lines - 0.5).long()
-        rows = (side + down[:, None]).clamp(0, len(side) - 1)
-        columns = (side + across[:, None]).clamp(0, len(side) - 1)
-        result += weight * channels_last[images, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    return result.round().clamp(0, 255)
-
-
-def zoom_blur(x: Tensor, c: float, source: Generator) -> Tensor:
-    factors = np.arange(1, c, 0.01)
+def zoom_blur(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
+    factors = np.arange(1, *c)
     total = x.clone()
     for factor in factors:
         total += zoomed(x, float(factor))
     return total / (len(factors) + 1)
-
-
-def zoomed(x: Tensor, factor: float) -> Tensor:
-    """The middle of images, enlarged by `factor`."""
-    side = x.shape[-1]
-    part = math.ceil(side / factor)
-    start = (side - part) // 2
-    part_of_x = x[..., start : start + part, start : start + part]
-    large = F.interpolate(part_of_x, size=[round(part * factor)] * 2, mode="bilinear", align_corners=True)
-    start = (large.shape[-1] - side) // 2
-    return large[..., start : start + side, start : start + side]
-
-
-def gaussian(x: Tensor, sigma: float, truncate: float = 4.0, edge: str = "nearest") -> Tensor:
-    radius = int(truncate * sigma + 0.5)
-    if not radius:
-        return x
-    line = torch.exp(-torch.arange(-radius, radius + 1, device=x.device).square() / (2 * sigma**2))
-    line /= line.sum()
-    return filtered(filtered(x, line[:, None], edge), line[None], edge)
-
-
-def filtered(x: Tensor, kernel: Tensor, edge: str) -> Tensor:
-    """Each channel correlated with one kernel of odd sides, in float64: a GPU would round float32 to 10 bits here."""
-    rows, columns = (reflected(x.shape[-1], size // 2, edge, x.device) for size in kernel.shape)
-    wide = x.flatten(0, 1)[:, None, rows][..., columns]
-    return F.conv2d(wide.double(), kernel[None, None].double()).to(x.dtype).view_as(x)
-
-
-def reflected(side: int, margin: int, edge: str, device: torch.device) -> Tensor:
-    """Positions from -margin on, as they lie within an image of this side.
-
-    Args:
-        edge: "nearest" repeats the last pixel, "mirror" reflects about its middle, "reflect" about its outer border.
-    """
-    at = torch.arange(-margin, side + margin, device=device)
-    if edge == "nearest":
-        return at.clamp(0, side - 1)
-    period = 2 * side - 2 if edge == "mirror" else 2 * side
-    at = at.remainder(period)
-    return torch.minimum(at, period - at if edge == "mirror" else period - 1 - at)
 
 
 # Weather
@@ -209,25 +141,26 @@ def grey(x: Tensor) -> Tensor:
     return (x * torch.tensor([0.299, 0.587, 0.114], device=x.device).view(3, 1, 1)).sum(1, keepdim=True)
 
 
-FROST_SLOPE, FROST_WITHIN = 0.42, 0.24
-"""The amplitude falls with this power of the frequency; this share of the variance lies within a texture."""
+FROST = {32: (0.42, 0.24), 64: (0.42, 0.24), 224: (0.85, 0.36)}
+"""By side: the power of the frequency by which the amplitude falls, and the share of variance within a texture."""
 FROST_LEVELS = (
     (0.133, 0.177, 0.223), (0.290, 0.464, 0.527), (0.350, 0.543, 0.602), (0.459, 0.595, 0.642), (0.582, 0.649, 0.693),
     (0.689, 0.718, 0.758), (0.770, 0.790, 0.829), (0.823, 0.841, 0.882), (0.930, 0.958, 0.984),
 )  # fmt: skip
-"""Red, green and blue at equally spaced quantiles of the brightness. All three were measured on parts of 32 pixels of
-the official photographs, reduced as for CIFAR."""
+"""Red, green and blue at equally spaced quantiles of the brightness. All were measured on parts of the official
+photographs: of 32 pixels, reduced as for CIFAR, and of 224."""
 
 
 def frost(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
     side = x.shape[-1]
+    slope, within = FROST[side]
     frequency = torch.fft.fftfreq(2 * side, device=x.device)
     radius = (frequency.square()[:, None] + frequency.square()).sqrt()
-    amplitude = torch.where(radius > 0, radius.clamp_min(0.5 / side) ** -FROST_SLOPE, 0.0)
+    amplitude = torch.where(radius > 0, radius.clamp_min(0.5 / side) ** -slope, 0.0)
     noise = torch.fft.ifft2(torch.fft.fft2(normal((len(x), 2 * side, 2 * side), source)) * amplitude).real
     noise = noise[:, :side, :side] / amplitude.square().mean().sqrt()
     whole = normal((len(x), 1, 1), source)
-    share = torch.special.ndtr(math.sqrt(FROST_WITHIN) * noise + math.sqrt(1 - FROST_WITHIN) * whole)
+    share = torch.special.ndtr(math.sqrt(within) * noise + math.sqrt(1 - within) * whole)
     levels = torch.tensor(FROST_LEVELS, device=x.device)
     at = share * (len(levels) - 1)
     low = at.floor().long().clamp(max=len(levels) - 2)
@@ -237,31 +170,10 @@ def frost(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
 
 def fog(x: Tensor, c: tuple[float, float], source: Generator) -> Tensor:
     thickness, decay = c
+    side = x.shape[-1]
     largest = x.amax((1, 2, 3), keepdim=True)
-    return (x + thickness * plasma(len(x), x.shape[-1], decay, source)) * largest / (largest + thickness)
-
-
-def plasma(count: int, side: int, decay: float, source: Generator) -> Tensor:
-    """Height maps in [0, 1] by the diamond-square algorithm, (count, 1, side, side); the side is a power of two."""
-    heights = torch.zeros(count, side, side, device=source.device)
-    step, rough = side, 100.0
-
-    def vary(total: Tensor) -> Tensor:
-        return total / 4 + rough * uniform(total.shape, source, -rough, rough)
-
-    while step >= 2:
-        half = step // 2
-        corners = heights[:, ::step, ::step]
-        pairs = corners + corners.roll(-1, 1)
-        heights[:, half::step, half::step] = vary(pairs + pairs.roll(-1, 2))
-        middles, corners = heights[:, half::step, half::step], heights[:, ::step, ::step]
-        across = middles + middles.roll(1, 1) + corners + corners.roll(-1, 2)
-        heights[:, ::step, half::step] = vary(across)
-        down = middles + middles.roll(1, 2) + corners + corners.roll(-1, 1)
-        heights[:, half::step, ::step] = vary(down)
-        step, rough = half, rough / decay
-    heights = heights - heights.amin((1, 2), keepdim=True)
-    return (heights / heights.amax((1, 2), keepdim=True))[:, None]
+    heights = plasma(len(x), 1 << (side - 1).bit_length(), decay, source)[..., :side, :side]
+    return (x + thickness * heights) * largest / (largest + thickness)
 
 
 def brightness(x: Tensor, c: float, source: Generator) -> Tensor:
@@ -295,7 +207,7 @@ def jpeg_compression(x: Tensor, c: int, source: Generator) -> Tensor:
         return np.array(Image.open(file))
 
     images = (x * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor() as threads:
         results = np.stack(list(threads.map(compressed, images)))
     return torch.from_numpy(results).to(x.device).permute(0, 3, 1, 2).float() / 255
 
@@ -307,18 +219,6 @@ def pixelate(x: Tensor, c: float, source: Generator) -> Tensor:
         x = (torch.einsum("nchw,xw->nchx", x, boxes) * 255).round() / 255
         x = (torch.einsum("nchw,yh->ncyw", x, boxes) * 255).round() / 255
     return x
-
-
-def box_weights(side: int, size: int) -> Tensor:
-    """How Pillow's box filter resizes a line of `side` pixels to `size`: (size, side)."""
-    scale = side / size
-    width = max(scale, 1.0)
-    weights = torch.zeros(size, side)
-    for row in range(size):
-        middle = (row + 0.5) * scale
-        for at in range(max(int(middle - width / 2 + 0.5), 0), min(int(middle + width / 2 + 0.5), side)):
-            weights[row, at] = float(-0.5 < (at - middle + 0.5) / width <= 0.5)
-    return weights / weights.sum(1, keepdim=True)
 
 
 def elastic_transform(x: Tensor, c: tuple[float, float, float], source: Generator) -> Tensor:
@@ -367,7 +267,7 @@ def shaded(liquid: Tensor) -> Tensor:
     distance = torch.where(liquid & (eroded == 0), 0.0, 20.0)
     moves = [(1, 0, 1.0), (0, 1, 1.0), (1, 1, 1.4), (1, 2, 2.1969), (2, 1, 2.1969)]
     moves = [(down * y, across * x, cost) for y, x, cost in moves for down in (1, -1) for across in (1, -1)]
-    for _ in range(12):  # every round reaches at least one pixel further; drops are smaller than that
+    for _ in range(12 if liquid.shape[-1] < 224 else 20):  # every round reaches at least one pixel further
         near = F.pad(distance, (2, 2, 2, 2), value=20.0)
         side = distance.shape[-1]
         steps = [near[..., 2 + y : 2 + y + side, 2 + x : 2 + x + side] + cost for y, x, cost in moves]

@@ -2,8 +2,9 @@
 
     PYTHONPATH=scripts python -m studies.shift_cost
 
-Processor time of one thread, batches of one image, `inception_cifar_bn` with random weights; the median of rounds in
-which all methods take turns. PyTorch runs the layers as they are, without folding norms into convolutions.
+Processor time, batches of one image, `inception_cifar_bn` with random weights; the median of rounds in which all
+methods take turns. PyTorch runs on one thread and the layers as they are, without folding norms into convolutions. The
+last rows are what the service runs: the engine that it chooses, and the same with the field `drift`.
 """
 
 import statistics
@@ -13,6 +14,8 @@ from collections.abc import Callable
 import torch
 
 import bkn_zoo
+from bkn_zoo.inference.drift import Drift
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.publishing.results import write_results
 from studies.base import RESULTS
 from studies.shift_rules import Adaptive, Watch, augmented, believing_by, instance_aware, mixed, tent_single
@@ -32,6 +35,9 @@ def methods() -> dict[str, Callable[[], object]]:
         model(torch.randn(64, 3, 32, 32))
     adaptive = Adaptive(0.8).fit(model, torch.randn(64, 3, 32, 32))
     aware = instance_aware(model, image, 4.0)
+
+    engine = create_engine(model, precision="auto")
+    drift = Drift(model, torch.randn(64, 3, 32, 32))
 
     def by(rule: object, copies: int = 1) -> Callable[[], object]:
         def run() -> object:
@@ -53,6 +59,9 @@ def methods() -> dict[str, Callable[[], object]]:
         "adaptive": by(adaptive),
         "AugBN": by(augmented(16, COPIES), COPIES),
         "TENT single": lambda: tent_single(model, image),
+        "the service's engine, population": lambda: engine(image, "population"),
+        "the service's engine, sample": lambda: engine(image, "sample"),
+        "the service's engine, population, with `drift`": lambda: (engine(image, "population"), drift(image)),
     }
 
 
@@ -70,7 +79,8 @@ def main() -> None:
         {"method": name, "ms": round(1000 * value, 2), "ratio": round(value / middle["population"], 2)}
         for name, value in middle.items()
     ]
-    write_results(RESULTS / "shift_cost.json", rows, seed=0, rounds=ROUNDS, command="python -m studies.shift_cost")
+    command = "PYTHONPATH=scripts python -m studies.shift_cost"
+    write_results(RESULTS / "shift_cost.json", rows, seed=0, rounds=ROUNDS, command=command)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ every further one. Everything that is tuned is tuned on validation images with t
 import base64
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +43,12 @@ QUANTILES = (0.5, 0.8, 0.95, 0.99)
 COPIES = 8  # of AugBN: the image and seven variations
 CLEAN_LOSS = 0.3  # points that the careful adaptive rule may lose on clean validation images
 MEANS = 32  # images whose drift scores are averaged
-SCORES = ("drift", "confidence", "energy")
+SCORES = ("drift", "confidence", "energy", "distance", "early drift")
+"""How unusual an image is: the share of training images with a smaller D, less the maximum probability, the energy, D
+itself, and the drift by the first quarter of the norms alone."""
+MIX = ("mix",)
+ALL = ("mix", "IABN", "AugBN", "TENT")
+"""Rules that were made for batch normalization; the last three come together."""
 
 
 class Input(NamedTuple):
@@ -127,13 +132,15 @@ class Bench:
         model: in evaluation mode, on its device.
         data: the images that it was trained on, on the same device.
         mode: its default mode.
-        baselines: whether it gets the rules that were made for batch normalization.
+        baselines: which rules it gets of those that were made for batch normalization.
         fitted: training images that rules are fitted on.
     """
 
     seed = 0  # of the order of images, and of corruptions
 
-    def __init__(self, model: Network, data: Data, mode: str, baselines: bool, fitted: int = 1000) -> None:
+    def __init__(
+        self, model: Network, data: Data, mode: str, baselines: Sequence[str] = (), fitted: int = 1000
+    ) -> None:
         group = model.statistics_batch_size
         self.model, self.data = model.eval(), data
         self.mode = "sample" if mode == "expected" and group == 1 else mode  # the same then
@@ -145,6 +152,7 @@ class Bench:
         self.watch = Watch(model)
         with torch.no_grad(), self.autocast(), self.watch.watching():
             model(self.training_images, statistics=self.mode)
+            self.usual = [distance.sort().values for distance in distances(self.watch)]  # of training images
         expects = ["expected"] if group not in (None, 1) else []
         modes = ["population", "sample", *expects] if norms(model) else ["population"]  # GroupNorm has one
         self.methods = [Method(name, self.by_mode(name)) for name in modes]
@@ -154,11 +162,12 @@ class Bench:
                 self.candidates[f"adaptive from {base}"] = {
                     q: self.by_rule(f"adaptive from {base}", Adaptive(q, base, group), fit=True) for q in QUANTILES
                 }
-        if baselines:
+        if "mix" in baselines:
+            self.candidates["mix"] = {n: self.by_rule("mix", mixed(n)) for n in MIXES}
+        if "TENT" in baselines:
             self._add_baselines()
 
     def _add_baselines(self) -> None:
-        self.candidates["mix"] = {n: self.by_rule("mix", mixed(n)) for n in MIXES}
         first = self.training_images[:1]
         with torch.no_grad():
             rules = {alpha: instance_aware(self.model, first, alpha) for alpha in ALPHAS}
@@ -171,15 +180,20 @@ class Bench:
         def online(given: Input) -> Tensor:
             if given.name not in adapted:
                 adapted[given.name] = tent_online(self.model)
-            return adapted[given.name](given.images)
+            with self.autocast(torch.bfloat16):  # whose gradients do not vanish
+                return adapted[given.name](given.images)
+
+        def single(given: Input) -> Tensor:
+            with self.autocast(torch.bfloat16):
+                return tent_single(self.model, given.images)
 
         self.methods += [
             Method("TENT online", online),
-            Method("TENT single", lambda given: tent_single(self.model, given.images), costly=True),
+            Method("TENT single", single, costly=True),
         ]
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+    def autocast(self, half: torch.dtype = torch.float16) -> torch.autocast:
+        return torch.autocast(self.device.type, half, enabled=self.device.type == "cuda")
 
     def prepare(self, pixels: Tensor) -> Tensor:
         p = self.data.preprocessing
@@ -242,9 +256,9 @@ class Bench:
                 chosen[f"{rule}, careful"] = max(careful, key=lambda value: results[value][1])
             self.tuning[rule] = {"found": {str(v): rounded(r) for v, r in results.items()}, "chosen": chosen}
             self.methods += [Method(name, methods[v].predict, methods[v].costly) for name, v in chosen.items()]
-        if "mix" in self.candidates:  # and the values that their authors recommend
-            self.methods.append(Method("mix, N = 16", self.candidates["mix"][16].predict))
-            self.methods.append(Method("IABN, alpha = 4", self.candidates["IABN"][4].predict))
+        for rule, value, name in (("mix", 16, "mix, N = 16"), ("IABN", 4, "IABN, alpha = 4")):  # as their authors do
+            if rule in self.candidates:
+                self.methods.append(Method(name, self.candidates[rule][value].predict))
 
     def _all_candidates(self) -> Iterable[tuple[str, float | None, Method]]:
         yield "default", None, Method("default", self.by_mode(self.mode))
@@ -262,17 +276,24 @@ class Bench:
     def show(self, pixels: Tensor, labels: Tensor, name: str) -> None:
         """Let all methods classify some more images of a set, and take the drift scores in the default mode."""
         given = Input(pixels, self.prepare(pixels), name)
+        default = next(method.predict for method in self.methods if method.name == self.mode)
         with self.autocast(), self.watch.watching():
-            logits = self.by_mode(self.mode)(given).float()
-            scores = [self.watch.score(), -logits.softmax(1).amax(1), -logits.logsumexp(1)]
+            logits = default(given).float()
+            found = distances(self.watch)
+        drift, early = (
+            torch.searchsorted(usual, some) / len(usual) for usual, some in zip(self.usual, found, strict=True)
+        )
+        scores = [drift, -logits.softmax(1).amax(1), -logits.logsumexp(1), found[0], early]
         self.scores.setdefault(name, []).append(torch.stack(scores))
         if name == UNKNOWN:
             return
+        known = {default: logits}  # two methods may be one: a rule that was chosen twice
         for method in self.methods:
             shown, right = fewer(given, labels, method)
-            with self.autocast():
-                logits = method.predict(shown)
-            self.tallies.setdefault(method.name, Tally()).add(name, logits, right)
+            if method.predict not in known:
+                with self.autocast():
+                    known[method.predict] = method.predict(shown)
+            self.tallies.setdefault(method.name, Tally()).add(name, known[method.predict], right)
 
     def result(self) -> dict[str, Any]:
         return {
@@ -281,6 +302,12 @@ class Bench:
             "tuning": self.tuning,
             "roc_areas": roc_areas({name: torch.cat(parts, 1).cpu().numpy() for name, parts in self.scores.items()}),
         }
+
+
+def distances(watch: Watch) -> list[Tensor]:
+    """D of each image of the last pass: over all norms, and over the first quarter."""
+    by_norm = watch.by_norm()
+    return [by_norm.mean(0), by_norm[: max(len(by_norm) // 4, 1)].mean(0)]
 
 
 def fewer(given: Input, labels: Tensor, method: Method) -> tuple[Input, Tensor]:
@@ -346,6 +373,7 @@ def evaluate(
         if unknown is not None:
             strange = part(unknown, len(some), first.seed, start)
             for bench in benches.values():
-                bench.show(strange.images.to(bench.device), strange.labels, UNKNOWN)
+                if len(strange):
+                    bench.show(strange.images.to(bench.device), strange.labels, UNKNOWN)
         save(start + len(some))
         longest = max(longest, time.monotonic() - begun)

@@ -13,13 +13,16 @@ import numpy as np
 from studies.base import RESULTS, Record
 from studies.chance import mean_of, spread
 from studies.shift_corruptions import MAIN, SEVERITIES
-from studies.shift_evaluate import SCORES, UNKNOWN, unpacked
+from studies.shift_evaluate import unpacked
+from studies.shift_page_norms import drift_summary, layer_table, roc_table
 
 TITLES = {
     "bn128": "BN, groups of 128", "gn": "GroupNorm", "brn2": "BRN, groups of 2", "bkn8": "BKN, groups of 8",
     "bkn2": "BKN, groups of 2", "bkn1": "BKN, groups of 1", "bkn1.link=False": "BKN, groups of 1, A = 0",
 }  # fmt: skip
-DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet"}
+DATASETS = {
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet", "imagenet": "NIPS 2017",
+}  # fmt: skip
 LINES = {
     "bn128": ["population", "mix, tuned", "adaptive from population, tuned"], "gn": ["population"],
     "brn2": ["population"], "bkn8": ["expected"], "bkn2": ["expected", "sample"], "bkn1": ["sample"],
@@ -31,6 +34,7 @@ DIFFERENCES = [
     ("BKN (1) `sample` against GroupNorm", ("bkn1", "sample"), ("gn", "population")),
     ("BKN (1) `sample` against BN (128), tuned mix", ("bkn1", "sample"), ("bn128", "mix, tuned")),
     ("the link between layers: BKN (1) against A = 0, `sample`", ("bkn1", "sample"), ("bkn1.link=False", "sample")),
+    ("BKN (2) `expected` against BN (128) `population`", ("bkn2", "expected"), ("bn128", "population")),
     ("BKN (2), `sample` against `expected`", ("bkn2", "sample"), ("bkn2", "expected")),
     ("BKN (2), `expected` against `population`", ("bkn2", "expected"), ("bkn2", "population")),
     ("BKN (2), adaptive against `expected`", ("bkn2", "adaptive from expected, tuned"), ("bkn2", "expected")),
@@ -84,11 +88,31 @@ def twins(records: Sequence[Record], dataset: str) -> str:
 
 
 def checkpoints(records: Sequence[Record]) -> str:
+    """As twins, and the differences from the default mode."""
     rows = []
     for record in records:
         for method, summary in record["methods"].items() if "checkpoint" in record else ():
-            rows.append(row(f"`{record['checkpoint']}`", method, [summary], default=method == record["default"]))
-    return table(HEAD, rows) if rows else "Not measured yet."
+            default = record["methods"][record["default"]]
+            gaps = [signed(gap(summary, default, key)) if summary is not default else "-" for key in SETS]
+            name = f"`{record['checkpoint']}`"
+            rows.append([*row(name, method, [summary], default=summary is default), *gaps])
+    head = [*HEAD, "against the default, clean", "against the default, shifted"]
+    return table(head, rows) if rows else "Not measured yet."
+
+
+SETS = {"clean_hits": 1, "shifted_hits": len(MAIN) * len(SEVERITIES)}
+
+
+def gap(this: Mapping[str, Any], that: Mapping[str, Any], key: str) -> np.ndarray:
+    """The difference of two methods on each image that both saw, in points."""
+    images = min(this["images"], that["images"])
+    one, other = (hits(each, key)[:images] / SETS[key] for each in (this, that))
+    return 100 * (one - other)
+
+
+def signed(gaps: np.ndarray) -> str:
+    """The mean, with its 95 % interval over images."""
+    return f"{gaps.mean():+.1f} ± {1.96 * gaps.std(ddof=1) / len(gaps) ** 0.5:.1f}"
 
 
 def paired(these: Sequence[Record], those: Sequence[Record], names: tuple[str, str]) -> list[str] | None:
@@ -102,12 +126,8 @@ def paired(these: Sequence[Record], those: Sequence[Record], names: tuple[str, s
     if not pairs:
         return None
     cells = []
-    for key, sets in (("clean_hits", None), ("shifted_hits", len(MAIN) * len(SEVERITIES))):
-        gaps = []
-        for this, that in pairs:
-            images = min(this["images"], that["images"])
-            one, other = (hits(each, key)[:images] / (sets or 1) for each in (this, that))
-            gaps.append(100 * (one - other))
+    for key in SETS:
+        gaps = [gap(this, that, key) for this, that in pairs]
         fewest = min(map(len, gaps))
         by_image = np.mean([gap[:fewest] for gap in gaps], 0)
         over_images = 1.96 * by_image.std(ddof=1) / len(by_image) ** 0.5
@@ -146,27 +166,6 @@ def by_corruption(records: Sequence[Record], dataset: str) -> str:
     return table(head, rows) if rows and columns else "Not measured yet."
 
 
-def roc_table(records: Sequence[Record], dataset: str, arm: str) -> str:
-    """Areas under the ROC curve: by corruption, mean over seeds and, for all but the drift, over severities."""
-    of_arm = arms(records, dataset).get(arm, [])
-    if not of_arm:
-        return "Not measured yet."
-
-    def area(sets: Sequence[str], score: str, which: int) -> str:
-        values = [r["roc_areas"][each][score][which] for r in of_arm for each in sets if each in r["roc_areas"]]
-        return f"{mean(values):.2f}" if values else "-"
-
-    rows = []
-    for name in (*MAIN, UNKNOWN):
-        sets = [name] if name == UNKNOWN else [f"{name} {severity}" for severity in SEVERITIES]
-        shown = [area([each], "drift", 0) for each in sets]
-        shown += ["-"] * (len(SEVERITIES) - len(shown))
-        others = [area(sets, score, 0) for score in SCORES[1:]]
-        rows.append([name, *shown, *others, *(area(sets, score, 1) for score in SCORES)])
-    head = ["against clean images", *(f"drift, {severity}" for severity in SEVERITIES), *SCORES[1:]]
-    return table([*head, *(f"{score}, 32" for score in SCORES)], rows)
-
-
 def tuned(records: Sequence[Record]) -> str:
     rows = []
     for dataset in DATASETS:
@@ -184,13 +183,18 @@ def tuned(records: Sequence[Record]) -> str:
     return table(["data", "network", "rule", "value, by seed"], rows) if rows else "Not measured yet."
 
 
-def unlabelled(records: Sequence[Record]) -> str:
+def learned(records: Sequence[Record]) -> dict[tuple[str, bool], list[Record]]:
+    """The records of learning without labels, by data set and by whether the network was trained with jitter."""
     groups: dict[tuple[str, bool], list[Record]] = {}
     for record in records:
         if "augmented" in record:
             groups.setdefault((record["dataset"], record["augmented"]), []).append(record)
+    return groups
+
+
+def unlabelled(records: Sequence[Record]) -> str:
     rows = []
-    for (dataset, augmented), found in groups.items():
+    for (dataset, augmented), found in learned(records).items():
         name = f"ResNet18, {DATASETS[dataset]}{', trained with jitter' if augmented else ''}"
         for method in methods(found):
             of_method = summaries(found, method)
@@ -200,6 +204,23 @@ def unlabelled(records: Sequence[Record]) -> str:
     return table(head, rows) if rows else "Not measured yet."
 
 
+def links(records: Sequence[Record]) -> str:
+    """What the transition A is worth: networks with it against those in which it was held at zero."""
+    rows = []
+    for dataset in ("cifar10", "cifar100"):
+        found = arms(records, dataset)
+        cells = paired(found.get("bkn1", []), found.get("bkn1.link=False", []), ("sample", "sample"))
+        if cells:
+            rows.append([f"{DATASETS[dataset]}, trained, groups of 1", *cells])
+    for (dataset, augmented), of_group in learned(records).items():
+        for method in methods(of_group):
+            if method.startswith("A, R and q"):
+                cells = paired(of_group, of_group, (method, method.replace("A, R and q", "R and q, A = 0")))
+                name = f"{DATASETS[dataset]}, {'trained with jitter, ' if augmented else ''}learned without labels"
+                rows.append([f"{name} on {method.split(', ')[-1]}", *(cells or ["-", "-"])])
+    return table(["with A against A = 0", "clean", "shifted"], rows) if rows else "Not measured yet."
+
+
 def decision(records: Sequence[Record]) -> str:
     """Each checkpoint's default mode against its adaptive rules: what the rule for a fourth mode asks."""
     rows = []
@@ -207,10 +228,10 @@ def decision(records: Sequence[Record]) -> str:
         default = record["methods"].get(record["default"]) if "checkpoint" in record else None
         for method, summary in record["methods"].items() if default else ():
             if method.startswith("adaptive"):
-                clean, shifted = (summary[key] - default[key] for key in ("clean", "shifted"))
-                passes = "yes" if clean >= -0.3 and shifted > 0 else "no"
+                clean, shifted = (gap(summary, default, key) for key in SETS)
+                passes = "yes" if clean.mean() >= -0.3 and shifted.mean() > 0 else "no"
                 name, mode = f"`{record['checkpoint']}`", f"`{record['default']}`"
-                rows.append([name, mode, method, f"{clean:+.2f}", f"{shifted:+.2f}", passes])
+                rows.append([name, mode, method, signed(clean), signed(shifted), passes])
     head = ["checkpoint", "default mode", "rule", "clean", "shifted", "passes"]
     return table(head, rows) if rows else "Not measured yet."
 
@@ -231,9 +252,19 @@ def contents(records: Sequence[Record]) -> dict[str, str]:
         found[f"twins.{dataset}"] = twins(records, dataset)
         found[f"differences.{dataset}"] = differences(records, dataset)
     found["corruptions"] = by_corruption(records, "cifar10")
-    found["drift.bn"] = roc_table(records, "cifar10", "bn128")
-    found["drift.bkn"] = roc_table(records, "cifar10", "bkn2")
-    found["unlabelled"], found["cost"] = unlabelled(records), cost()
+    networks = {
+        "cifar10": [r for r in records if r.get("checkpoint") == "inception_cifar_bkn.cifar10"],
+        "bn": arms(records, "cifar100").get("bn128", []),
+        "imagenet": [r for r in records if r.get("checkpoint") == "efficientnet_lite0_bkn.imagenet"],
+    }
+    for name, of_network in networks.items():
+        for of_32, text in ((False, "single"), (True, "means")):
+            found[f"drift.{name}.{text}"] = roc_table(of_network, of_32)
+    found["drift.summary"] = drift_summary(records)
+    found["layers.accuracy"], found["layers.surprise"] = (
+        layer_table(records, what) for what in ("accuracy", "surprise")
+    )
+    found["unlabelled"], found["links"], found["cost"] = unlabelled(records), links(records), cost()
     return found
 
 
@@ -245,6 +276,8 @@ def figure(records: Sequence[Record]) -> Any:
     if not present:
         return None
     drawing = Figure(figsize=(5.2 * len(present) + 2.5, 4.2), layout="constrained")
+    colours = {line: f"C{number}" for number, line in enumerate((a, m) for a, found in LINES.items() for m in found)}
+    shown: dict[str, Any] = {}
     for number, dataset in enumerate(present, start=1):
         axes = drawing.add_subplot(1, len(present), number)
         for arm, of_arm in arms(records, dataset).items():
@@ -258,10 +291,12 @@ def figure(records: Sequence[Record]) -> Any:
                 ]
                 height = [mean(values) for values in zip(*lines, strict=True)]
                 error = [stdev(values) if len(values) > 1 else 0.0 for values in zip(*lines, strict=True)]
-                axes.errorbar(range(6), height, error, label=f"{TITLES[arm]}: {method}", capsize=2, linewidth=1.3)
+                shown[f"{TITLES[arm]}: {method}"] = axes.errorbar(
+                    range(6), height, error, capsize=2, linewidth=1.3, color=colours[arm, method]
+                )
         axes.set_title(f"{DATASETS[dataset]}, mean of 15 corruptions")
         axes.set_xlabel("severity (0: clean)")
         axes.set_ylabel("top-1, percent")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(shown.values(), shown.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return drawing

@@ -141,10 +141,13 @@ class Adaptive:
         quantile: of D on clean images. At 1, no image that was seen then is adapted to.
         base: "population" or "expected".
         group: the statistics batch of the training, for `expected`.
+        plain: whether the innovation is that of the image's own statistics, whatever `sample` would make of them.
     """
 
-    def __init__(self, quantile: float, base: str = "population", group: int | None = None) -> None:
-        self.quantile, self.base, self.group = quantile, base, group
+    def __init__(
+        self, quantile: float, base: str = "population", group: int | None = None, plain: bool = False
+    ) -> None:
+        self.quantile, self.base, self.group, self.plain = quantile, base, group, plain
         self.clean: dict[RunningNorm, tuple[Clean, Clean]] = {}
 
     @torch.no_grad()
@@ -155,7 +158,7 @@ class Adaptive:
         return self
 
     def __call__(self, layer: RunningNorm, images: Belief, prior: Belief | None) -> Belief:
-        own = type(layer).believe(layer, images, prior)
+        own = images if self.plain else type(layer).believe(layer, images, prior)
         usual = population(layer)
         if self.base == "expected" and self.group is not None:
             usual = type(layer).believe(layer, type(layer).expect(layer, images, self.group), prior)
@@ -201,10 +204,14 @@ class Watch:
             yield
 
     def score(self) -> Tensor:
-        """D of each image of the passes since `watching` began, or since the last call."""
-        score = torch.stack(self.sums).mean(0)
+        """D of each image of the pass since `watching` began, or since the last call."""
+        return self.by_norm().mean(0)
+
+    def by_norm(self) -> Tensor:
+        """As `score`, but for each norm: (norms, images)."""
+        by_norm = torch.stack(self.sums)
         self.sums = []
-        return score
+        return by_norm
 
     def _look(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         observed = observe(args[0])

@@ -37,6 +37,7 @@ from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.recipes import Augmentation
 from studies.shift import ROOT, device_of
 from studies.shift_evaluate import Bench, Method, evaluate, part
+from studies.shift_layers import layer_study
 from studies.shift_rules import mixed, norms
 
 BATCH = 256
@@ -187,12 +188,13 @@ def measure(args: argparse.Namespace) -> None:
     print(f"trained, {trained:.0f} s", flush=True)
     learned = arms(model, data, args, device)
     network: Any = convert(model).eval()
-    bench = Bench(network, data, "population", baselines=False, fitted=args.fitted)
+    bench = Bench(network, data, "population", fitted=args.fitted)
     bench.methods = [method for method in bench.methods if method.name == "population"]
     bench.methods.append(bench.by_rule(f"mix, N = {MIX:g}", mixed(MIX)))
     for name, run in learned.items():
         bench.methods.append(Method(name, lambda given, run=run: run(given.images)))
     bench.tune(part(data.validation, args.tuning, 0))
+    layers = None if args.augmented else layer_study(bench, part(data.test, args.chunk, bench.seed))
     here = environment(args.seed)
     here["command"] = here["command"].replace("python shift_unlabelled.py", "python -m studies.shift_unlabelled")
     name = f"{args.dataset}.unlabelled.{'jitter' if args.augmented else 'plain'}.seed={args.seed}"
@@ -202,7 +204,7 @@ def measure(args: argparse.Namespace) -> None:
             "name": name, "dataset": args.dataset, "network": "ResNet18", "augmented": args.augmented,
             "network_seed": args.seed, "epochs": args.epochs, "steps": args.steps, "norms": len(norms(network)),
             "images": images, "training_seconds": round(trained, 1), "seconds": round(time.monotonic() - begun, 1),
-            **bench.result(), **here,
+            **bench.result(), "layers": layers, **here,
         }  # fmt: skip
         write_record(args.results / f"{name}.json", json.dumps(record, separators=(",", ":")))
         print(f"{name}: {images} images, {time.monotonic() - begun:.0f} s", flush=True)

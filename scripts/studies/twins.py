@@ -1,4 +1,4 @@
-"""Twins: runs of one network by one recipe, but for the norm, the statistics batch and the seed."""
+"""Twins: runs with the same network and recipe that differ only in the norm, the statistics batch and the seed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -15,10 +15,10 @@ def read_runs(folder: Path) -> list[Record]:
 
 
 def read_twins(results: Path) -> list[Record]:
-    """The runs that can be compared with published ones: of the whole network, on all images.
+    """The runs that can be compared with published ones: with the original width, on all images.
 
-    One that diverged has `failed` in place of what was measured. Of two by the same recipe, that of results/runs/; in
-    the order of their seeds.
+    A diverged run has `failed` instead of measurements. Of two runs with the same recipe, the one in results/runs/ is
+    used. They are sorted by seed.
     """
     runs = [*read_runs(results / "reproduce"), *read_runs(results / "runs")]
     whole = [run for run in runs if run.get("width", 1) == run.get("every", 1) == 1]
@@ -27,18 +27,18 @@ def read_twins(results: Path) -> list[Record]:
 
 
 def to_the_end(runs: Iterable[Record]) -> list[Record]:
-    """Those that did not diverge."""
+    """The runs that did not diverge."""
     return [run for run in runs if "failed" not in run]
 
 
 def chosen_top1(runs: Sequence[Record]) -> list[float]:
-    """On the test images, in the mode that was best on the validation images."""
+    """Top-1 on the test images, in the mode that was best on the validation images."""
     mode = chosen_statistics(runs)
     return [run["test"][mode]["top1"] for run in runs]
 
 
 def batches(run: Record) -> str:
-    """Its gradient and statistics batch, to show."""
+    """Gradient and statistics batch of a run as text."""
     return ", ".join(map(str, sizes(run)))
 
 
@@ -47,13 +47,13 @@ def sizes(run: Record) -> tuple[int, int]:
 
 
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What twins have in common; without the fields at their defaults, since older records lack the younger fields."""
+    """The fields that twins share, without fields at their defaults, because older records lack newer fields."""
     own = "model", "norm_options", "statistics_batch", "seed", *LAUNCHING
     defaults = {field.name: field.default for field in fields(Recipe)}
     return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, MISSING)}
 
 
 def is_plain(run: Record, recipe: Mapping[str, Any]) -> bool:
-    """Whether its norm has no options of its own but those of `recipe`, and BRN its schedule, which it must have."""
+    """Whether the norm has only the options of `recipe`; BRN must also have its schedule."""
     options = recipe.get("norm_options", {}) if run["model"] == recipe.get("model") else {}
     return run["norm"] == "brn" or run["recipe"].get("norm_options", {}) == options

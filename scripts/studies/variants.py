@@ -1,4 +1,4 @@
-"""BKN with more to learn than the paper gives it. For ablations: the engines do not know it."""
+"""BKN with more learned parameters than in the paper, for ablations. The engines do not support it."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ VARIED = ("prediction_bias", "gain_per_channel")
 
 
 class BatchKalmanVariant2d(BatchKalmanNorm2d):
-    """BKN with a learned bias in the prediction, m' = A m + b, or with a gain for each channel, or both.
+    """BKN with a learned bias in the prediction, m' = A m + b, with a gain per channel, or both.
 
-    Where there is no layer below, there is neither, and this is batch normalization like BKN itself.
+    A first layer has neither and is batch normalization, as in BKN.
     """
 
     kalman = (*BatchKalmanNorm2d.kalman, "prediction_bias")
@@ -41,7 +41,7 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
             self.kernels_predict = False
         if gain_per_channel and prior_features is not None:
             self.raw_gain = nn.Parameter(self.raw_gain.detach().reshape(-1).repeat(num_features))
-            self.fusible = False  # the kernels know one gain
+            self.fusible = False  # the kernels support one gain per layer
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -56,13 +56,13 @@ class BatchKalmanVariant2d(BatchKalmanNorm2d):
 
 
 def create_variant(name: str, num_classes: int, width: float = 1.0, **norm_options: Any) -> Network:
-    """As `create_model`, with `prediction_bias` and `gain_per_channel` among the options, and networks widened.
+    """Like `create_model`, with the additional options `prediction_bias` and `gain_per_channel`, and a width.
 
     Args:
-        name: of a model.
+        name: name of a model.
         num_classes: outputs of the classifier.
-        width: factor of the channels; of inception_cifar alone.
-        norm_options: of `create_model`, and those of `BatchKalmanVariant2d`.
+        width: factor of the channels, for inception_cifar only.
+        norm_options: options of `create_model` and of `BatchKalmanVariant2d`.
     """
     own = {option: norm_options.pop(option) for option in VARIED if option in norm_options}
     if width == 1 and not own:
@@ -75,7 +75,7 @@ def create_variant(name: str, num_classes: int, width: float = 1.0, **norm_optio
 
 
 def varied(make: NormFactory, **own: bool) -> NormFactory:
-    """Makes variants of the norms that `make` gives, which start where those do."""
+    """A factory that replaces the norms of `make` by variants with the same initial values."""
 
     def make_variant(channels: int, channels_below: int | None) -> nn.Module:
         norm: Any = make(channels, channels_below)

@@ -1,4 +1,4 @@
-"""The tables of MODEL_CARD.md: all checkpoints, and what all trainings cost."""
+"""The tables of MODEL_CARD.md: all checkpoints, and the time and energy of all trainings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from bkn_zoo.publishing.results import table
 from studies.full_length import parameters
 
 POWER_LIMIT = {"NVIDIA H200": 700}
-"""Watts that a board may draw, by the name that PyTorch gives it: with the time, a bound on the energy of a run."""
+"""Power limit of GPU boards in watts, by PyTorch's name, for an upper bound of the energy of a run."""
 
 
 def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str, str]:
@@ -41,7 +41,7 @@ def short_list(checkpoints: Mapping[str, Config]) -> str:
 
 
 def _mark(config: Config) -> str:
-    """A footnote of both tables, for accuracy on other images than the data set's own."""
+    """The mark of a footnote, for accuracy on other images than those of the data set."""
     return " ¹" if "measured_on" in config.training else ""
 
 

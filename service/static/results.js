@@ -78,7 +78,7 @@ function sayAnswer(outcome) {
   }
   const score = percent(outcome.predictions[0].score);
   const classes = chosenModel()?.num_classes ? `${count(chosenModel().num_classes)} classes` : "classes";
-  const doubt = `The model is uncertain (${score}): the picture may be none of its ${classes}.`;
+  const doubt = `The model is uncertain (${score}): the picture may show none of its ${classes}.`;
   if (outcome.uncertain) say("uncertain", doubt, shortLabel(outcome));
   else say("answer", `Probability ${score}`, shortLabel(outcome));
   byId("status").scrollIntoView({ block: "nearest" });

@@ -1,0 +1,231 @@
+"""Trains one arm of the study `pretrained`: a step is captured in a CUDA graph once and replayed for all trainings."""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bkn_zoo.conversion import Converted, advise
+from bkn_zoo.modes import MODES
+from bkn_zoo.norms.batch_kalman import no_weight_decay
+from bkn_zoo.training.capture import captured
+from bkn_zoo.training.evaluation import measure as measure_top1
+from studies.pretrained_data import VOID, Images, Splits, as_input, splits, training_batches, unlabelled
+from studies.pretrained_networks import (
+    adapted_statistics,
+    built,
+    gains,
+    into_training,
+    pretrained,
+    reset_head,
+    start,
+)
+from studies.pretrained_plan import Arm, Experiment, Training
+
+# Of images and weights: the faster one for each size.
+LAYOUTS = {"classification": torch.contiguous_format, "segmentation": torch.channels_last}
+EVALUATED = {"classification": 250, "segmentation": 20}  # images at a time
+WARMUP, CLIP, DECAY = 0.1, 5.0, 0.01
+GAIN_RATE = 30.0  # learning rate of gains, relative to that of weights: AdamW moves both equally far otherwise
+
+
+class Learner:
+    """A network with its optimizer and its captured step for one batch size; trainings reset them in place."""
+
+    def __init__(self, model: nn.Module, experiment: Experiment, device: torch.device) -> None:
+        self.model, self.device, self.layout = model, device, LAYOUTS[experiment.task]
+        self.half = experiment.precision == "bfloat16"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        on_gpu = device.type == "cuda"
+        groups = [{**group, "lr": torch.zeros((), device=device)} for group in parameter_groups(model)]
+        self.optimizer = torch.optim.AdamW(groups, lr=torch.zeros((), device=device), fused=True, capturable=on_gpu)
+        self.optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        self.step = captured(self._step)
+        self.warm = False
+
+    def _step(self, images: Tensor, labels: Tensor, rate: Tensor) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"].copy_(rate * group["scale"])
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            outputs = self.model(images)
+        loss = F.cross_entropy(outputs.float(), labels, ignore_index=VOID)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def reset(self, state: Mapping[str, Tensor], seed: int) -> None:
+        """In place, as a captured step needs it."""
+        own = self.model.state_dict()
+        for name, value in state.items():
+            own[name].copy_(value)
+        reset_head(self.model, seed)
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                value.zero_()
+
+    def train(self, training: Training, arm: Arm, chosen: Splits, state: Mapping[str, Tensor]) -> list[float]:
+        """Returns the mean loss of each tenth of the steps; stops where it is not finite."""
+        into_training(self.model, arm.arm)
+        rates = torch.tensor(schedule(training), device=self.device)
+        batches = training_batches(training, arm.experiment, chosen)
+        if not self.warm and self.device.type == "cuda":  # the first steps are not replayed; they do not count
+            images, labels = next(training_batches(training, arm.experiment, chosen))
+            for _ in range(5):
+                self.step(images.contiguous(memory_format=self.layout), labels, rates[0])
+            self.warm = True
+        self.reset(state, training.seed)
+        losses, total, first = [], torch.zeros((), device=self.device), 0
+        for number, (images, labels) in enumerate(batches):
+            total += self.step(images.contiguous(memory_format=self.layout), labels, rates[number])
+            if (number + 1) * 10 // training.steps > number * 10 // training.steps:
+                losses.append(total.item() / (number + 1 - first))
+                total.zero_()
+                first = number + 1
+                if not math.isfinite(losses[-1]):
+                    break
+        return losses
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for weights only; gains with a learning rate of their own."""
+    found: dict[str, list[Tensor]] = {"weights": [], "others": [], "gains": []}
+    kalman = no_weight_decay(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "gains" if name.endswith("raw_gain") else "others" if name in kalman else ""
+            found[kind or ("weights" if parameter.ndim >= 2 else "others")].append(parameter)
+    return [
+        {"params": params, "weight_decay": DECAY * (name == "weights"), "scale": GAIN_RATE if name == "gains" else 1.0}
+        for name, params in found.items()
+        if params
+    ]
+
+
+def schedule(training: Training) -> list[float]:
+    """Linear warmup, then a cosine to zero."""
+    steps = training.steps
+    up = max(round(WARMUP * steps), 1)
+    return [
+        training.rate * min((step + 1) / up, (1 + math.cos(math.pi * max(step + 1 - up, 0) / max(steps - up, 1))) / 2)
+        for step in range(steps)
+    ]
+
+
+class Work:
+    """The trainings of an arm, by one process.
+
+    Args:
+        arm: which arm of which experiment.
+        found: the images, by split.
+        weights: file of the pretrained weights.
+    """
+
+    def __init__(self, arm: Arm, found: Mapping[str, Images], weights: Path, device: torch.device) -> None:
+        self.arm, self.experiment, self.device = arm, arm.experiment, device
+        self.splits = {target: splits(found, target) for target in arm.experiment.targets}
+        classes = next(iter(self.splits.values())).classes
+        self.original = pretrained(self.experiment, classes, weights).to(device)
+        self.pretrained = {name: value.clone() for name, value in self.original.state_dict().items()}
+        self.model = built(pretrained(self.experiment, classes, weights), arm.arm).to(device)
+        self.model.to(memory_format=LAYOUTS[self.experiment.task])
+        self.untouched = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.images = {target: unlabelled(chosen, self.experiment) for target, chosen in self.splits.items()}
+        self.adapted: dict[str, dict[str, Tensor]] = {}
+        self.learners: dict[int, Learner] = {}
+        self.states: dict[Any, dict[str, Tensor]] = {}
+
+    def state(self, training: Training) -> dict[str, Tensor]:
+        """The values that a training starts from, except those of the head."""
+        target, batch = training.target, training.batch
+        key = (target, batch, training.gain)
+        if key not in self.states:
+            if target not in self.adapted:
+                self.original.load_state_dict(self.pretrained)
+                self.adapted[target] = adapted_statistics(self.original, self.images[target])
+            self.model.load_state_dict(self.untouched)
+            start(self.model, self.arm.arm, batch, self.images[target], self.adapted[target], training.gain)
+            self.states[key] = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return self.states[key]
+
+    def train(self, training: Training) -> dict[str, Any]:
+        """Train and measure; returns what the record says of this training."""
+        begun, state = time.monotonic(), self.state(training)
+        if isinstance(self.model, Converted):
+            self.model.statistics_batch_size = training.batch
+        if training.batch not in self.learners:
+            self.learners[training.batch] = Learner(self.model, self.experiment, self.device)
+        chosen = self.splits[training.target]
+        losses = self.learners[training.batch].train(training, self.arm, chosen, state)
+        record: dict[str, Any] = {"loss": [round(loss, 4) for loss in losses]}
+        self.model.eval()
+        if all(map(math.isfinite, losses)):
+            record["validation"] = self.evaluate(chosen.validation)
+            if training.stage == "final":
+                record["test"] = self.evaluate(chosen.test)
+        else:
+            record["failed"] = "the loss was not finite"
+        if final := gains(self.model):
+            record["gains"] = [round(value, 4) for value in (min(final), mean(final), max(final))]
+        return {**record, "seconds": round(time.monotonic() - begun, 2)}
+
+    @torch.inference_mode()
+    def evaluate(self, images_and_labels: Images) -> dict[str, float]:
+        """The metric in percent, by mode. Each image is normalized by itself: none depends on others in its batch."""
+        (images, labels), layout = images_and_labels, LAYOUTS[self.experiment.task]
+        segments = self.experiment.task == "segmentation"
+        only = ("sample",) if self.arm.arm == "gn" else ("population",)
+        result = {}
+        for mode in MODES if isinstance(self.model, Converted) else only:
+            outputs = []
+            for part in images.split(EVALUATED[self.experiment.task]):
+                pixels = as_input(part, self.experiment).contiguous(memory_format=layout)
+                chosen = {"statistics": mode} if isinstance(self.model, Converted) else {}
+                output = self.model(pixels, **chosen)
+                outputs.append(output.argmax(1).byte() if segments else output)
+            predicted = torch.cat(outputs)
+            metric = mean_iou(predicted, labels) if segments else measure_top1(predicted, labels)["top1"]
+            result[mode] = round(metric, 3)
+        return result
+
+    def facts(self) -> dict[str, Any]:
+        """What is known before training: T, V and gains, averaged over norms, and the advice."""
+        return {target: self.measured(target) for target in self.experiment.targets}
+
+    def measured(self, target: str) -> dict[str, Any]:
+        several = len(self.images[target]) > 1
+        images: Any = self.images[target] if several else next(iter(self.images[target].values()))
+        self.model.load_state_dict(self.untouched)
+        advice = {batch: advise(self.model, images, batch) for batch in (1, 2, 4)}
+        shifts = list(advice[1].norms.values())
+        found: dict[str, Any] = {
+            "T": mean(norm.shift for norm in shifts),
+            "between": mean(norm.between for norm in shifts),
+            "V": mean(norm.spread for norm in shifts),
+            "norms": {name: [round(v, 5) for v in norm[:3]] for name, norm in advice[1].norms.items()},
+            "advice": {batch: each.choice for batch, each in advice.items()},
+            "errors": {batch: each.errors for batch, each in advice.items()},
+        }
+        for batch in (1, 2, 4):
+            self.model.load_state_dict(self.state(Training("gain", target, batch, 0.0, 0, 0)))
+            found.setdefault("gains", {})[batch] = mean(gains(self.model))
+        return found
+
+
+def mean_iou(predicted: Tensor, labels: Tensor) -> float:
+    """Mean over the classes of intersection over union, in percent, counted over all images; void does not count."""
+    seen = labels != VOID
+    classes = int(max(labels[seen].max(), predicted.max())) + 1
+    pairs = labels[seen].long() * classes + predicted[seen].long()
+    counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes).double()
+    both = counts.diagonal()
+    union = counts.sum(0) + counts.sum(1) - both
+    return 100 * (both[union > 0] / union[union > 0]).mean().item()
