@@ -124,7 +124,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
             return self.vary(image)
 
     def _square(self, candidate: int) -> Tensor:
-        """Decoded in the first epoch, and then kept."""
+        """The central square of a file, from the cache after the first epoch."""
         pixels = self.squares.get(candidate)
         if pixels is None:
             p = self.preprocessing

@@ -1,4 +1,4 @@
-"""Squares of image files, decoded once and kept in memory that the processes of a loader share."""
+"""A cache of decoded image files, in memory that the workers of a DataLoader share."""
 
 import mmap
 from typing import Any
@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_BYTES = 2**30  # that a split may take
+MOST_BYTES = 2**30  # per set of files; larger sets are not cached
 
 
 class Squares:
-    """The central squares of so many files, in bytes, as far as they have been decoded.
+    """The central squares of `count` files as bytes, filled as files are decoded.
 
-    The memory is shared with processes that are forked afterwards. One that is spawned gets a copy without any, and
-    decodes for itself; so does every process where the squares would take more than `MOST_BYTES`.
+    Forked processes share the memory. A spawned process gets an empty cache and decodes by itself.
     """
 
     def __init__(self, count: int, side: int) -> None:
@@ -29,11 +28,11 @@ class Squares:
         return Squares, (0, self.side)
 
     def get(self, row: int) -> Tensor | None:
-        """Pixels in [0, 1]; None if the file has not been decoded yet."""
+        """Pixels in [0, 1]; None if the file is not in the cache."""
         return None if self.pixels is None or not self.known[row] else self.pixels[row].float().div_(255)
 
     def put(self, row: int, pixels: Tensor) -> None:
-        """Keep pixels in [0, 1], which are whole numbers of 255ths."""
+        """Store pixels in [0, 1] that are multiples of 1/255, so that nothing is rounded."""
         if self.pixels is not None:
             self.pixels[row] = pixels.mul(255).round_().byte()
             self.known[row] = 1

@@ -44,14 +44,10 @@ class ArrayImages:
 class FileImages:
     """Image files: paths and labels, and a record of unreadable files.
 
-        Attributes:
-            unreadable: files that cannot be read.
-    <<<<<<< HEAD
-            not_lost: classes that have such files, and others.
-            squares: what was decoded of them, by how it was done.
-    =======
-            not_lost: classes with unreadable files that also have readable ones.
-    >>>>>>> main
+    Attributes:
+        unreadable: files that cannot be read.
+        not_lost: classes with unreadable files that also have readable ones.
+        squares: central squares that have been decoded, by size, interpolation and crop.
     """
 
     paths: list[Path]
