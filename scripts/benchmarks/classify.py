@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def classify(args: argparse.Namespace) -> None:
                 {"command": name, "first_start_s": runs[0][1]}
                 | {"first_line_s": statistics.median(first), "end_s": statistics.median(end)}
             )
-    write_results(args.output, rows, rounds=args.rounds)
+    write_results(args.output, rows, rounds=args.rounds, date=date.today().isoformat())
     print(table(rows, list(rows[0])))
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def infer(args: argparse.Namespace) -> None:
             contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
-            write_results(args.output, rows, args.seed)
+            write_results(args.output, rows, args.seed, date=date.today().isoformat())
     print(table(rows, [column for column in COLUMNS if any(column in row for row in rows)]))
 
 
