@@ -1,8 +1,8 @@
 """Fills the tables and numbers of the documents from the JSON files under results/ and the checkpoints' configs.
 
 python scripts/report.py      # docs/performance.md and its appendix and plot, docs/runs.md, MODEL_CARD.md, the cards
-                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md and
-                              # docs/conversion.md; those of studies are written by scripts/study.py --table
+                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md,
+                              # docs/service.md and docs/conversion.md; those of studies: scripts/study.py --table
 """
 
 import json
@@ -37,6 +37,7 @@ def pages() -> dict[Path, str]:
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
         DOCS / "imagenet.md": {"cost": imagenet(benchmarks)},
+        DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
         ROOT / "README.md": {"checkpoints": short_list(configs)},
@@ -95,6 +96,33 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
     failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
     return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
+
+
+def attacks(records: dict[str, Any]) -> str:
+    """What attackers cost a healthy client, for docs/service.md."""
+    found, chaos, healthy = records["rows"], records["chaos"], records["throughput"]
+    rows = [
+        {
+            "attack": row["row"], "service": row["service"], "answers": row["answers"],
+            **{f"classify, {part}": f"{row[f'classify_{part}']:.2f} s" for part in ("p50", "p99", "max")},
+            "/health/live, max": f"{row['live_max']:.2f} s",
+            "pause of the loop, max": f"{1000 * row['pause_max']:.0f} ms",
+            "of which it computed": f"{1000 * row['pause_max_computing']:.0f} ms",
+            "/metrics grew by": f"{max(0, row['metrics_grew_by']) / 1000:,.0f} kB",
+        }
+        for row in found["table"]
+    ]  # fmt: skip
+    where, runs = found["hardware"], max(row["runs"] for row in found["table"])
+    fractions = ", ".join(f"{fraction:.2f}" for fraction in healthy["fraction_of_before"].values())
+    return (
+        f"{table(rows, list(rows[0]))}\n\nMeasured by `{found['command']}`: up to {runs} windows of "
+        f"{found['seconds']:g} s per line, {found['clients']} attackers, {where['cores']} cores ({where['processor']}) "
+        f"for the service and all clients together. {sum(chaos['asked']):,} healthy requests of "
+        f"{chaos['seconds'] / 60:g} minutes of chaos (`{chaos['command']}`): {len(chaos['lost'])} lost, "
+        f"{chaos['retried']} answered at the second try, {sum(chaos['workers'].values())} workers killed or stopped. "
+        f"Without attackers the service answers {fractions} times as many requests per second as before, to "
+        f"{', '.join(healthy['fraction_of_before'])} clients (`{healthy['command']}`)."
+    )
 
 
 def shown() -> list[FullLength]:

@@ -19,7 +19,7 @@ MAX_QUOTES = 8192
 SLICE = 65_536  # bytes of a string that are decoded at once
 ESCAPE = 6  # bytes of the longest escape, such as \u002b
 LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
-DATA_URI = re.compile(rb"data:[^,]{0,1000},")
+DATA_URI = re.compile(rb"\Adata:[^,]{0,1000},")
 TOO_MANY_PARTS = "the JSON has too many parts: send the image in base64, and the options."
 INVALID = "the body is not valid JSON, as its type says: correct it, or send the image."
 
@@ -69,8 +69,8 @@ def decode_base64(text: Any, strings: Strings) -> bytes:
     image, letters = bytearray(), b""
     try:
         for number, part in enumerate(_slices(strings[text]) if text in strings else [text]):
-            ascii = part.encode("ascii")
-            letters += (DATA_URI.sub(b"", ascii, 1) if number == 0 else ascii).translate(LETTERS, b" \t\r\n")
+            more = part.encode("ascii") if number else DATA_URI.sub(b"", part.encode("ascii"))
+            letters += more.translate(LETTERS, b" \t\r\n")
             whole = max(0, len(letters) - 1) // 4 * 4  # which leaves the last four: only they may be padded
             if letters.find(b"=", 0, whole) >= 0:
                 raise ValueError("padding in the middle")

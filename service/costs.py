@@ -25,16 +25,12 @@ class Cost(NamedTuple):
     Attributes:
         pixels: how many the file says it has; 0 if it does not say.
         seconds: estimated; infinite for formats whose structure can hide work.
-        image: opened, if the file is cheap.
+        image: opened if the file is cheap, otherwise None.
     """
 
     pixels: int
     seconds: float
     image: ImageFile | None = None
-
-    @property
-    def is_cheap(self) -> bool:
-        return self.seconds <= CHEAP
 
 
 def estimate(data: bytes, max_pixels: int) -> Cost:
@@ -48,7 +44,8 @@ def estimate(data: bytes, max_pixels: int) -> Cost:
         return Cost(pixels, WEBP * pixels)  # opening it would allocate all pixels
     image = open_header(data, max_pixels)
     pixels = image.width * image.height
-    return Cost(pixels, _seconds(kind, image, pixels, data), image)
+    seconds = _seconds(kind, image, pixels, data)
+    return Cost(pixels, seconds, image if seconds <= CHEAP else None)
 
 
 def _seconds(kind: str, image: ImageFile, pixels: int, data: bytes) -> float:

@@ -17,7 +17,7 @@ from bkn_zoo.errors import ImageError, ImageTooLargeError
 from bkn_zoo.images import preprocess
 from bkn_zoo.inference.classifier import Classifier
 
-from .costs import estimate
+from .costs import Cost, estimate
 from .errors import OverloadedError, ServiceError, of_the_image
 from .settings import Settings
 from .slow_decoder import SlowDecoder
@@ -74,18 +74,15 @@ class Decoders:
         return found
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
-        cheap = self._small.run(1, BYTE * len(image), self._prepare_if_cheap, classifier, image)
-        pixels, seconds, tensor = await cheap
-        if tensor is None:
-            wait = SLOWNESS * min(seconds, 1.0)
-            tensor = await self._slow.run(pixels, wait, self._prepare_slowly, classifier, image)
-        return tensor
+        found = await self._small.run(1, BYTE * len(image), self._prepare_if_cheap, classifier, image)
+        if isinstance(found, Tensor):
+            return found
+        pixels, wait = min(found.pixels, self.max_pixels), SLOWNESS * min(found.seconds, 1.0)
+        return await self._slow.run(pixels, wait, self._prepare_slowly, classifier, image)
 
-    def _prepare_if_cheap(self, classifier: Classifier, image: bytes) -> tuple[int, float, Tensor | None]:
+    def _prepare_if_cheap(self, classifier: Classifier, image: bytes) -> Tensor | Cost:
         cost = estimate(image, self.max_pixels)
-        if cost.image is None or not cost.is_cheap:
-            return min(cost.pixels, self.max_pixels), cost.seconds, None
-        return cost.pixels, cost.seconds, classifier.prepare(cost.image, self.max_pixels)
+        return cost if cost.image is None else classifier.prepare(cost.image, self.max_pixels)
 
     def _prepare_slowly(self, classifier: Classifier, image: bytes) -> Tensor:
         p = classifier.model.config.preprocessing

@@ -1,4 +1,4 @@
-"""Logs as JSON, one line each, with the request that they belong to."""
+"""Logs as JSON, one line per event, with the id of the request."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from typing import Any
 from bkn_zoo.terminal import printable
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-ENCODER = json.JSONEncoder(default=str)  # in ASCII: other letters may break lines, or turn them around
-MAX_FIELD = 10_000  # characters of each; a traceback may have a few thousand
+ENCODER = json.JSONEncoder(default=str)  # ASCII, because other characters may break or reverse lines
+MAX_FIELD = 10_000  # characters per field; a traceback may have a few thousand
 PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
 
@@ -37,19 +37,19 @@ def _shortened(value: Any) -> Any:
 
 
 def set_up_logs() -> None:
-    """Everything goes to standard error."""
-    logging._srcfile = None  # as Python's manual has it where nobody asks from which line a record came
+    """Send all logs to standard error."""
+    logging._srcfile = None  # faster, according to Python's manual, if the source line is not needed
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.root.handlers = [handler]
     logging.root.setLevel(logging.WARNING)
-    chosen = os.environ.get("BKN_ZOO_LOG_LEVEL", "info").upper()  # as bkn-zoo --log-level sets it
+    chosen = os.environ.get("BKN_ZOO_LOG_LEVEL", "info").upper()  # set by bkn-zoo --log-level
     logging.getLogger("bkn_zoo").setLevel(logging.getLevelNamesMapping().get(chosen, logging.INFO))
-    warnings.simplefilter("ignore")  # those of libraries say what is odd about a stranger's image, once per oddity
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the Hub is first asked
+    warnings.simplefilter("ignore")  # libraries warn about details of untrusted images
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read at the first request to the Hub
 
 
 def failed(error: Exception) -> int:
-    """Say why the command ends, and return the code with which it does."""
+    """Print why the command ends, and return its exit code."""
     print(f"bkn-zoo serve: {printable(error)}", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""What Prometheus can read at /metrics."""
+"""The metrics for Prometheus at /metrics."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name for where processes count together
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable for the folder of shared counters
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
@@ -18,9 +18,9 @@ DRIFTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
-    """One set for each app; the process's own (memory, processor time, files) come with it.
+    """The metrics of an app, including those of the process (memory, CPU time, files).
 
-    Where several processes serve, a folder that the environment names holds what each counts, and all show the sums.
+    With several processes, a folder in the environment has the counts of each, and every process shows the sums.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,20 @@ class Metrics:
             "bkn_requests_total", "Requests by route and status.", ["method", "route", "status"], registry=registry
         )
         self.seconds = Histogram(
-            "bkn_request_seconds", "From a request's first byte to its answer.", ["route"], registry=registry,
+            "bkn_request_seconds", "From the first byte of a request to its response.", ["route"], registry=registry,
             buckets=SECONDS,
         )  # fmt: skip
         self.rejected = Counter(
-            "bkn_rejected_total", "Requests refused, and images of a batch, by reason.", ["reason"], registry=registry
+            "bkn_rejected_total",
+            "Refused requests, and refused images of a batch, by reason.",
+            ["reason"],
+            registry=registry,
         )
-        self.connections = Gauge("bkn_connections", "Connections that are open.", **gauge)
+        self.connections = Gauge("bkn_connections", "Open connections.", **gauge)
         self.cut = Counter(
-            "bkn_connections_cut_total", "Connections given up, by reason.", ["reason"], registry=registry
+            "bkn_connections_cut_total", "Aborted connections, by reason.", ["reason"], registry=registry
         )
-        self.queue_length = Gauge("bkn_queue_length", "Requests that wait for a model.", ["model"], **gauge)
+        self.queue_length = Gauge("bkn_queue_length", "Requests in the queue of a model.", ["model"], **gauge)
         self.queue_seconds = Histogram(
             "bkn_queue_seconds", "Time in the queue.", ["model"], registry=registry, buckets=SECONDS
         )
@@ -60,11 +63,11 @@ class Metrics:
             "bkn_drift", "Share of usual images that are less unusual, per image: 0.5 on average until images change.",
             ["model"], registry=registry, buckets=DRIFTS,
         )  # fmt: skip
-        self.loaded = Gauge("bkn_model_loaded", "Processes that have the model in memory.", ["model"], **gauge)
+        self.loaded = Gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"], **gauge)
         self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """The metrics in the format of Prometheus."""
         folder = os.environ.get(FOLDER)
         return generate_latest(self.registry if folder is None else _sums(Path(folder)))
 
@@ -77,7 +80,7 @@ def _sums(folder: Path) -> CollectorRegistry:
 
 
 class _Processes(Collector):
-    """What the system says of all processes that count into a folder, added up."""
+    """Sums of the process metrics over all processes that use a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

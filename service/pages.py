@@ -1,4 +1,4 @@
-"""What browsers see: the page, the documentation, and whether pages of other origins may call the service."""
+"""The pages for browsers: the web page, the API documentation, and CORS."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from .envelope import POLICY
 from .errors import error_response
 
 STATIC = Path(__file__).parent / "static"
-SWAGGER = ("fastapi_offline", "static")  # Swagger UI's own files, as a package has them; nothing of it is imported
+SWAGGER = ("fastapi_offline", "static")  # the files of Swagger UI in a package that is not imported
 DOCS_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self' {inline}; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
@@ -44,7 +44,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 class Cors(CORSMiddleware):
-    """With refusals that look like all others."""
+    """CORS middleware with error responses in the format of the service."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         answer = super().preflight_response(request_headers)

@@ -1,4 +1,4 @@
-"""The models that the service offers, and those of them that are in memory."""
+"""The models of the service, and those that are in memory."""
 
 import asyncio
 import ctypes
@@ -31,19 +31,19 @@ from .settings import Settings
 log = logging.getLogger("bkn_zoo.service")
 
 PAUSE = 30  # seconds before a model that could not be loaded is tried again
-REST = 0.2  # seconds after which PyTorch's allocator on Arm takes what was freed for free
-IDLE = 5  # seconds after which a model that nobody asks for makes room at once
-HEAD_START = 1  # second that the first requests have before other modes are prepared beside them
+REST = 0.2  # seconds after which PyTorch's allocator on Arm reuses freed memory
+IDLE = 5  # seconds after which an unused model can be removed at once
+HEAD_START = 1  # second for the first requests before other modes are prepared
 
 
 class Loaded:
-    """A model in memory, warm in its own mode, behind its queue; `warm` prepares the other modes."""
+    """A model in memory with its queue, ready in its default mode. `warm` prepares the other modes."""
 
     def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
         how = (settings.device, settings.engine, settings.precision, settings.streams)
         self.classifier = Classifier(model, name, *how)
         if self.classifier.engine_name == "openvino":
-            torch.set_num_threads(1)  # PyTorch only preprocesses then; its other threads would disturb the engine's
+            torch.set_num_threads(1)  # PyTorch only preprocesses; more threads would disturb the engine
         else:
             keep_to_quota()
         size = self.classifier.model.config.preprocessing.size
@@ -53,7 +53,7 @@ class Loaded:
             self.classifier.watch(image_files(settings.usual_images))
         self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
-        # On a GPU images run together; on a CPU they gain nothing by that, and each stream takes the next.
+        # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
         together = self.classifier.device.type == "cuda"
         self.line = Line(
             name, self.classifier.scores, metrics, settings.queue_length,
@@ -63,13 +63,13 @@ class Loaded:
         )  # fmt: skip
 
     def warm(self) -> None:
-        """Prepare the modes that are left, so that no image waits for a graph to be compiled."""
+        """Prepare the remaining modes, so that no image waits for a compilation."""
         begun = time.monotonic()
         while self.cold:
-            mode = self.cold.pop()  # whatever comes of it: a mode that fails is not tried again and again
+            mode = self.cold.pop()  # removed first, so that a failing mode is not tried again
             try:
                 self.classifier.scores(self._blank, mode)
-            except BknZooError as error:  # as a caller who asks for it will be told
+            except BknZooError as error:  # a request for this mode will get the same error
                 log.info("%s cannot run in mode %s: %s", self.line.name, mode, error)
             except Exception:
                 log.exception("mode %s of %s could not be prepared", mode, self.line.name)
@@ -77,24 +77,24 @@ class Loaded:
 
 
 class Pool:
-    """Loads models at the start and on first use; the one that was used longest ago makes room."""
+    """Loads models at the start and on first use. The least recently used one is removed for another."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
         given = settings.models or usable_checkpoints()
         for source in filter(is_folder, given):
-            Config.read(find(source) / CONFIG)  # an error if there is none, before anything is loaded
+            Config.read(find(source) / CONFIG)  # an error if it does not exist, before anything is loaded
         self.sources = {_public_name(source): source for source in given}
         if len(self.sources) < len(given):
-            raise InputError(f"--models names {', '.join(given)}, of which two are called the same: leave one out.")
+            raise InputError(f"--models contains {', '.join(given)}, two of which have the same name: omit one.")
         self.names = list(self.sources)
         self.failure: Exception | None = None
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
-        self._loader = ThreadPoolExecutor(1, "loader")  # one at a time: each takes the memory of a whole model
-        self._turn = asyncio.Lock()  # or two that come at once would each find room, and both stay
+        self._loader = ThreadPoolExecutor(1, "loader")  # one at a time, because each needs the memory of a whole model
+        self._turn = asyncio.Lock()  # otherwise two concurrent loads could exceed the limit
         self._waiting = 0
-        self._failed: dict[str, float] = {}  # until when a model that could not be loaded is not tried again
+        self._failed: dict[str, float] = {}  # time until which a failed model is not tried again
         self._warming: Future[None] | None = None
         self.started = False
 
@@ -109,41 +109,41 @@ class Pool:
 
     async def start(self) -> None:
         """Load the first models."""
-        # Who names models expects them; of all that are bundled, the default is enough to begin with.
+        # Load the models of --models; of all bundled ones, load only the default.
         first = self.names[: self.settings.loaded_models if self.settings.models else 1]
         try:
             for name in first:
                 await self._load(name)
         except Exception as error:
             expected = isinstance(error, BknZooError)
-            self.failure = error if expected else InputError("a model cannot be loaded; the log says why.")
+            self.failure = error if expected else InputError("a model cannot be loaded: see the log.")
             log.error("the service cannot start: %s", error, exc_info=not expected)
         else:
             self.started = True
             log.info("ready", extra={"models": ", ".join(self.names)})
 
     async def watch(self) -> None:
-        """Start engines that died anew, until cancelled."""
+        """Restart engines that died, until cancelled."""
         while True:
             await asyncio.sleep(0.1)
             for loaded in list(self._loaded.values()):
                 loaded.line.revive()
 
     async def warm(self) -> None:
-        """Prepare all modes of the models that are loaded, one after another, until cancelled."""
+        """Prepare all modes of the loaded models in sequence, until cancelled."""
         while True:
             await asyncio.sleep(HEAD_START)
             cold = [loaded for loaded in self._loaded.values() if loaded.cold]
             if not cold or not self.started or self._loading:
                 continue
-            thread = ThreadPoolExecutor(1, "warmer of a model")  # which ends, as that of the loader does
+            thread = ThreadPoolExecutor(1, "warmer of a model")  # a separate thread that ends, like that of the loader
             self._warming = thread.submit(cold[0].warm)
             thread.shutdown(wait=False)
             await asyncio.wrap_future(self._warming)
             self._loader.submit(_give_memory_back)
 
     async def get(self, name: str | None) -> Loaded:
-        """The model of that name, loaded if need be."""
+        """The model of this name, which is loaded if needed."""
         name = self._known(name)
         if not self.started:
             raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
@@ -157,7 +157,7 @@ class Pool:
         self._waiting += 1
         try:
             return await asyncio.shield(self._load(name))
-        except UnavailableError:  # others came first, and stay for a while
+        except UnavailableError:  # other models were loaded first and stay for a while
             raise
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
@@ -167,31 +167,31 @@ class Pool:
             self._waiting -= 1
 
     def _known(self, name: str | None) -> str:
-        """The name of a model that is offered; the first where none is given."""
+        """The name of an offered model, by default the first."""
         name = self.names[0] if name is None else name
         if name not in self.names:
-            raise UnknownModelError(f"there is no model {name[:100]!r} here: GET /v1/models lists those that are.")
+            raise UnknownModelError(f"there is no model {name[:100]!r}: GET /v1/models lists the available models.")
         return name
 
     def _check_room(self, name: str) -> None:
-        """Whether a model may leave for this one: else a client that asks for all in turn keeps everybody waiting."""
+        """Refuse to load a model if no other may be removed, so that one client cannot keep models loading."""
         if len(self._loaded) < self.settings.loaded_models:
             return
         left = min(map(self._may_leave, self._loaded)) - time.monotonic()
         if left > 0:
             seconds = math.ceil(left)
             raise UnavailableError(
-                f"{name} is not in memory, and those that are are in use: try again in {seconds} s, or choose another.",
+                f"{name} is not in memory, and all loaded ones are in use: try again in {seconds} s or choose another.",
                 seconds,
             )
 
     def _may_leave(self, name: str) -> float:
-        """From when on a model makes room for another."""
+        """The time from which a model may be removed for another."""
         loaded = self._loaded[name]
         return min(loaded.since + self.settings.stay_seconds, loaded.line.used + IDLE)
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
-        """The task that loads a model, shared by all who wait for it."""
+        """The task that loads a model, shared by all requests that wait for it."""
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = asyncio.create_task(self._make(name))
@@ -206,14 +206,16 @@ class Pool:
         self._check_room(name)
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
-        # A download comes before another has to leave for it.
+        # Download before another model is removed.
         location = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
             oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].line.used))
             leaving.append(self._loaded.pop(oldest).line)
             self.metrics.loaded.labels(oldest).set(0)
-        thread = ThreadPoolExecutor(1, "loader of a model")  # which ends: allocators keep what was freed by thread
+        thread = ThreadPoolExecutor(
+            1, "loader of a model"
+        )  # a thread that ends, because allocators keep freed memory per thread
         try:
             loaded = await loop.run_in_executor(thread, self._exchange, leaving, name, location)
         finally:
@@ -227,8 +229,8 @@ class Pool:
     def _exchange(self, leaving: list[Line], name: str, location: Location) -> Loaded:
         for line in leaving:
             line.close()
-            line.join(self.settings.deadline)  # what it accepted, it answers
-        leaving.clear()  # its memory goes before the other's comes
+            line.join(self.settings.deadline)  # it serves the requests that it accepted
+        leaving.clear()  # free its memory before the other model is loaded
         model = load(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
@@ -238,17 +240,17 @@ class Pool:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What GET /v1/models says."""
+        """The response of GET /v1/models."""
         return [{"name": name, "default": name == self.names[0], **self._describe(name)} for name in self.names]
 
     def labels(self, name: str | None) -> dict[str, Any]:
-        """What GET /v1/labels says."""
+        """The response of GET /v1/labels."""
         name = self._known(name)
         config = self._config(name, self._loaded.get(name))
         return {"model": name, "labels": list(config.label_names or ()) if config else []}
 
     def _config(self, name: str, loaded: Loaded | None) -> Config | None:
-        """What the checkpoint says of itself; None where it is on the Hub and not loaded yet."""
+        """The config of a checkpoint; None if it is on the Hub and not loaded yet."""
         try:
             return loaded.classifier.model.config if loaded else Config.read(find(self.sources[name]) / CONFIG)
         except BknZooError:
@@ -272,14 +274,14 @@ class Pool:
 
 
 def _give_memory_back() -> None:
-    """To the system, what preparing a model took and left."""
+    """Return freed memory to the system after preparing a model."""
     time.sleep(REST)
-    torch.empty(2**25, dtype=torch.uint8)  # PyTorch's allocator on Arm looks through what it keeps when it is used
-    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # glibc's; other systems have none
+    torch.empty(2**25, dtype=torch.uint8)  # makes PyTorch's allocator on Arm release cached memory
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # only in glibc
     if trim is not None:
         trim(0)
 
 
 def _public_name(source: str) -> str:
-    """What clients call a model: a folder by its last part, so that no path of this machine is shown."""
+    """The name of a model for clients. A folder is named by its last part, to hide paths of this machine."""
     return Path(source).expanduser().resolve().name if is_folder(source) else source

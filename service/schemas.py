@@ -1,4 +1,4 @@
-"""What goes over the wire, as the OpenAPI page shows it."""
+"""The requests and responses of the API, for OpenAPI."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,13 +9,13 @@ TopK = Annotated[int, Field(ge=1, le=1000)]
 
 
 class Options(BaseModel):
-    """What a request may choose, in the query, in the form or in the JSON body."""
+    """Options of a request, in the query, in the form or in the JSON body."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = Field(None, description="one of GET /v1/models; by default the first")
-    statistics: Statistics | None = Field(None, description="whose statistics normalize the image")
-    top_k: TopK = Field(5, description="how many labels to return")
+    statistics: Statistics | None = Field(None, description="statistics that normalize the image")
+    top_k: TopK = Field(5, description="number of labels to return")
 
 
 class Prediction(BaseModel):
@@ -29,7 +29,7 @@ class Timing(BaseModel):
 
 
 class Classified(BaseModel):
-    """The answer of POST /v1/classify."""
+    """The response of POST /v1/classify."""
 
     predictions: list[Prediction]
     model: str
@@ -38,7 +38,7 @@ class Classified(BaseModel):
     engine: str
     uncertain: bool = Field(description="whether the image may show none of the model's classes")
     drift: float | None = Field(
-        None, description="share of the usual images that are less unusual; null unless the service watches for it"
+        None, description="share of the usual images that are less unusual; null without --usual-images"
     )
     timing_ms: Timing
 
@@ -49,19 +49,19 @@ class Problem(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every answer but 200."""
+    """An error response."""
 
     error: Problem
 
 
 class Several(BaseModel):
-    """The answer of POST /v1/classify/batch: of each image, in their order, what it would have got by itself."""
+    """The response of POST /v1/classify/batch: the result or error of each image, in order."""
 
     results: list[Classified | ErrorBody]
 
 
 class Model(BaseModel):
-    """One model; the fields after `loaded` are null for one of the Hub that is not loaded."""
+    """One model. The fields after `loaded` are null for a model from the Hub that is not loaded."""
 
     name: str
     default: bool
@@ -72,7 +72,7 @@ class Model(BaseModel):
     statistics_batch_size: int | None = None
     accuracy: dict[str, dict[str, float]] = {}
     revision: str | None = None
-    precision: str | None = None  # what it runs in; null until it is loaded
+    precision: str | None = None  # null until it is loaded
 
 
 class Models(BaseModel):
@@ -80,7 +80,7 @@ class Models(BaseModel):
 
 
 class Labels(BaseModel):
-    """The names of a model's classes; none if its checkpoint has none, or is on the Hub and not loaded."""
+    """The names of a model's classes; empty if the checkpoint has none, or is on the Hub and not loaded."""
 
     model: str
     labels: list[str]
@@ -97,9 +97,9 @@ MODEL_IN_QUERY = {
 
 
 def upload(field: str, form: bool) -> dict[str, Any]:
-    """What `read_upload` reads, in OpenAPI's words.
+    """The OpenAPI description of the requests that `read_upload` accepts.
 
-    That is options in the query, and as the body the image as it is, in base64 within JSON, or in a form.
+    Options are in the query. The body is the image itself, JSON with base64, or a form.
     """
     base64 = {"type": "string", "contentEncoding": "base64", "description": "the image file, in base64"}
     options = Options.model_json_schema()["properties"]
@@ -125,7 +125,7 @@ def upload(field: str, form: bool) -> dict[str, Any]:
 
 
 def uploads(field: str, most: int) -> dict[str, Any]:
-    """What `read_uploads` reads: the same for several images, in a form or in JSON."""
+    """The same for `read_uploads`: several images in a form or in JSON."""
     body = upload(field, form=True)
     content = body["requestBody"]["content"]
     del content["application/octet-stream"], content["image/*"]

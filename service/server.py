@@ -1,4 +1,4 @@
-"""uvicorn as the service uses it. Everything that depends on uvicorn's internals is in this file.
+"""The HTTP server, based on uvicorn. Everything that depends on uvicorn's internals is in this file.
 
 That is: the arguments with which `uvicorn.Server` makes a protocol (config, server_state, app_state, _loop), the fields
 of `server_state` that `_connect` reads, `shutdown()` of a protocol, and the methods of `uvicorn.Server` that `Server`
@@ -27,16 +27,17 @@ from .logs import failed
 from .settings import Settings
 from .workers import listen
 
-SWITCH = 0.0005  # seconds after which threads that compute let the event loop go on: it waits so long for each socket
+SWITCH = 0.0005  # seconds after which computing threads yield to the event loop, which waits this long for each socket
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our connections; it prints its address, drains when asked to stop, and stops without models.
+    """uvicorn with our connections. It prints its address, drains before it stops, and stops if loading models fails.
 
-    It listens from the first moment, so that /health answers, and prints its address once the first models are loaded.
+    It listens from the beginning, so that /health responds, and prints its address when the first models are loaded.
 
-    After SIGTERM it serves for another `drain_seconds`, during which /health/ready says 503 and every answer asks its
-    client to close the connection. Then it stops listening, gives up unfinished uploads, and answers what it accepted.
+    After SIGTERM it serves for another `drain_seconds`. During this time /health/ready returns 503, and every response
+    asks the client to close the connection. Then it stops listening, aborts unfinished uploads, and serves accepted
+    requests.
     """
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
@@ -49,20 +50,20 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._announced = False
         self._drained: float | None = None
-        # Not by getppid(), which has another answer already if the parent died while this process was starting.
+        # Not getppid(), which returns another process if the parent died while this process was starting.
         self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
 
     def _connect(
         self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None
     ) -> Connection:
-        """A protocol, made with the arguments that uvicorn gives to one."""
+        """Create a protocol from uvicorn's arguments."""
         state = server_state
         host = Host(config.loaded_app, app_state, state.connections, state.tasks, lambda: state.default_headers)
         return Connection(self.service.edge, host, _loop)
 
     async def startup(self, sockets: Any = None) -> None:
         if self._parent is not None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `handle_exit` is there by now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `handle_exit` is installed now
             if self.should_exit:
                 return
         await super().startup(sockets)
@@ -75,8 +76,8 @@ class Server(uvicorn.Server):
         try:
             names = printable(", ".join(self.service.pool.names))
             print(f"bkn_zoo serves {names} at http://{shown}:{port}{by}", flush=True)
-        except OSError:  # nobody reads it any more, which is no reason not to serve
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail
+        except OSError:  # standard output has no reader; serve anyway
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.pool.started and not self._announced:
@@ -99,28 +100,30 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then, 1 where the service could not start."""
+    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
     try:
         app = create_app(settings, one_of_many=settings.workers > 1)
     except BknZooError as error:
         return failed(error)
     server = Server(app, settings)
     sys.setswitchinterval(SWITCH)
-    # uvicorn raises the signal that it caught once more when it has finished, which would end this process by it.
+    # uvicorn raises the caught signal again at its end, which would kill this process.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
     failure: Exception | None = None
     try:
         server.run(None if settings.workers == 1 else [listen(settings)])
     except (SystemExit, OSError):  # uvicorn could not listen, or start
         failure = InputError(
-            f"it cannot listen on {settings.host}:{settings.port}, which may be in use: choose another with --port."
+            f"cannot listen on {settings.host}:{settings.port}, which may be in use: choose another port with --port."
         )
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
     failure = app.state.service.pool.failure or failure
     code = 0 if failure is None else failed(failure)
-    if app.state.service.pool.loading or app.state.service.decoders.busy:  # Python would wait for these threads
+    if (
+        app.state.service.pool.loading or app.state.service.decoders.busy
+    ):  # otherwise Python would wait for these threads
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

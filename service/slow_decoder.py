@@ -1,7 +1,7 @@
-"""A process that decodes images which take long, so that they hold neither Python's lock nor a core that others need.
+"""A process that decodes slow images, so that they block neither Python's lock nor the cores of others.
 
-It also keeps their memory apart, and a decoder that crashes ends this process and not the service. `SlowDecoder` is the
-side of the service; `python -m service.slow_decoder` is the other. Each message is a line of JSON and then bytes.
+It also separates their memory, and a crash of a decoder ends this process and not the service. `SlowDecoder` is the
+side of the service; `python -m service.slow_decoder` is the other. Each message is a line of JSON, followed by bytes.
 """
 
 import json
@@ -19,21 +19,21 @@ from bkn_zoo.errors import BrokenImageError, ImageError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.images.reading import open_image, resized_square
 
-NICENESS = 5  # so that small images come first where all cores are busy
-CRASHED = "the image cannot be decoded, since it crashes the decoder or takes it too long: save it again as a PNG."
+NICENESS = 5  # so that small images come first if all cores are busy
+CRASHED = "the image cannot be decoded, because it crashes the decoder or takes too long: save it again as a PNG."
 
 
 class SlowDecoder:
-    """A process for one image at a time; it ends when its input ends, also where the service is killed.
+    """A process for one image at a time. It ends when its input ends, even if the service is killed.
 
     Args:
-        seconds: after which an image is given up, and the process with it.
+        seconds: time limit per image, after which the process is killed.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        # Large blocks go back to the system at once.
+        # Large blocks are returned to the system at once.
         environment = os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -41,7 +41,7 @@ class SlowDecoder:
         )  # fmt: skip
 
     def decode(self, data: bytes, preprocessing: Preprocessing, max_pixels: int) -> Image.Image:
-        """The square in the middle of an image, cropped and resized as the preprocessing begins."""
+        """The central square of an image, cropped and resized as the first step of preprocessing."""
         p = preprocessing
         size = p.native_size or p.size
         square = {"size": size, "interpolation": p.interpolation, "crop": p.crop}
@@ -91,11 +91,11 @@ def _read(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    if hasattr(os, "nice"):  # Windows has none
+    if hasattr(os, "nice"):  # not on Windows
         os.nice(NICENESS)
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with responses
     while True:
         try:
             about, data = _read(sys.stdin.buffer)

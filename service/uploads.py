@@ -1,4 +1,4 @@
-"""From a request to the bytes of its images and the options that came with them."""
+"""Reads the images and options of a request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,27 +27,27 @@ from .settings import Settings
 
 FORM, JSON = "multipart/form-data", "application/json"
 OPTIONS = tuple(Options.model_fields)
-MAX_NAMES = 32  # in a query or a JSON object: each is compared with the options
+MAX_NAMES = 32  # in a query or a JSON object, because each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
-NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop, which others use, are not
-SMALL_JSON = 32_768  # bytes that are parsed on the event loop
+NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop are not
+SMALL_JSON = 32_768  # bytes that are parsed in the event loop
 
-Work = Callable[..., Awaitable[Any]]  # runs a function on so many bytes of input in a thread: (size, function, ...)
+Work = Callable[..., Awaitable[Any]]  # runs a function of an input of this size in a thread: (size, function, ...)
 
 
 async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, Options]:
-    """The image and the options of a request; those in the body win over those in the query.
+    """The image and the options of a request. Options in the body override those in the query.
 
     Args:
-        field: the name of the image in JSON and in forms; options stand beside it, or within `parameters`, which wins.
-        work: where to parse a body that would keep the event loop busy.
+        field: the name of the image in JSON and in forms; options are beside it, or in `parameters`, which overrides.
+        work: runs the parsing of a large body outside the event loop.
     """
     query, kind = _query(request), _kind(request)
     if kind == FORM:
         (image, *_), given = await _from_form(request, field, 1)
     elif kind == JSON:
         image, given = await _parse_json(await _read(request), work, _one_image, field)
-    else:  # whatever else it is called; its first bytes say what it is
+    else:  # any other content type; the first bytes determine the format
         image, given = await _read(request), {}
     return _image(image), _options(query | given)
 
@@ -55,7 +55,7 @@ async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, 
 async def read_uploads(
     request: Request, field: str, most: int, work: Work
 ) -> tuple[list[bytes | ServiceError], Options]:
-    """The same for several images, in a form or in JSON; in place of each that cannot be read, its error."""
+    """The same for several images, in a form or in JSON, with an error for each that cannot be read."""
     query, kind = _query(request), _kind(request)
     if kind == FORM:
         files, given = await _from_form(request, field, most)
@@ -63,12 +63,12 @@ async def read_uploads(
     elif kind == JSON:
         images, given = await _parse_json(await _read(request), work, _several_images, field, most)
     else:
-        raise MalformedRequestError(f"several images come in a form, as files {field!r}, or in JSON: see /docs.")
+        raise MalformedRequestError(f"the request has no images: send a form with files {field!r}, or JSON; see /docs.")
     return images, _options(query | given)
 
 
 async def _parse_json(body: bytes, work: Work, parse: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes of a body: in a thread, unless the body is small."""
+    """Parse a body with a function, in a thread unless the body is small."""
     return parse(body, *arguments) if len(body) <= SMALL_JSON else await work(len(body), parse, body, *arguments)
 
 
@@ -101,19 +101,19 @@ def _query(request: Request) -> dict[str, Any]:
 
 
 def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among what was given. Other names are other people's, unless they are nearly ours: then misspelt."""
+    """The options among the given parameters. Other names are ignored, unless they are nearly an option: misspelt."""
     if len(given) > MAX_NAMES:
         raise BadParameterError(TOO_MANY_NAMES)
     for name in given:
         if name not in OPTIONS and len(name) < 20 and get_close_matches(name.lower(), OPTIONS, cutoff=NEAR):
-            raise BadParameterError(f"{name!a} is no option: choose from {', '.join(OPTIONS)}.")
-    if isinstance(given.get("top_k"), bool):  # which pydantic would take for 0 or 1
+            raise BadParameterError(f"{name!a} is not an option: choose from {', '.join(OPTIONS)}.")
+    if isinstance(given.get("top_k"), bool):  # pydantic would accept it as 0 or 1
         raise BadParameterError('top_k: send a whole number, as in {"top_k": 3}.')
     return {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 
 async def _read(request: Request) -> bytes:
-    """The body, in one piece from the start: a list of its parts would take many times their bytes if they are tiny."""
+    """The body in one buffer. A list of tiny parts would need many times their size."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -130,7 +130,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 def _image(image: bytes) -> bytes:
     if not image:
-        raise MalformedRequestError("the request holds no image: send its bytes as the body, or see /docs.")
+        raise MalformedRequestError("the request has no image: send its bytes as the body, or see /docs.")
     return image
 
 
@@ -142,9 +142,9 @@ def _or_error(read: Callable[..., bytes], *arguments: Any) -> bytes | ServiceErr
 
 
 class _InMemory(MultiPartParser):
-    """Keeps files where their bytes are counted, in memory: on disk each would take a descriptor."""
+    """Keeps files in memory, where their bytes are counted. On disk, each would need a descriptor."""
 
-    spool_max_size = 0  # without end; the body has one
+    spool_max_size = 0  # unlimited, because the body is limited
 
 
 async def _from_form(request: Request, field: str, most: int) -> tuple[list[bytes], dict[str, Any]]:
@@ -153,9 +153,7 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
         async with aclosing(request.stream()) as stream:
             form = await _InMemory(request.headers, stream, **parts).parse()
     except (MultiPartException, KeyError, ValueError) as error:
-        reason = (
-            error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be told apart"
-        )
+        reason = error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be separated"
         many = reason.startswith("Too many files")
         advice = "send several images to /v1/classify/batch, fewer at a time" if many else "send multipart/form-data"
         raise MalformedRequestError(f"the form cannot be read ({reason}): {advice}.") from None
@@ -166,7 +164,7 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
 
 
 def _from_json(body: bytes) -> tuple[dict[str, Any], base64_json.Strings, dict[str, Any]]:
-    """What a body of JSON holds, its long strings, and the options in it."""
+    """The content of a JSON body, its long strings, and its options."""
     data, strings = base64_json.parse(body)
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
@@ -174,16 +172,16 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], base64_json.Strings, dict[s
         raise BadParameterError('parameters: send an object of options, as in {"top_k": 3}.')
     for given in (found, inner):
         if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
-            raise BadParameterError("function_to_apply: scores are softmax's here: say softmax, or leave it out.")
+            raise BadParameterError("function_to_apply: only softmax is supported: send softmax, or omit it.")
     return found, strings, _chosen(found) | _chosen(inner)
 
 
 class Upload:
-    """A body on its way.
+    """A body that is being received.
 
     Attributes:
-        size: how many of its bytes have come.
-        refusal: why it is given up, once it is.
+        size: number of received bytes.
+        refusal: the reason if it was aborted.
     """
 
     def __init__(self) -> None:
@@ -192,14 +190,14 @@ class Upload:
         self._waiting: asyncio.Timeout | None = None
 
     async def next(self, receive: Any, seconds: float) -> Any:
-        """What the client sends next, unless it is silent for too long or the upload is given up."""
+        """The next message of the client; an error if it is silent for too long or the upload is aborted."""
         refusal = self.refusal
         if refusal is None:
             try:
                 async with asyncio.timeout(seconds) as self._waiting:
                     return await receive()
             except TimeoutError:
-                refusal = self.refusal or SlowError(f"nothing of the body came for {seconds:g} s: send it at once.")
+                refusal = self.refusal or SlowError(f"no data of the body arrived for {seconds:g} s: send it at once.")
             finally:
                 self._waiting = None
         raise refusal
@@ -211,10 +209,10 @@ class Upload:
 
 
 class Bodies:
-    """How much the bodies of all requests hold.
+    """The memory of the bodies of all requests.
 
-    Unfinished ones may hold half of what is allowed. Where they are more, that one is given up whose client has been
-    silent for longest, so that stalled clients do not keep out active ones.
+    Unfinished bodies may use half of the limit. Beyond that, the upload whose client was silent for the longest time is
+    aborted, so that stalled clients do not block active ones.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -224,10 +222,10 @@ class Bodies:
             settings.stall_seconds,
         )
         self.held = 0
-        self._unfinished: dict[Upload, int] = {}  # bytes of each, those first that have been silent for longest
+        self._unfinished: dict[Upload, int] = {}  # bytes of each upload, the longest silent first
 
     async def next(self, upload: Upload, receive: Any) -> Any:
-        """What comes next of an upload; raises where that is too much or takes too long."""
+        """The next part of an upload; an error if it is too large or too slow."""
         self._unfinished.setdefault(upload, 0)
         message = await upload.next(receive, self.stall_seconds)
         more = len(message.get("body", b""))
@@ -253,16 +251,16 @@ class Bodies:
         self._unfinished.pop(upload, None)
 
     def give_up_unfinished(self) -> None:
-        """Since the service is about to stop."""
+        """Abort unfinished uploads before the service stops."""
         for upload in list(self._unfinished):
-            upload.give_up(UnavailableError("the service is about to stop: try again, or another one.", 5))
+            upload.give_up(UnavailableError("the service is stopping: try again, or use another one.", 5))
 
     def too_large(self) -> TooLargeError:
         return TooLargeError(f"the request is larger than {self.most} bytes: send a smaller or more compressed image.")
 
 
 class BodyLimit:
-    """ASGI middleware: counts the bytes of bodies as they come, and gives up those that are too many or too slow."""
+    """ASGI middleware: counts the bytes of bodies as they arrive, and aborts bodies that are too large or too slow."""
 
     def __init__(self, app: Any, bodies: Bodies) -> None:
         self.app, self.bodies = app, bodies
@@ -278,7 +276,7 @@ class BodyLimit:
             nonlocal is_whole
             if too_large:
                 raise bodies.too_large()
-            if is_whole:  # what comes now is that the client leaves, whenever it does
+            if is_whole:  # the next message is that the client disconnects
                 return await receive()
             message = await bodies.next(upload, receive)
             is_whole = not message.get("more_body", False)

@@ -1,4 +1,4 @@
-"""Several processes that share one port: each loads its models by itself, and one that dies is replaced."""
+"""Runs several processes that share one port. Each loads its own models, and a process that dies is replaced."""
 
 import logging
 import multiprocessing
@@ -25,20 +25,20 @@ from .settings import Settings
 
 log = logging.getLogger("bkn_zoo.service")
 
-COULD_NOT_START = 3  # a worker's exit code, other than that of a crash
-PAUSE = 1.0  # seconds before a worker is replaced, in case it dies at once every time
+COULD_NOT_START = 3  # exit code of a worker, different from that of a crash
+PAUSE = 1.0  # seconds before a worker is replaced, in case it dies every time
 
 
 def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
-    """Run `serve` in `settings.workers` processes until SIGTERM or SIGINT; 0 then, 1 where they could not start."""
+    """Run `serve` in `settings.workers` processes until SIGTERM or SIGINT. Returns 0, or 1 if they could not start."""
     settings = settings.model_copy(update={"port": _reserve(settings)})
-    # Not forked: the threads of an engine would not come along, but their locks.
+    # Not forked, because a fork copies the locks of an engine's threads without the threads.
     context = multiprocessing.get_context("spawn")
     workers: dict[int, Any] = {}
     stopping = failed = False
 
     def start(place: int) -> None:
-        # A daemon, so that an error here leaves none behind.
+        # A daemon, so that an error here does not leave processes behind.
         worker = workers[place] = context.Process(target=_work, args=(settings, serve), daemon=True)
         with _share_of_cores(place, settings.workers), _interrupts_held_back():
             worker.start()
@@ -84,12 +84,12 @@ def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
 
 @contextmanager
 def _kept(folder: str) -> Iterator[None]:
-    """Not removed by systemd-tmpfiles, to which what is mapped looks old: it leaves alone what somebody has locked."""
-    import fcntl  # Windows has none, nor ports that processes share
+    """Lock a folder, so that systemd-tmpfiles does not remove it. Mapped files look old to it."""
+    import fcntl  # not on Windows, which cannot share ports either
 
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # of a file system that has no locks
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
@@ -97,19 +97,19 @@ def _kept(folder: str) -> Iterator[None]:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """A worker's own socket at the port of all: the system gives each its share of the connections."""
+    """A socket of one worker at the shared port. The system distributes connections."""
     return _bind(settings, socket.SO_REUSEPORT)
 
 
 def _reserve(settings: Settings) -> int:
-    """The port to listen on, which must be nobody's yet: the others' sockets would otherwise join a stranger's."""
+    """The port to listen on, which must be free. Otherwise the workers would share it with a foreign process."""
     if not hasattr(socket, "SO_REUSEPORT"):
-        raise InputError("--workers needs a system on which processes share a port: leave it out.")
+        raise InputError("--workers is not supported on this system, which cannot share a port: omit it.")
     try:
         with _bind(settings, socket.SO_REUSEADDR) as alone:
             return int(alone.getsockname()[1])
     except OSError:
-        raise InputError(f"it cannot listen on {settings.host}:{settings.port}: choose another.") from None
+        raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.") from None
 
 
 def _bind(settings: Settings, option: int) -> socket.socket:
@@ -129,7 +129,7 @@ def _bind(settings: Settings, option: int) -> socket.socket:
 
 @contextmanager
 def _share_of_cores(place: int, workers: int) -> Iterator[None]:
-    """What is started within has cores of its own: as many as every other, so that all sum in the same order."""
+    """Give the processes that are started here their own cores, equally many, so that all sum in the same order."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // workers
     if not share:
@@ -144,8 +144,8 @@ def _share_of_cores(place: int, workers: int) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """What is started within meets SIGINT only once it asks for it: in the midst of imports it would be a traceback."""
-    resource_tracker.ensure_running()  # which lets SIGINT through again when it starts, and a process would start it
+    """Block SIGINT in the processes that are started here, because it would cause a traceback during imports."""
+    resource_tracker.ensure_running()  # started here, because its start would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -154,7 +154,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def _work(settings: Settings, serve: Callable[[Settings], int]) -> None:
-    os.setpgid(0, 0)  # or Ctrl-C would reach it twice, and the second time means at once
+    os.setpgid(0, 0)  # otherwise Ctrl-C would reach it twice, and a second signal stops at once
     share_quota(settings.workers)
     set_up_logs()
     sys.exit(COULD_NOT_START if serve(settings) else 0)

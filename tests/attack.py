@@ -1,6 +1,7 @@
 """What attackers cost healthy clients.
 
     python tests/attack.py --before ../before     every row of the table, of another checkout and of this one in turn
+    python tests/attack.py --before ../before --throughput      answers per second to healthy clients, of both
     python tests/attack.py --minutes 30           chaos: all attackers at random, while workers are killed and stopped
     python tests/attack.py --costs                seconds per class of image, for service/costs.py
 
@@ -17,9 +18,11 @@ import os
 import platform
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,10 +33,13 @@ from typing import Any
 
 import attackers
 from attackers import ROWS, encoded, picture
-from chaos import chaos, fetch, percentile, problems, settle
+from chaos import Healthy, chaos, fetch, percentile, problems, settle
 from service_process import ROOT, ServiceProcess, save_small_checkpoint
 from watch import Watch
 
+from bkn_zoo.modes import MODES
+
+IMAGE = encoded(picture(side=200), "JPEG")
 OUTPUT = ROOT / "results" / "attack.json"
 NO_NUMBERS = ("run", "row", "service", "classify")
 BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds
@@ -49,7 +55,8 @@ class Probed(ServiceProcess):
 
     def __init__(self, root: Path, checkpoints: Path, model: str, probe: Path) -> None:
         environment = {"PYTHONPATH": str(root), "ATTACK_PROBE": str(probe)}
-        super().__init__(checkpoints, "--models", str(checkpoints / model), environment=environment)
+        flags = ("--models", str(checkpoints / model), "--precision", "auto")  # which tests set otherwise
+        super().__init__(checkpoints, *flags, environment=environment)
         self.probe = probe
 
     def pauses(self, begun: float, ended: float) -> list[tuple[float, float]]:
@@ -58,7 +65,7 @@ class Probed(ServiceProcess):
         return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended]
 
 
-def measure(service: Probed, name: str | None, clients: int, seconds: float, image: bytes) -> dict[str, Any]:
+def measure(service: Probed, name: str | None, clients: int, seconds: float) -> dict[str, Any]:
     """What a healthy client sees while so many others attack; of none if there is no name."""
     settle(service)
     before = len(fetch(service.port, "/metrics")[1])
@@ -70,7 +77,7 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, ima
         assert attack.stdout.readline() == "begun\n"
         time.sleep(0.5)
     begun = time.monotonic()
-    with Watch(service.url, image) as watch:
+    with Watch(service.url, IMAGE) as watch:
         time.sleep(seconds)
     ended = time.monotonic()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
@@ -89,27 +96,66 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, ima
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
+class Services(ExitStack):
+    """The service of each checkout, started when it is first asked for; all but that one are stopped."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
+        self.model = args.model
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self._running: dict[str, Probed] = {}
+
+    def only(self, which: str) -> Probed:
+        if which not in self._running:
+            probed = Probed(self.roots[which].resolve(), ROOT / "checkpoints", self.model, self._folder / which)
+            self._running[which] = self.enter_context(probed)
+            for mode in (*MODES, *MODES):  # until none is prepared in the background any more
+                fetch(probed.port, f"/v1/classify?statistics={mode}", IMAGE)
+        for name, service in self._running.items():
+            service.process.send_signal(signal.SIGCONT if name == which else signal.SIGSTOP)
+        return self._running[which]
+
+
 def measure_rows(args: argparse.Namespace, samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """What is not among the samples yet: each row, of both checkouts in turn, several times."""
-    image = encoded(picture(side=200), "JPEG")
-    roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
     known = {(sample["run"], sample["row"], sample["service"]) for sample in samples}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        services: dict[str, Probed] = {}
-        for key in product(range(args.repeats), ["idle", *args.rows], roots):
+    with Services(args) as services:
+        for key in product(range(args.repeats), ["idle", *args.rows], services.roots):
             run, name, which = key
-            if key in known:
-                continue
-            if which not in services:
-                probed = Probed(roots[which].resolve(), ROOT / "checkpoints", args.model, folder / which)
-                services[which] = stack.enter_context(probed)
-                for _ in range(20):  # until everything is warm
-                    fetch(probed.port, "/v1/classify", image)
-            for other in services.values():
-                other.process.send_signal(signal.SIGCONT if other is services[which] else signal.SIGSTOP)
-            row = measure(services[which], None if name == "idle" else name, args.clients, args.seconds, image)
-            yield {"run": run, "row": name, "service": which, **row}
+            if key not in known:
+                row = measure(services.only(which), None if name == "idle" else name, args.clients, args.seconds)
+                yield {"run": run, "row": name, "service": which, **row}
+
+
+def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Answers per second to healthy clients, of both checkouts in turn, and the median of their ratios."""
+    rates: dict[str, dict[str, list[float]]] = {}
+    with Services(args) as services:
+        for run, clients in product(range(args.repeats), (1, 4, 16)):
+            for which in sorted(services.roots, reverse=run % 2 == 0):
+                rate = answers_per_second(services.only(which).port, clients, args.seconds)
+                rates.setdefault(str(clients), {}).setdefault(which, []).append(round(rate, 2))
+    ratios = {
+        count: statistics.median(after / before for before, after in zip(found["before"], found["after"], strict=True))
+        for count, found in rates.items()
+    }
+    return {"seconds": args.seconds, "answers_per_second": rates, "fraction_of_before": ratios}
+
+
+def answers_per_second(port: int, clients: int, seconds: float) -> float:
+    over, threads = threading.Event(), []
+    for _ in range(clients):
+        threads.append(Healthy(port, "/v1/classify", IMAGE, True, over, pause=0.0))
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    over.wait(seconds)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not any(thread.lost for thread in threads)
+    return sum(len(thread.seconds) for thread in threads) / (time.monotonic() - begun)
 
 
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,6 +217,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between disturbances of a worker in chaos")
     parser.add_argument("--again", action="store_true", help="measure everything anew")
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--throughput", action="store_true", help="measure only healthy clients, of both checkouts")
     parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
     if args.costs:
@@ -185,6 +232,11 @@ def main() -> int:
         print(json.dumps(found, indent=1), *wrong, sep="\n")
         return int(bool(wrong))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
+    if args.throughput:
+        found = measure_throughput(args)
+        record(args, "throughput", found)
+        print(json.dumps(found))
+        return 0
     samples = [] if args.again else read_results(args.output).get("rows", {}).get("samples", [])
     for sample in measure_rows(args, samples):
         samples.append(sample)

@@ -57,8 +57,11 @@ class Healthy(threading.Thread):
         retried: how often the first try failed.
     """
 
-    def __init__(self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event) -> None:
+    def __init__(
+        self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event, pause: float = 0.05
+    ) -> None:
         super().__init__(daemon=True)
+        self.pause = pause
         self.port, self.path, self.body, self.keep_alive, self.over = port, path, body, keep_alive, over
         self.lost: list[str] = []
         self.seconds: list[float] = []
@@ -74,7 +77,7 @@ class Healthy(threading.Thread):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def run(self) -> None:
-        while not self.over.wait(0.05):
+        while not self.over.wait(self.pause):
             begun = time.monotonic()
             status, body = self._ask()
             if status != 200:

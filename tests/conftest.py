@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 gc.disable()  # until all is imported
 
@@ -163,3 +164,14 @@ def make_belief():
         return Belief(mean.requires_grad_(requires_grad), var.requires_grad_(requires_grad))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two small checkpoints, called first and second."""
+    from service_process import save_small_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_checkpoint(folder / "first")
+    save_small_checkpoint(folder / "second", seed=1)
+    return folder

@@ -298,7 +298,7 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
         torch.testing.assert_close(model(golden["input"], statistics=mode).detach(), golden[mode])
     assert max(verify_golden(folder).values()) < 1e-4
     for damaged, words in [
-        ({"input": golden["input"]}, "holds input instead of"),
+        ({"input": golden["input"]}, "contains input instead of"),
         (golden | {"sample": torch.zeros(1, 3)}, r"sample is \(1"),
         (golden | {"expected": -golden["expected"]}, "expected output"),
     ]:
@@ -516,7 +516,7 @@ DAMAGES = [
     *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
     *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
-    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint holds no model.safetensors"]),
+    (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint has no model.safetensors"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
     (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
@@ -603,7 +603,7 @@ class Exploit:
 def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     (folder / WEIGHTS).unlink()
     write({"fc.weight": Exploit(tmp_path / "ran")}, folder / name)
-    assert_refused(folder, name, "a pickle", "convert it with safetensors")
+    assert_refused(folder, name, "pickle", "convert it with safetensors")
     assert not (tmp_path / "ran").exists()
 
 
@@ -726,7 +726,7 @@ def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
     assert heads == {"fc.weight", "fc.bias"}
     for name, options, words in [
         (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"),
-        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "leave out initial_gain"),
+        ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "omit initial_gain"),
         (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
         ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
     ]:

@@ -590,11 +590,11 @@ def test_rows_behind_a_mask_are_refused_where_images_matter() -> None:
     converted = convert(original, example=(x,))
     prove(original, converted, x)
     converted.statistics_batch_size = 1
-    with pytest.raises(InputError, match=r"n1 gets 4 rows of 3 images.*only=NAME"):
+    with pytest.raises(InputError, match=r"n1 gets 4 rows for 3 images.*only=NAME"):
         converted.train()(x)
     converted.eval()
     for mode in ("sample", "expected"):
-        with pytest.raises(InputError, match=r"4 rows of 3 images"):
+        with pytest.raises(InputError, match=r"4 rows for 3 images"):
             converted(x, statistics=mode)
     torch.testing.assert_close(converted(x), original.eval()(x))
 
@@ -1175,7 +1175,7 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: nn.Sequential(conv(3, 4), nn.ReLU()), "holds no batch norm"),
+        (lambda: nn.Sequential(conv(3, 4), nn.ReLU()), "contains no batch norm"),
         (lambda: torch.jit.script(nn.Sequential(conv(3, 4), norm(4))), "scripted"),
         (lambda: nn.Sequential(conv(3, 4), norm(4), nn.Linear(4, 4, device="meta")), "cpu and meta"),
         (lambda: convert(small()), "already"),
@@ -1222,7 +1222,7 @@ def test_a_wrong_example_or_part_is_refused_with_the_reason() -> None:
         convert(small(), example=torch.randn(2, 5, 8, 8))
     with pytest.raises(UnknownNameError, match="has no part 'body': choose from stem, body_, top"):
         convert(Block(lambda m, x: x, stem=small(), body_=small(), top=small()), only="body")
-    with pytest.raises(ConversionError, match=r"the part '0\.0' holds no batch norm"):
+    with pytest.raises(ConversionError, match=r"the part '0\.0' contains no batch norm"):
         convert(nn.Sequential(small()), only="0.0")
 
 

@@ -822,7 +822,7 @@ def test_gain_of_one_can_be_saved(tmp_path: Path) -> None:
         ({"lr": 0.5}, "lr = 0.02, not 0.5"),
         ({"augmentation": Augmentation(erase=0.5)}, "augmentation = "),
         ({"ema": 0.0}, "ema = 0.9, not 0.0"),
-        ({"seed": 4}, "seed = 0, not 4: give the same options, or another --name."),
+        ({"seed": 4}, "seed = 0, not 4: pass the same options, or another --name."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -841,7 +841,7 @@ def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[st
     [
         ({"images": [40, 12]}, "on 36 images with 4 for validation, not 40 and 12: resume with the same"),
         ({"label_names": ["ant", "cat"]}, "with a class 'bee', not 'cat': resume with the same data, or use"),
-        ({"init": None}, "that started from runs/a, not new weights: give the same --checkpoint, or"),
+        ({"init": None}, "that started from runs/a, not new weights: pass the same --checkpoint, or"),
         ({"fingerprint": "other"}, "on other images, or with some images in other classes: resume with the same"),
     ],
 )

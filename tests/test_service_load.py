@@ -22,7 +22,7 @@ import pytest
 from attackers import encoded, picture
 from http_client import Reply, connect, read, request, send
 from local_service import LocalService
-from service_process import LONG, Running, ServiceProcess, save_small_checkpoint, until
+from service_process import LONG, Running, ServiceProcess, until
 from torch import Tensor
 from watch import Watch
 
@@ -36,11 +36,10 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "first")
-    save_small_checkpoint(folder / "second", seed=1)
-    shutil.copytree(folder / "first", folder / "third")
+    for name, source in (("first", "first"), ("second", "second"), ("third", "first")):
+        shutil.copytree(checkpoints / source, folder / name)
     return folder
 
 

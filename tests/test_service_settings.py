@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from attackers import encoded, picture
 from local_service import LocalService
-from service_process import save_small_checkpoint, until
+from service_process import until
 from starlette.testclient import TestClient
 
 import bkn_zoo
@@ -26,14 +26,6 @@ from service.settings import Settings, read_settings
 IMAGE = encoded(picture(1, side=50))
 TEXT = base64.b64encode(IMAGE).decode()
 JSON = "application/json"
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "first")
-    save_small_checkpoint(folder / "second", seed=1)
-    return folder
 
 
 @pytest.fixture

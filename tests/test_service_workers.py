@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from attackers import encoded, picture
-from service_process import LONG, ServiceProcess, save_small_checkpoint, until
+from service_process import LONG, ServiceProcess, until
 
 from bkn_zoo.norms import MODES
 from service.metrics import FOLDER
@@ -25,15 +25,8 @@ IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "first")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def running(checkpoints: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(checkpoints, "--workers", "2", "--drain-seconds", "1") as process:
+    with ServiceProcess(checkpoints, "--models", "first", "--workers", "2", "--drain-seconds", "1") as process:
         until(lambda: len(process.workers()) == 2, "two workers")
         yield process
 
@@ -162,7 +155,9 @@ def has_two(process: ServiceProcess) -> bool:
 
 def test_workers_end_with_their_parent(checkpoints: Path) -> None:
     """Neither one that serves nor one that only starts outlives it."""
-    with ServiceProcess(checkpoints, "--workers", "2", "--engine", "torch", is_ready=has_two) as process:
+    with ServiceProcess(
+        checkpoints, "--models", "first", "--workers", "2", "--engine", "torch", is_ready=has_two
+    ) as process:
         serving, starting = pids = sorted(spawned(process))
         try:
             os.kill(starting, signal.SIGSTOP)
@@ -178,7 +173,7 @@ def test_workers_end_with_their_parent(checkpoints: Path) -> None:
 
 
 def test_ctrl_c_while_workers_start_leaves_no_traceback(checkpoints: Path) -> None:
-    with ServiceProcess(checkpoints, "--workers", "2", is_ready=has_two) as process:
+    with ServiceProcess(checkpoints, "--models", "first", "--workers", "2", is_ready=has_two) as process:
         maps = [Path(f"/proc/{pid}/maps") for pid in spawned(process)]
         until(lambda: all("libtorch" in one.read_text() for one in maps), "they import torch")
         os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does

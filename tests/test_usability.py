@@ -314,4 +314,4 @@ def test_port_in_use_names_the_option(capsys):
         run = [*COMMAND, "serve", "--port", str(taken.getsockname()[1]), "--checkpoint", "better", "--engine", "torch"]
         done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, timeout=100, check=False)
     assert done.returncode == 1
-    assert "choose another with --port" in done.stderr
+    assert "choose another port with --port" in done.stderr

@@ -100,7 +100,9 @@ class Config:
             )
 
         def warn(name: str) -> None:
-            message = f"{path}: the field {name[:80]} is unknown to this bkn_zoo and is ignored: upgrade bkn_zoo"
+            message = (
+                f"{path}: the field {name[:80]} is ignored, because this bkn_zoo does not know it: upgrade bkn_zoo"
+            )
             warnings.warn(message, stacklevel=4)
 
         try:

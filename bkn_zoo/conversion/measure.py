@@ -251,8 +251,11 @@ def advise(
         images: as in `measure`.
         batch_size: images per group in training; by default the network's `statistics_batch_size`, or 1.
     """
-    group = group_of(model, batch_size)
-    norms = measure(model, images)
+    return recommend(measure(model, images), group_of(model, batch_size))
+
+
+def recommend(norms: dict[str, Shift], batch_size: int) -> Advice:
+    """What `advise` recommends for groups of `batch_size` images, by what `measure` found."""
     if not norms:
         raise InputError(
             "no norm of this network can be measured, because their rows are not images: convert a part with only=NAME."
@@ -262,19 +265,19 @@ def advise(
         return sum(error(norm) for norm in norms.values()) / len(norms)
 
     def mixed(norm: Shift) -> float:
-        total = group * norm.between + norm.spread
+        total = batch_size * norm.between + norm.spread
         return norm.between * norm.spread / total if total > 0 else 0.0
 
     unrest = mean(lambda norm: norm.spread / norm.images)
     errors = {
         "freeze": mean(lambda norm: norm.shift),
         "AdaBN": mean(lambda norm: norm.between) + unrest,
-        "BN": mean(lambda norm: norm.spread / group),
+        "BN": mean(lambda norm: norm.spread / batch_size),
         "BKN": mean(mixed) + unrest,
     }
     enough = WORTHWHILE * min(errors.values()) + NEGLIGIBLE
     choice = next(choice for choice in CHOICES if errors[choice] <= enough)
-    return Advice(choice, errors, norms, group)
+    return Advice(choice, errors, norms, batch_size)
 
 
 def group_of(model: nn.Module, group: int | None) -> int:

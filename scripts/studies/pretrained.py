@@ -25,8 +25,8 @@ from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.pretrained_data import as_input, load, pack
 from studies.pretrained_networks import frozen_norms, norms, pretrained, weights_file
 from studies.pretrained_page import contents, figures
-from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, read_experiments
-from studies.pretrained_training import Work
+from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, read_experiments
+from studies.pretrained_training import Work, facts
 
 DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # images, and gains that BKN starts with
 DRIFT_DATA = "imagewoof"
@@ -45,6 +45,7 @@ class Pretrained(Study):
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
         # The slowest arms first, so that all end at about the same time.
         runs: list[Run] = [Arm.of(each, arm) for each in self.experiments for arm in reversed(ARMS)]
+        runs += [Facts.of(each) for each in self.experiments]
         return runs + [Drift.of(each) for each in self.experiments if each.name == DRIFT_DATA]
 
     def key(self, record: Record) -> str:
@@ -63,10 +64,12 @@ class Pretrained(Study):
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
         weights = args.weights or weights_file()
-        assert isinstance(run, Arm | Drift)
+        assert isinstance(run, Arm | Facts | Drift)
         found = load(run.experiment, args.data / run.data, args.output, device(args))
         if isinstance(run, Drift):
             return {"rows": drift(run, found["validation"][0], weights)}
+        if isinstance(run, Facts):
+            return {"facts": facts(run.experiment, found, weights, device(args))}
         log = args.output / self.name / run.name / "log.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
         return train(run, Work(run, found, weights, device(args)), log)
@@ -91,8 +94,7 @@ def train(arm: Arm, work: Work, log: Path) -> dict[str, Any]:
         done[training.key] = {**json.loads(training.key), **work.train(training)}
         with log.open("a") as file:
             print(json.dumps({"plan": plan, "key": training.key, "training": done[training.key]}), file=file)
-    facts = {"facts": work.facts()} if arm.arm == "measured" else {}
-    return {"plan": arm.plan, "trainings": list(done.values()), **facts}
+    return {"plan": arm.plan, "trainings": list(done.values())}
 
 
 @torch.no_grad()

@@ -30,19 +30,19 @@ class UNet(nn.Module):
         super().__init__()
         self.backbone = backbone
         *finer, channels = backbone.feature_info.channels()
-        self.blocks = nn.ModuleList()
+        self.decoder = nn.ModuleList()
         for skip, width in zip(reversed(finer), widths, strict=True):
             layers: list[nn.Module] = []
             for below in (channels + skip, width):
                 conv = nn.Conv2d(below, width, 3, padding=1, bias=False)
                 layers += [conv, nn.GroupNorm(DECODER_GROUPS, width), nn.ReLU()]
-            self.blocks.append(nn.Sequential(*layers))
+            self.decoder.append(nn.Sequential(*layers))
             channels = width
         self.classifier = nn.Conv2d(channels, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         *finer, x = self.backbone(images)
-        for block, skip in zip(self.blocks, reversed(finer), strict=True):
+        for block, skip in zip(self.decoder, reversed(finer), strict=True):
             x = block(torch.cat([F.interpolate(x, size=skip.shape[-2:]), skip], 1))
         return F.interpolate(self.classifier(x), size=images.shape[-2:], mode="bilinear")
 
@@ -84,7 +84,7 @@ def norms(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Any]]:
 def reset_head(model: Any, seed: int) -> None:
     """Draw what was not pretrained: the classifier and, of a U-Net, the decoder. The same values on every device."""
     source = torch.Generator().manual_seed(seed)
-    for part in (model.classifier, getattr(model, "blocks", nn.Module())):
+    for part in (model.classifier, *([model.decoder] if hasattr(model, "decoder") else [])):
         for module in part.modules():
             if isinstance(module, nn.GroupNorm):
                 module.reset_parameters()

@@ -11,6 +11,7 @@ from studies.chance import Deviation, Difference, between, typical
 from studies.pretrained_plan import (
     ARMS,
     BELIEVING,
+    GAINS,
     SEEDS,
     TUNED_BATCH,
     Arm,
@@ -203,55 +204,64 @@ def _aim(experiments: Sequence[Experiment], records: Records) -> str:
     return "\n".join(lines or ["Not run yet."]) + "\n"
 
 
+def facts_of(experiment: Experiment, records: Records) -> dict[str, Any]:
+    """What was measured before training, by target."""
+    return records.get(f"{experiment.name}.facts", {}).get("facts", {})
+
+
+def _named(experiment: Experiment, target: str) -> str:
+    return experiment.title.partition(":")[0] + (f" without {target}" if target else "")
+
+
 def _advice(experiments: Sequence[Experiment], records: Records) -> str:
     """The advice beside the best of the four choices, and how often it was right."""
-    rows, exact, near = [], 0, 0
+    rows, exact, near, compared = [], 0, 0, 0
     for each, target, batch in cells(experiments):
-        record, best = of(each, "measured", records), whole(each, CHOICES.values(), target, batch, records)
-        if record is None or len(best) < len(CHOICES):
+        facts = facts_of(each, records).get(target)
+        if facts is None:
             continue
-        advised = CHOICES[record["facts"][target]["advice"][str(batch)]]
-        first = max(best, key=best.__getitem__)
-        found = difference(each, advised, first, target, batch, records)
-        hit, close = advised == first, advised == first or found.verdict() == "within chance"
-        exact, near = exact + hit, near + close
-        rows.append({
-            "data": each.title.partition(":")[0] + (f", test on {target}" if target else ""),
-            "images a batch": batch,
-            "advice": ARMS[advised],
-            "best of the four": ARMS[first],
-            "advice against best": f"{found.value:+.1f} ± {found.error:.1f}",
-            "match": "yes" if hit else "within chance" if close else "no",
-        })  # fmt: skip
+        advised = CHOICES[facts["advice"][str(batch)]]
+        row = {"data": _named(each, target), "images a batch": batch, "advice": ARMS[advised]}
+        row |= {"best of the four": "not run yet", "advice against best": "-", "match": "-"}
+        best = whole(each, CHOICES.values(), target, batch, records)
+        if len(best) == len(CHOICES):
+            first = max(best, key=best.__getitem__)
+            found = difference(each, advised, first, target, batch, records)
+            hit, close = advised == first, advised == first or found.verdict() == "within chance"
+            exact, near, compared = exact + hit, near + close, compared + 1
+            row["best of the four"] = ARMS[first]
+            row["advice against best"] = f"{found.value:+.1f} ± {found.error:.1f}"
+            row["match"] = "yes" if hit else "within chance" if close else "no"
+        rows.append(row)
     if not rows:
         return "Not run yet.\n"
-    says = (
-        f"The advice was the best of the four choices in {exact} of {len(rows)} cells, and the best or within chance "
-    )
-    return f"{says}of it in {near} of {len(rows)}.\n\n{table(rows, list(rows[0]))}\n"
+    says = f"The advice was the best of the four choices in {exact} of {compared} cells, and the best or within "
+    says += f"chance of it in {near} of {compared}.\n" if compared else ""
+    says = says if compared else "The trainings that the advice is compared with have not been run yet.\n"
+    return f"{says}\n{table(rows, list(rows[0]))}\n"
 
 
 def _gains(experiments: Sequence[Experiment], records: Records) -> str:
     """T, V and the gain measured from them, beside fixed gains on the validation images."""
     rows = []
     for each in experiments:
-        for target in each.targets:
-            record, learned = of(each, "measured", records), of(each, "learned", records)
-            if record is None:
-                continue
-            facts = record["facts"][target]
-            tried = {t["gain"]: best_validation(t) for t in record["trainings"]
-                     if (t["stage"], t["target"]) == ("gain", target)}  # fmt: skip
-            ends = [t["gains"][1] for t in finals(learned, target, each.batches[-1])]
-            best = max(tried, key=tried.__getitem__)
+        for target, facts in facts_of(each, records).items():
+            trainings = (of(each, "measured", records) or {"trainings": []})["trainings"]
+            chosen = [t for t in trainings if (t["stage"], t["target"]) == ("gain", target)]
+            tried = {t["gain"]: best_validation(t) for t in chosen}
+            best = max(tried, key=tried.__getitem__) if tried else None
+            texts = {q: f"**{value:.1f}**" if q == best else f"{value:.1f}" for q, value in tried.items()}
+            ends = [t["gains"][1] for t in finals(of(each, "learned", records), target, each.batches[-1])]
             rows.append({
-                "data": each.title.partition(":")[0] + (f", without {target}" if target else ""),
+                "data": _named(each, target),
+                "images": facts["images"],
                 "T": f"{facts['T']:.3f}",
                 "T between": f"{facts['between']:.3f}" if each.domains else "-",
                 "V": f"{facts['V']:.3f}",
+                "share Q": f"{facts['shares'][str(TUNED_BATCH)]:.3f}",
                 "measured gain": f"{facts['gains'][str(TUNED_BATCH)]:.4f}",
-                **{f"q = {q:g}": f"**{value:.1f}**" if q == best else f"{value:.1f}" for q, value in tried.items()},
-                "learned gain": f"{mean(ends):.4f}" if ends else "-",
+                **{f"q = {q:g}": texts.get(q, "not run yet") for q in GAINS},
+                "learned gain": f"{mean(ends):.4f}" if ends else "not run yet",
             })  # fmt: skip
     return table(rows, list(rows[0])) + "\n" if rows else "Not run yet.\n"
 

@@ -30,7 +30,7 @@ BELIEVING = ("measured", "learned", "linkless", "unshared")
 TUNED_BATCH = 2
 SEEDS = (1, 2, 3)
 LIMITS = (1e-6, 0.3)  # of learning rates
-GAINS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)  # fixed gains that are compared with the measured ones
+GAINS = (0.0, 0.01, 0.03, 0.1, 0.3)  # fixed gains that are compared with the measured ones
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,25 @@ class Arm(Run):
         if self.arm != "measured" or rate is None:
             return []
         return [Training("gain", target, TUNED_BATCH, rate, 0, self.experiment.tuned, gain) for gain in GAINS]
+
+
+@dataclass(frozen=True)
+class Facts(Run):
+    """What is measured on a data set before any training: T, V, gains and the advice."""
+
+    experiment: Experiment
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Facts":
+        return cls(f"{experiment.name}.facts", 0, experiment)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ("facts",)
+
+    @property
+    def data(self) -> str:
+        return self.experiment.data
 
 
 @dataclass(frozen=True)

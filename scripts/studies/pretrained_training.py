@@ -1,5 +1,6 @@
 """Trains one arm of the study `pretrained`: a step is captured in a CUDA graph once and replayed for all trainings."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion import Converted, advise
+import bkn_zoo
+from bkn_zoo.conversion import Converted, measure
+from bkn_zoo.conversion.measure import recommend
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.batch_kalman import no_weight_decay
 from bkn_zoo.training.capture import captured
@@ -196,28 +199,41 @@ class Work:
             result[mode] = round(metric, 3)
         return result
 
-    def facts(self) -> dict[str, Any]:
-        """What is known before training: T, V and gains, averaged over norms, and the advice."""
-        return {target: self.measured(target) for target in self.experiment.targets}
 
-    def measured(self, target: str) -> dict[str, Any]:
-        several = len(self.images[target]) > 1
-        images: Any = self.images[target] if several else next(iter(self.images[target].values()))
-        self.model.load_state_dict(self.untouched)
-        advice = {batch: advise(self.model, images, batch) for batch in (1, 2, 4)}
-        shifts = list(advice[1].norms.values())
-        found: dict[str, Any] = {
-            "T": mean(norm.shift for norm in shifts),
-            "between": mean(norm.between for norm in shifts),
-            "V": mean(norm.spread for norm in shifts),
-            "norms": {name: [round(v, 5) for v in norm[:3]] for name, norm in advice[1].norms.items()},
-            "advice": {batch: each.choice for batch, each in advice.items()},
-            "errors": {batch: each.errors for batch, each in advice.items()},
-        }
-        for batch in (1, 2, 4):
-            self.model.load_state_dict(self.state(Training("gain", target, batch, 0.0, 0, 0)))
-            found.setdefault("gains", {})[batch] = mean(gains(self.model))
-        return found
+FACT_IMAGES = 60  # per domain
+
+
+@torch.no_grad()
+def facts(experiment: Experiment, found: Mapping[str, Images], weights: Path, device: torch.device) -> dict[str, Any]:
+    """What is known before training, for each target: T, V and gains, averaged over norms, and the advice."""
+    experiment = dataclasses.replace(experiment, measured=min(experiment.measured, FACT_IMAGES))
+    return {
+        target: measured_before(experiment, splits(found, target), weights, device) for target in experiment.targets
+    }
+
+
+def measured_before(experiment: Experiment, chosen: Splits, weights: Path, device: torch.device) -> dict[str, Any]:
+    original, images = pretrained(experiment, chosen.classes, weights).to(device), unlabelled(chosen, experiment)
+    several = len(images) > 1
+    domains: Any = images if several else next(iter(images.values()))
+    model = bkn_zoo.convert(original)
+    norms = measure(model, domains)
+    started = norms
+    if several:  # BKN starts from AdaBN
+        model.load_state_dict(adapted_statistics(original, images), strict=False)
+        started = measure(model, domains)
+    advice = {batch: recommend(norms, batch) for batch in (1, 2, 4)}
+    return {
+        "images": sum(len(batch) for batches in images.values() for batch in batches),
+        "T": mean(norm.shift for norm in norms.values()),
+        "between": mean(norm.between for norm in norms.values()),
+        "V": mean(norm.spread for norm in norms.values()),
+        "norms": {name: [round(value, 5) for value in norm[:3]] for name, norm in norms.items()},
+        "gains": {batch: mean(norm.gain(batch, several) for norm in started.values()) for batch in advice},
+        "shares": {batch: mean(norm.share(batch, several) for norm in started.values()) for batch in advice},
+        "advice": {batch: each.choice for batch, each in advice.items()},
+        "errors": {batch: each.errors for batch, each in advice.items()},
+    }
 
 
 def mean_iou(predicted: Tensor, labels: Tensor) -> float:

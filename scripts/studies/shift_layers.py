@@ -1,34 +1,21 @@
-"""Which norms are surprised by a corruption, and what it gives to adapt some of them only.
+"""Which norms are surprised by a corruption, and what it gives to adapt some of them only."""
 
-    PYTHONPATH=scripts python -m studies.shift_layers --data DATA_FOLDER --images 64
-
-measures the adaptive rule alone, with EfficientNet-Lite0 on photographs, within minutes on a CPU. Other networks are
-measured with `studies.shift --layers` and `studies.shift_unlabelled`.
-"""
-
-import argparse
-import dataclasses
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo import kernels
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training.datasets import ArrayImages
 from studies.shift_corruptions import MAIN
-from studies.shift_evaluate import CLEAN, Bench, part
+from studies.shift_evaluate import CLEAN, Bench
 from studies.shift_rules import Adaptive, Rule, believing_by, mixed, norms
 
 SEVERITY = 3
-Make = Callable[[], Rule]
-RULES: dict[str, Make] = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8, plain=True)}
+RULES: dict[str, Callable[[], Rule]] = {"mix, N = 9": lambda: mixed(9), "adaptive": lambda: Adaptive(0.8, plain=True)}
 
 
 def kinds(model: nn.Module) -> dict[str, list[RunningNorm]]:
@@ -65,7 +52,7 @@ def layer_study(
     """Accuracy by rule, group of norms and set, at one severity, and the mean D of each group by set."""
     groups = kinds(bench.model)
     rules: dict[str, Rule] = {"population": mixed(math.inf)}
-    for rule, make in measured.items():
+    for rule, make in RULES.items():
         for group, layers in groups.items():
             rules[f"{rule}, {group}"] = only(layers, make())
     for rule in rules.values():  # sets what the adaptive ones compare with
@@ -90,33 +77,3 @@ def layer_study(
 def predict(bench: Bench, rule: Rule, images: Tensor) -> Tensor:
     with bench.autocast(), believing_by(bench.model, rule):
         return bench.model(images, statistics="sample")
-
-
-def main(arguments: list[str]) -> None:
-    from bkn_zoo.checkpoints.folder import from_pretrained
-    from bkn_zoo.checkpoints.provenance import environment
-    from bkn_zoo.publishing.results import write_record
-    from studies.base import RESULTS, ROOT
-    from studies.shift_photographs import photographs
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of the photographs")
-    parser.add_argument("--images", type=int, default=64, help="test images, for each of 16 sets")
-    parser.add_argument("--fitted", type=int, default=200, help="images that the rule is fitted on")
-    parser.add_argument("--results", type=Path, default=RESULTS / "shift", help="where the record goes")
-    args = parser.parse_args(arguments)
-    name = "efficientnet_lite0_bkn.imagenet"
-    model = from_pretrained(str(ROOT / "checkpoints" / name)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    data = dataclasses.replace(photographs(args.data), preprocessing=model.config.preprocessing)
-    bench = Bench(model.requires_grad_(False), data, "population", fitted=args.fitted)
-    with kernels.use("pytorch"):
-        found = layer_study(bench, part(data.test, args.images, bench.seed), {"adaptive": RULES["adaptive"]})
-    here = environment(0)
-    here["command"] = here["command"].replace("python shift_layers.py", "python -m studies.shift_layers")
-    about = {"name": f"layers.{name}", "dataset": "imagenet", "network": "EfficientNet-Lite0, ImageNet"}
-    path = args.results / f"imagenet.layers.{name}.json"
-    write_record(path, json.dumps({**about, "layers": found, **here}, separators=(",", ":")))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -85,7 +85,7 @@ def layer_table(records: Sequence[Record], what: str) -> str:
     for name, studies in layers_of(records).items():
         for row in studies[0][what]:
             if name.startswith("`") and row.startswith("adaptive"):
-                continue  # to what `sample` makes of the image's statistics there, which is next to nothing
+                continue  # measured with the gains that `sample` has learned there, which leave next to nothing of it
             rows.append({"network": name, "norms" if what == "surprise" else "rule, norms": row})
             rows[-1] |= by_kind(studies, what, row)
     return table_of(rows, list(rows[0])) if rows else MISSING
