@@ -34,7 +34,7 @@ class Symbol:
         self.node = node.output(0) if isinstance(node, ov.Node) else node
         self.viewed = False  # whether another Symbol shares the memory
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # networks check whether something is a tensor
         return Tensor
 
