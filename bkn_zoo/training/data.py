@@ -117,9 +117,9 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _pixels(self, candidate: int, row: int) -> Tensor:
-        image = open_image(self.images.paths[candidate]) if self.whole else self._square(candidate)
         if self.vary is None:
-            return image
+            return self._square(candidate)
+        image = open_image(self.images.paths[candidate]) if self.whole else self._square(candidate)
         with drawing_from(self.seed, self.epoch, row):
             return self.vary(image)
 
