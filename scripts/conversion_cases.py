@@ -92,9 +92,12 @@ def detectors() -> Iterator[Case]:
         target |= {"masks": torch.ones(1, 96, 128, dtype=torch.uint8)} if masks else {}
         return [torch.rand(3, 96, 128) for _ in range(count)], [target] * count
 
+    few = {"rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 40, "box_batch_size_per_image": 16}
     for name in DETECTORS:
-        size = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 128}
-        build = partial(torchvision.models.get_model, name, weights=None, weights_backbone=None, num_classes=3, **size)
+        options: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 128}
+        options |= few if "rcnn" in name else {}  # regions, most of the work
+        options |= {"weights": None, "weights_backbone": None, "num_classes": 3}
+        build = partial(torchvision.models.get_model, name, **options)
         yield Case("torchvision, detection", name, build, partial(inputs, masks="mask" in name))
 
 
