@@ -8,6 +8,8 @@
     python scripts/benchmark.py serve          # and through the service, beside LitServe
     python scripts/benchmark.py start          # its first answer, and its memory
     python scripts/benchmark.py imports        # how long the package takes to import
+    python scripts/benchmark.py classify       # the command on a terminal
+    python scripts/benchmark.py loading        # image files to batches, beside timm's loader and a training step
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
 spreads are over the rounds, and the ratios are medians of the ratios within a round.
@@ -16,13 +18,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import defaults, frontend, imports, infer, serve, start, train
+from benchmarks import classify, defaults, frontend, imports, infer, loading, serve, start, train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, defaults, frontend, serve, start, imports):
+    for each in (train, infer, defaults, frontend, serve, start, imports, classify, loading):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

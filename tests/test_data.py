@@ -21,6 +21,7 @@ from bkn_zoo.training import official
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
+from bkn_zoo.training.decoded import Squares
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -367,6 +368,31 @@ def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
     for batch in found:
         assert_own_labels(batch)
     assert same(batches(data), batches(data, workers=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_are_decoded_once(tmp_path, workers):
+    data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
+    first = batches(data, workers=workers)
+    for path in data.train.paths:
+        path.unlink()
+    assert same(batches(data, workers=workers), first)
+
+
+def test_too_many_files_for_memory_are_decoded_again(tmp_path, monkeypatch):
+    data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
+    kept = batches(data)
+    monkeypatch.setattr("bkn_zoo.training.decoded.MOST_BYTES", 0)
+    other = load_data("folder", tmp_path, size=16)
+    assert same(batches(other), kept)
+    assert [squares.pixels for squares in other.train.squares.values()] == [None]
+
+
+def test_squares_are_not_sent_to_other_processes():
+    squares = Squares(4, 8)
+    squares.put(1, torch.ones(3, 8, 8))
+    assert torch.equal(squares.get(1), torch.ones(3, 8, 8))
+    assert pickle.loads(pickle.dumps(squares)).get(1) is None
 
 
 def test_too_few_images_for_a_batch_are_an_error():

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_model, recalibrate
-from bkn_zoo.inference import engines, openvino_graph
+from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold, prepare
 from bkn_zoo.inference.openvino_graph import Symbol
@@ -533,7 +533,7 @@ def test_without_openvino_pytorch_is_used_and_openvino_refused(small, monkeypatc
     with pytest.raises(InputError, match=r"needs openvino: install it with pip install 'bkn-zoo\[openvino\]'"):
         create_engine(small, "openvino")
     monkeypatch.setitem(sys.modules, "openvino", None)
-    assert runpy.run_path(openvino_graph.__file__)["ov"] is None
+    assert runpy.run_path(symbols.__file__)["ov"] is None
 
 
 @needs_openvino

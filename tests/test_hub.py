@@ -96,8 +96,6 @@ def online(folder, server):
 
 @pytest.mark.parametrize("case", re.findall(r"^@(?:online|offline)\ndef (\w+)", CASES.read_text(), re.MULTILINE))
 def test_hub(online, case):
-    if "converted" in case:
-        pytest.importorskip("timm")
     assert online[case] is None, online[case]
 
 

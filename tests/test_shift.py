@@ -367,6 +367,7 @@ def test_page_is_that_of_the_records() -> None:
     ((page, contents),) = shift.STUDY.regions(shift.STUDY.records(shift.STUDY.results)).items()
     text = page.read_text()
     assert fill(text, contents) == text
+    assert "Not measured yet" not in text
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))

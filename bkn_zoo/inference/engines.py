@@ -2,7 +2,8 @@
 
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare, unchanged
+from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
@@ -257,7 +258,7 @@ class OpenVINOEngine(Engine):
     def _compile_converted(self, shape: torch.Size, statistics: Statistics, options: dict[Any, Any]) -> Graph:
         network = prepare(self.model, statistics, as_stored=True).cpu()
         try:
-            with unchanged(network):
+            with _unchanged(network):
                 built = build_graph(network, shape[1:], statistics.mode == "population", options)
         except Exception:  # runs the network's own code on a symbol, which can fail in any way
             self.translated = True
@@ -282,6 +283,19 @@ class OpenVINOEngine(Engine):
         return self.precision
 
 
+@contextmanager
+def _unchanged(network: nn.Module) -> Iterator[None]:
+    """Give a network copies of its buffers, and raise an error at the end if its code has changed them."""
+    shared = [(buffer, buffer.data) for buffer in network.buffers()]
+    for buffer, before in shared:
+        buffer.data = before.clone()
+    yield
+    if not all(torch.equal(buffer, before) for buffer, before in shared):
+        raise InputError(
+            "this network changes its buffers in each call, which a graph does not support: choose engine='torch'."
+        )
+
+
 def _writes_its_graph(model: Converted) -> bool:
     """Whether the code of a converted network runs on a symbol instead of an image, which only a trial can show."""
     config: Any = getattr(model, "config", None)
@@ -291,7 +305,7 @@ def _writes_its_graph(model: Converted) -> bool:
         return False
     try:
         network = prepare(model, Statistics("population"), as_stored=True).cpu()
-        with torch.inference_mode(), unchanged(network):
+        with torch.inference_mode(), _unchanged(network):
             build_graph(network, (first.in_channels, side, side), True, {})
     except Exception:  # any error of the network's own code
         return False

@@ -7,8 +7,7 @@ an Inception block are merged.
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -83,19 +82,6 @@ def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
         (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
         for each in tensors
     ]
-
-
-@contextmanager
-def unchanged(network: nn.Module) -> Iterator[None]:
-    """Give a network copies of its buffers, and raise an error at the end if its code has changed them."""
-    shared = [(buffer, buffer.data) for buffer in network.buffers()]
-    for buffer, before in shared:
-        buffer.data = before.clone()
-    yield
-    if not all(torch.equal(buffer, before) for buffer, before in shared):
-        raise InputError(
-            "this network changes its buffers in each call, which a graph does not support: choose engine='torch'."
-        )
 
 
 def has_hooks(module: nn.Module) -> bool:

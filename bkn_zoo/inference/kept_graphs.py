@@ -98,7 +98,7 @@ def _is_ours(status: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
 
-def _name(model: Network, what: Any) -> str | None:
+def _name(model: Network | Converted, what: Any) -> str | None:
     """The name of the file; None if foreign code determines the graph."""
     digest = hashlib.sha256(repr((_surroundings(), what)).encode())
     for name, module in model.named_modules():

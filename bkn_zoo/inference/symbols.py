@@ -17,6 +17,10 @@ except ImportError:  # an optional extra
     ov = None
 
 
+def _operator(name: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: _translated(name, self, other)
+
+
 class Symbol:
     """A value in an OpenVINO graph that is being built, in place of a tensor.
 
@@ -34,7 +38,7 @@ class Symbol:
         self.node = node.output(0) if isinstance(node, ov.Node) else node
         self.viewed = False  # whether another Symbol shares the memory
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # networks check whether something is a tensor
         return Tensor
 
@@ -82,34 +86,11 @@ class Symbol:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _decides
     __hash__ = object.__hash__
 
-    def __add__(self, other: Any) -> Any:
-        return _translated("add", self, other)
-
-    def __sub__(self, other: Any) -> Any:
-        return _translated("sub", self, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return _translated("mul", self, other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _translated("div", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _translated("rsub", self, other)
-
-    def __iadd__(self, other: Any) -> Any:
-        return _translated("add_", self, other)
-
-    def __isub__(self, other: Any) -> Any:
-        return _translated("sub_", self, other)
-
-    def __imul__(self, other: Any) -> Any:
-        return _translated("mul_", self, other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return _translated("div_", self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
+    __mul__ = __rmul__ = _operator("mul")
+    __truediv__ = _operator("div")
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_operator, ("add_", "sub_", "mul_", "div_"))
 
 
 def _translated(name: str, first: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:

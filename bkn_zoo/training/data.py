@@ -8,7 +8,6 @@ waits for a GPU.
 from collections.abc import Iterator
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,6 +15,7 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.decoded import Squares
 from bkn_zoo.training.image_sets import ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
@@ -95,6 +95,11 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         self.seed, self.epoch = seed, epoch
         self.whole = augmentation is not None and augmentation.scale < 1  # random crops need the whole image
         self.vary = None if augmentation is None else transforms(augmentation, preprocessing)
+        self.side = preprocessing.native_size or preprocessing.size
+        how = self.side, preprocessing.interpolation, preprocessing.crop
+        if how not in images.squares:
+            images.squares[how] = Squares(len(images), self.side)
+        self.squares = images.squares[how]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -103,20 +108,26 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         for step in range(len(self)):
             candidate = (row + step) % len(self)
             try:
-                image = open_image(self.images.paths[candidate])
+                pixels = self._pixels(candidate, row)
             except ImageError:
                 continue
             p = self.preprocessing
-            pixels = enlarge(self._pixels(image, row)[None], p.size, p.interpolation)[0]
+            pixels = enlarge(pixels[None], p.size, p.interpolation)[0]
             return pixels, self.images.labels[candidate], -1 if step == 0 else row
         raise InputError("none of the image files can be read: check the data folder.")
 
-    def _pixels(self, image: Image.Image, row: int) -> Tensor:
+    def _pixels(self, candidate: int, row: int) -> Tensor:
         if self.vary is None:
-            return self._square(image)
+            return self._square(candidate)
+        image = open_image(self.images.paths[candidate]) if self.whole else self._square(candidate)
         with drawing_from(self.seed, self.epoch, row):
-            return self.vary(image if self.whole else self._square(image))
+            return self.vary(image)
 
-    def _square(self, image: Image.Image) -> Tensor:
-        p = self.preprocessing
-        return central_square(image, p.native_size or p.size, p.interpolation, p.crop)
+    def _square(self, candidate: int) -> Tensor:
+        """The central square of a file, from the cache after the first epoch."""
+        pixels = self.squares.get(candidate)
+        if pixels is None:
+            p = self.preprocessing
+            pixels = central_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop)
+            self.squares.put(candidate, pixels)
+        return pixels

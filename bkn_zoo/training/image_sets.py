@@ -11,6 +11,7 @@ from torch import Tensor
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.progress import say
+from bkn_zoo.training.decoded import Squares
 
 MEAN_STD = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -46,12 +47,14 @@ class FileImages:
     Attributes:
         unreadable: files that cannot be read.
         not_lost: classes with unreadable files that also have readable ones.
+        squares: central squares that have been decoded, by size, interpolation and crop.
     """
 
     paths: list[Path]
     labels: list[int]
     unreadable: set[Path] = field(default_factory=set)
     not_lost: set[int] = field(default_factory=set)
+    squares: dict[Any, Squares] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -7,6 +7,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.norms import MODES, Statistics
 from bkn_zoo.publishing.results import table, write_results
 
+WAYS = ("torch", "stand-in", "frontend")
 OPTIONS = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": 1}
 
 
@@ -34,16 +36,15 @@ def frontend(args: argparse.Namespace) -> None:
         name, _, side = case.rpartition(":")
         samples = photographs(int(side))
         model = calibrated(name, samples)
-        for mode in MODES:
-            contestants = enter(model, samples[0], mode)
-            race(contestants, args.rounds)
-            rows += [contestant.row for contestant in contestants]
-            write_results(args.output, rows, args.seed)
+        contestants = [each for mode in args.modes for each in enter(model, samples[0], mode, args.ways)]
+        race(contestants, args.rounds)
+        rows += [contestant.row for contestant in contestants]
+        write_results(args.output, rows, args.seed, date=date.today().isoformat())
     print(table(rows, list(rows[0])))
 
 
-def enter(model: Network, image: Tensor, mode: str) -> list[Contestant]:
-    """One image through PyTorch's engine and through both ways to OpenVINO; the first is for the zoo's own networks."""
+def enter(model: Network, image: Tensor, mode: str, chosen: list[str]) -> list[Contestant]:
+    """One image through PyTorch's engine and through both ways to OpenVINO."""
     prepared = partial(prepare, model, Statistics(mode, None if mode == "population" else model.statistics_batch_size))
     own = 1 / (model.statistics_batch_size or 1) if mode == "expected" else 1.0
     ways: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
@@ -51,14 +52,12 @@ def enter(model: Network, image: Tensor, mode: str) -> list[Contestant]:
         "stand-in": lambda: partial(compile_graph(prepared(), image.shape, mode == "population", OPTIONS), own=own),
         "frontend": lambda: Graph(core().compile_model(translate(prepared(), mode, image[None]), "CPU", OPTIONS)),
     }
-    if ":" in model.name:
-        del ways["stand-in"]
     with torch.inference_mode():
         wanted = model(image[None], mode)[0]
     contestants = []
-    for way, build in ways.items():
+    for way in chosen:
         start = time.process_time()
-        run = build()
+        run = ways[way]()
         logits = run(image[None])
         row = {
             "model": model.name, "size": image.shape[-1], "statistics": mode, "way": way,
@@ -80,16 +79,20 @@ def timed(step: Callable[[], object], steps: int) -> float:
 def race(contestants: list[Contestant], rounds: int) -> None:
     """In turns of about a tenth of a second."""
     steps = [max(1, round(100 / timed(contestant.step, 2))) for contestant in contestants]
-    times: dict[str, list[float]] = {contestant.row["way"]: [] for contestant in contestants}
+    times: dict[tuple[str, str], list[float]] = {(c.row["statistics"], c.row["way"]): [] for c in contestants}
     for _ in range(rounds):
-        for contestant, count in zip(contestants, steps, strict=True):
-            times[contestant.row["way"]].append(timed(contestant.step, count))
-    for contestant in contestants:
-        taken = times[contestant.row["way"]]
+        for taken, contestant, count in zip(times.values(), contestants, steps, strict=True):
+            taken.append(timed(contestant.step, count))
+
+    def ratio(taken: list[float], rival: tuple[str, str]) -> float | None:
+        pairs = zip(taken, times[rival], strict=True) if rival in times else []
+        return statistics.median(a / b for a, b in pairs) if pairs else None
+
+    for (mode, way), taken, contestant in zip(times, times.values(), contestants, strict=True):
         contestant.row.update(ms_per_image=statistics.median(taken), spread_ms=max(taken) - min(taken))
         for rival in ("torch", "stand-in"):
-            pairs = zip(taken, times.get(rival, []), strict=rival in times)
-            contestant.row[f"ratio_to_{rival}"] = statistics.median(a / b for a, b in pairs) if rival in times else None
+            contestant.row[f"ratio_to_{rival}"] = ratio(taken, (mode, rival))
+        contestant.row["ratio_to_population"] = ratio(taken, ("population", way))
 
 
 def add(commands: Any) -> None:
@@ -100,6 +103,8 @@ def add(commands: Any) -> None:
         default=["inception_cifar_bkn:32", "inception_v2_bkn:128", "resnet101_bkn:128", "torchvision:mobilenet_v2:224"],
         help="network and size of its input",
     )  # fmt: skip
+    command.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    command.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     command.add_argument("--rounds", type=int, default=25)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--output", type=Path, default=Path("results/benchmark_frontend.json"))

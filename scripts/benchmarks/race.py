@@ -45,4 +45,7 @@ def calibrated(name: str, images: torch.Tensor) -> bkn_zoo.Network:
         for norm in norms:
             norm.momentum = share
         model(images + torch.randn_like(images))
+    for name, parameter in model.named_parameters():
+        if "transition" in name and not parameter.any():  # as of a converted network: a trained one has values there
+            parameter.normal_(0, 0.1 / parameter.shape[-1] ** 0.5)
     return model.eval()

@@ -13,6 +13,17 @@ Row = Mapping[str, Any]
 Records = Mapping[str, Mapping[str, Any]]
 """The content of the files results/benchmark_NAME.json, by NAME."""
 
+DATES = {
+    "train": "2026-11-16",
+    "train_16": "2026-11-16",
+    "train_inception": "2026-11-16",
+    "train_cpu": "2026-11-15",
+    "infer.x86_64": "2026-11-16",
+    "infer.aarch64": "2026-11-16",
+    "infer_cuda": "2026-11-16",
+}
+"""Of records that do not say when they were made."""
+
 TRAIN_GPU = ("train", "train_inception", "train_16")
 """The records with training steps on a GPU, a network's own first."""
 
@@ -25,12 +36,14 @@ class Headline(NamedTuple):
         record: as in results/benchmark_RECORD.json.
         row: fields by which the row of the record is found.
         ratio: the field that is shown.
+        target: the ratio that we aim at, if there is one.
     """
 
     what: str
     record: str
     row: dict[str, Any]
     ratio: str
+    target: float | None = None
 
 
 def _step(what: str, record: str, batch: int, group: int, mode: str = "eager", launch: str = "python") -> Headline:
@@ -46,23 +59,33 @@ def _image(network: str, size: int, record: str, precision: str, **row: Any) -> 
     return Headline(what, record, row | {"statistics": "sample"}, "ratio_to_population")
 
 
+def _converted(network: str, mode: str = "sample") -> dict[str, Any]:
+    return {"model": network, "statistics": mode, "way": "stand-in"}
+
+
 TRAINING = [
     _step("resnet101, captured step", "train_16", 16, 2, launch="graph"),
-    _step("resnet101, reduce-overhead", "train_16", 16, 2, "reduce-overhead"),
+    _step("resnet101, reduce-overhead", "train_16", 16, 2, "reduce-overhead")._replace(target=1.15),
     _step("resnet101, from Python", "train_16", 16, 2),
     _step("resnet101, captured step", "train", 256, 4, launch="graph"),
-    _step("resnet101, compiled step", "train", 256, 4, "compiled"),
+    _step("resnet101, compiled step", "train", 256, 4, "compiled")._replace(target=1.02),
     _step("resnet101, from Python", "train", 256, 4),
     _step("inception_v2, captured step", "train_inception", 256, 4, launch="graph"),
-    _step("inception_v2, from Python", "train_inception", 256, 4),
+    _step("inception_v2, from Python", "train_inception", 256, 4)._replace(target=1.05),
     _step("inception_cifar, float32", "train_cpu", 64, 2)._replace(ratio="ratio_to_bn_eager"),  # an older record
 ]
 INFERENCE = [
     *(
-        _image(network, 128, f"infer.{kind}", precision)
-        for kind, less in (("x86_64", "bf16"), ("aarch64", "f16"))
+        _image(network, 128, f"infer.{kind}", precision)._replace(target=target)
+        for kind, targets in (("x86_64", {"f32": 1.25, "bf16": 1.5}), ("aarch64", {"f32": 1.25, "f16": 1.35}))
         for network in ("resnet101", "inception_v2")
-        for precision in ("f32", less)
+        for precision, target in targets.items()
+    ),
+    *(
+        Headline(
+            f"{network}, converted, 224 px, f32", "frontend_converted", _converted(network), "ratio_to_population", 1.35
+        )
+        for network in ("torchvision:resnet50", "timm:efficientnet_lite0", "torchvision:regnet_y_400mf")
     ),
     _image("resnet101", 224, "infer_cuda", "bf16", batch=1),
     _image("resnet101", 224, "infer_cuda", "bf16", batch=32),
@@ -88,12 +111,37 @@ def headlines(records: Records) -> str:
             "compared": name,
             "where": headline.what,
             "ratio": f"{ratio(headline, records):.2f}",
-            "measured on": records[headline.record]["hardware"],
+            "target": None if headline.target is None else f"{headline.target:.2f}",
+            **_measured_in(headline.record, records),
         }
         for name, group in compared.items()
         for headline in group
     ]
     return table(rows, list(rows[0]))
+
+
+def _measured_in(name: str, records: Records) -> dict[str, str]:
+    record = records[name]
+    date = record.get("date") or DATES[name]
+    return {"measured on": record["hardware"], "date": date, "record": f"`benchmark_{name}.json`"}
+
+
+def seconds(records: Records) -> str:
+    """The second table of docs/performance.md: what is a time, rather than a ratio."""
+    name = "frontend_converted"
+    wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
+    pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
+    built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
+    rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records)]
+    name = "classify.aarch64"
+    image, missing = records[name]["rows"]
+    for what, value, target in (
+        ("`bkn-zoo classify`: first line on the terminal", image["first_line_s"], "1"),
+        ("`bkn-zoo classify`: answer", image["end_s"], "4"),
+        ("`bkn-zoo classify`: error for a missing file", missing["end_s"], "0.5"),
+    ):
+        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records))
+    return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
 
 
 def picture(records: Records) -> Any:
@@ -173,6 +221,7 @@ def summary(records: Records) -> dict[str, str]:
     captured = next(each for each in TRAINING if each.record == "train" and each.row["launch"] == "graph")
     return {
         "headlines": headlines(records),
+        "seconds": seconds(records),
         "fastest": f"{ratio(captured._replace(ratio='ratio_to_fastest_bn'), records):.2f}",
         "service": between_engine_and_service(records["serve"]),
         "start": starts(records),
@@ -194,6 +243,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
     by_processor = {kind: [name for name in records if name.startswith(f"{kind}.")] for kind in ("infer", "start")}
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
     names = [*TRAIN_GPU, "train_cpu", "infer_cuda", *by_processor["infer"], "frontend", "serve", *by_processor["start"]]
+    names += ["frontend_converted", "classify.aarch64"]
     shown = {name: records[name] for name in names}
 
     def several(names: list[str] | tuple[str, ...], batch: int | None = None) -> str:
@@ -207,6 +257,8 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "train_cpu": several(["train_cpu"]),
         "infer_cuda": several(["infer_cuda"]),
         "infer_cpu": several(by_processor["infer"]),
+        "converted": several(["frontend_converted"]),
+        "classify": several(["classify.aarch64"]),
         "precision": table(precise, list(precise[0])),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),

@@ -31,11 +31,11 @@ def short_list(checkpoints: Mapping[str, Config]) -> str:
         top1 = config.accuracy.get(config.default_statistics, {}).get("top1")
         rows.append({
             "checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config),
+            "top-1 (%)": None if top1 is None else f"{top1:.2f}{_mark(config)}",
             "classes": config.num_classes,
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
             "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
-            "top-1 (%)": None if top1 is None else f"{top1:.2f}{_mark(config)}",
         })  # fmt: skip
     return table(rows, list(rows[0]))
 

@@ -1,0 +1,141 @@
+"""Images per second from JPEG files to batches on the device: `benchmark.py loading`.
+
+Our loader in its first epoch and in later ones, which find squares decoded; timm's loader; nvJPEG on a GPU, which only
+decodes and resizes; and a training step on images that are there already.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import bkn_zoo
+from benchmarks.race import synchronize
+from benchmarks.train import training_step
+from bkn_zoo.cores import usable_cores
+from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.training.data import training_batches
+from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.recipes import Augmentation
+
+BATCH = 32
+
+
+def write_photographs(folder: Path, count: int, side: int) -> None:
+    """JPEG files in two classes, a fifth larger than `side`, as smooth and as noisy as photographs."""
+    for number in range(count):
+        shape = round(1.2 * side), round(1.5 * side)
+        coarse = F.interpolate(torch.rand(1, 3, 8, 8), shape, mode="bicubic")[0]
+        pixels = (255 * (coarse + 0.05 * torch.randn(3, *shape)).clamp(0, 1)).byte()
+        path = folder / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, quality=90)
+
+
+def ours(folder: Path, side: int, device: torch.device, workers: int) -> Callable[[int], int]:
+    data = load_data("folder", folder, size=side, validation=0.1)
+
+    def epoch(number: int) -> int:
+        batches = training_batches(data, BATCH, number, 0, Augmentation(crop=0.1, flip=True), device, workers=workers)
+        return sum(len(batch.images) for batch in batches)
+
+    return epoch
+
+
+def timms(folder: Path, side: int, device: torch.device, workers: int) -> Callable[[int], int]:
+    from timm.data import create_loader
+    from timm.data.dataset import ImageDataset
+
+    loader = create_loader(
+        ImageDataset(str(folder)), (3, side, side), BATCH, is_training=True, num_workers=workers, scale=(0.9, 1.0),
+        color_jitter=None, device=device, use_prefetcher=device.type == "cuda", persistent_workers=False,
+    )  # fmt: skip
+    return lambda number: sum(len(images.to(device)) for images, _ in loader)
+
+
+def decoded_on_gpu(folder: Path, side: int) -> Callable[[int], int]:
+    from torchvision.io import decode_jpeg, read_file
+
+    paths = sorted(map(str, folder.rglob("*.jpg")))
+
+    def epoch(number: int) -> int:
+        for start in range(0, len(paths), BATCH):
+            images = decode_jpeg([read_file(path) for path in paths[start : start + BATCH]], device="cuda")
+            torch.stack([F.interpolate(image[None].float(), (side, side), mode="bilinear")[0] for image in images])
+        return len(paths)
+
+    return epoch
+
+
+def steps(network: str, side: int, device: torch.device, count: int) -> Callable[[int], int]:
+    model = bkn_zoo.create_model(network, 10).to(device, memory_format=torch.channels_last)
+    model.statistics_batch_size = 4
+    images = torch.randn(BATCH, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
+    step = training_step(model, "eager", images, torch.zeros(BATCH, dtype=torch.long, device=device))
+
+    def epoch(number: int) -> int:
+        for _ in range(count):
+            step()
+        return count * BATCH
+
+    return epoch
+
+
+def loading(args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    device, rows = torch.device(args.device), []
+    for side in args.sizes:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            write_photographs(folder, args.images, side)
+            later = ours(folder, side, device, args.workers)
+            ways = {
+                "ours, first epoch": lambda number, f=folder, s=side: ours(f, s, device, args.workers)(number),
+                "ours, later epochs": later,
+                "timm": timms(folder, side, device, args.workers),
+                f"training step of {args.network}": steps(args.network, side, device, args.steps),
+            }
+            if device.type == "cuda":
+                ways["nvJPEG, decoding alone"] = decoded_on_gpu(folder, side)
+            rates: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(args.rounds + 1):
+                for way, epoch in ways.items():
+                    synchronize()
+                    begun = time.perf_counter()
+                    count = epoch(number)
+                    synchronize()
+                    rates[way].append(count / (time.perf_counter() - begun))
+            for way, found in rates.items():  # the first round fills caches, and chooses kernels
+                rows.append({"size": side, "way": way, "images_per_s": statistics.median(found[1:])})
+    write_results(
+        args.output,
+        rows,
+        0,
+        date=date.today().isoformat(),
+        images=args.images,
+        workers=args.workers,
+        device=str(device),
+    )
+    print(table(rows, list(rows[0])))
+
+
+def add(commands: Any) -> None:
+    """The subcommand."""
+    command = commands.add_parser("loading", help="images per second from files, beside timm and a training step")
+    command.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 224])
+    command.add_argument("--images", type=int, default=1024)
+    command.add_argument("--workers", type=int, default=usable_cores())
+    command.add_argument("--network", default="inception_v2_bkn")
+    command.add_argument("--steps", type=int, default=10)
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    command.add_argument("--output", type=Path, default=Path("results/benchmark_loading.json"))
+    command.set_defaults(run=loading)
