@@ -22,10 +22,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json", "inception_cifar_bkn.cifar100_single.cuda.json"]
-NO_THRESHOLDS = [
-    "inception_cifar_bkn.cifar10", "inception_cifar_bkn.cifar100", "inception_cifar_bkn.cifar100_single",
-    "inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet",
-]  # fmt: skip
+NO_THRESHOLDS = ["inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet"]
 
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
 IMPORTED = [folder for folder in FOLDERS if folder not in TRAINED]
