@@ -90,14 +90,14 @@ def pacs_files(root: Path) -> Files:
 
 def camvid_files(root: Path) -> Files:
     """The split of SegNet's tutorial."""
-    return {split: images_in(root / folder) for split, folder in
-            (("train", "train"), ("validation", "val"), ("test", "test"))}  # fmt: skip
+    held = {"validation": images_in(root / "val"), "test": images_in(root / "test")}
+    return {"train": shuffled(images_in(root / "train")), **held}
 
 
 def cvc_files(root: Path) -> Files:
     """Whole sequences: every fifth is for the test, every fifth for validation."""
     files: Files = {"train": [], "validation": [], "test": []}
-    for path in sorted(images_in(root / "Original"), key=lambda path: int(path.stem)):
+    for path in shuffled(images_in(root / "Original")):  # the first ones, which are measured, are of many sequences
         sequence = sum(first <= int(path.stem) for first in SEQUENCES)
         files[{0: "test", 1: "validation"}.get(sequence % 5, "train")].append(path)
     return files
