@@ -229,6 +229,20 @@ def a_checkpoint_loads_by_id_tag_commit_and_short_name():
 
 
 @online
+def a_converted_network_goes_to_the_hub_and_back():
+    model = bkn_zoo.create_model("timm:test_resnet", 4)
+    model.statistics_batch_size = 2
+    model.train()(torch.randn(4, 3, 64, 64))
+    folder, images = FOLDER.parent / "converted", torch.randn(2, 3, 64, 64)
+    bkn_zoo.save_pretrained(model.eval(), folder)
+    commit = hub.push_to_hub(folder, "owner/converted").commit
+    ours, theirs = (from_pretrained(name) for name in (folder, "owner/converted"))
+    with torch.inference_mode():
+        assert all(torch.equal(ours(images, mode), theirs(images, mode)) for mode in MODES)
+    assert (theirs.name, theirs.revision) == ("timm:test_resnet", commit)
+
+
+@online
 def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again():
     for status, kind, words, waited in (
         (401, "HubAccessError", ["401", "HF_TOKEN"], []),
