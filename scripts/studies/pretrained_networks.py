@@ -91,7 +91,7 @@ def reset_head(model: Any, seed: int) -> None:
             elif isinstance(module, nn.Conv2d | nn.Linear):
                 scale = (1 / module.weight[0].numel()) ** 0.5
                 drawn = torch.randn(module.weight.shape, generator=source) * scale
-                module.weight.copy_(drawn * (2**0.5 if module.bias is None else 1.0))
+                module.weight.copy_(drawn * (2**0.5 if module.bias is None else 0.1))  # first answers are even
                 if module.bias is not None:
                     module.bias.zero_()
 

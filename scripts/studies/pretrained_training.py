@@ -35,7 +35,9 @@ from studies.pretrained_plan import Arm, Experiment, Training
 LAYOUTS = {"classification": torch.contiguous_format, "segmentation": torch.channels_last}
 EVALUATED = {"classification": 250, "segmentation": 20}  # images at a time
 WARMUP, CLIP, DECAY = 0.1, 5.0, 0.01
-GAIN_RATE = 30.0  # learning rate of gains, relative to that of weights: AdamW moves both equally far otherwise
+# Learning rates relative to that of pretrained weights. AdamW moves all equally far otherwise: new weights have far to
+# go, and so have the logits of gains.
+RATES = {"weights": 1.0, "others": 1.0, "head": 10.0, "gains": 30.0}
 
 
 class Learner:
@@ -99,16 +101,17 @@ class Learner:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for weights only; gains with a learning rate of their own."""
-    found: dict[str, list[Tensor]] = {"weights": [], "others": [], "gains": []}
+    """Weight decay for weights only; the head and the gains with learning rates of their own."""
+    found: dict[str, list[Tensor]] = {kind: [] for kind in RATES}
     kalman = no_weight_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "gains" if name.endswith("raw_gain") else "others" if name in kalman else ""
+            kind = "head" if name.startswith(("classifier.", "decoder.")) else kind
             found[kind or ("weights" if parameter.ndim >= 2 else "others")].append(parameter)
     return [
-        {"params": params, "weight_decay": DECAY * (name == "weights"), "scale": GAIN_RATE if name == "gains" else 1.0}
-        for name, params in found.items()
+        {"params": params, "weight_decay": DECAY * (kind == "weights"), "scale": RATES[kind]}
+        for kind, params in found.items()
         if params
     ]
 
