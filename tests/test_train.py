@@ -342,9 +342,11 @@ def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path: Path, capsys: pyte
     assert state["fingerprint"] == read("runs/mine/results/runs/mine.json")["data_sha256"] != ""
 
 
-def test_patience_is_told_in_record_config_and_card() -> None:
+def test_patience_is_told_in_output_record_config_and_card(capsys) -> None:
     start = ("train", "--data", "photos", *NEW[:-1], "9", "--lr", "0", "--patience", "1", "--freeze")
     command(*start, "--name", "mine")
+    written = capsys.readouterr()
+    assert "stopped: the validation loss no longer falls; the weights of epoch" in written.out + written.err
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2

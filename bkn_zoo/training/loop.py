@@ -22,7 +22,16 @@ from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.optimizer import learning_rate
 from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_line, best_mode, save_state, validation_loss, write_log
+from bkn_zoo.training.state import (
+    REMEDY,
+    Training,
+    best_line,
+    best_mode,
+    kept_line,
+    save_state,
+    validation_loss,
+    write_log,
+)  # fmt: skip
 from bkn_zoo.training.step import make_step
 
 EPOCH_SECONDS = 30.0
@@ -84,6 +93,9 @@ def fit(
             lowest = min(training.history, key=validation_loss)
             tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
+            if training.finished and training.step < steps:
+                kept = kept_line(training.history, recipe)
+                write(f"stopped: the validation loss no longer falls; the weights of epoch {kept['epoch']} are kept")
             saves.after_epoch()
 
 
