@@ -44,4 +44,7 @@ def serve(settings: Settings) -> int:
         gc.freeze()
     finally:
         gc.enable()
-    return server.serve(settings)
+    try:
+        return server.serve(settings)
+    finally:
+        gc.unfreeze()  # otherwise Triton reports its objects as leaked when the process ends

@@ -376,7 +376,7 @@ def test_unwritable_results_and_signals_lose_no_training(
     in_the_way.rmdir()
     (tmp_path / "out" / "mine" / "notes.txt").touch()
     told = refused(*start, "--resume")
-    assert "holds notes.txt" in told
+    assert "contains notes.txt" in told
     assert told.endswith("The training is saved: then repeat the command with --resume.")
     (tmp_path / "out" / "mine" / "notes.txt").unlink()
 

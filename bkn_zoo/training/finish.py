@@ -134,7 +134,8 @@ def _thresholds(model: Network, data: Data, plan: Plan) -> dict[str, float]:
     """For each statistics mode, the probability below which an answer is uncertain, from the validation images."""
     device = torch.device(plan.device)
     batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
-    logits, labels = predict(model.to(device), batches)
+    what = None if plan.quiet else "measuring the confidence"
+    logits, labels = predict(model.to(device), batches, what=what, total=len(data.validation))
     return {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
 
 
