@@ -104,10 +104,10 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path, monkeypatch):
         write_tree(tmp_path / "photos" / split, 10, ("class 0", "class 1"))
     for name in ("train/class 0/1", "train/class 0/2", "train/class 0/3", "train/class 0/4", "val/class 1/5"):
         (tmp_path / "photos" / f"{name}.png").write_bytes(b"not an image")
-    # In three modes: two images that were held out, twice; one that is saved with the weights; the twenty test images,
-    # sixteen at a time; and all of them at once.
+    # In three modes: two images that were held out, three times (the second for other statistics of the averaged
+    # weights); one that is saved with the weights; the twenty test images, sixteen at a time; and all of them at once.
     parts = [
-        (3, "validation"), (3, "measuring the confidence"), (3, "writing mine"), (6, "measuring the test images"),
+        (6, "validation"), (3, "measuring the confidence"), (3, "writing mine"), (6, "measuring the test images"),
         (3, "evaluating"),
     ]  # fmt: skip
     expected = [what for passes, what in parts for _ in range(passes)]
