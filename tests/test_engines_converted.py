@@ -148,7 +148,7 @@ def test_without_a_group_an_image_s_own_statistics_count(away_from_start):
     assert_agrees(OpenVINOEngine(model), model)
 
 
-def test_auto_chooses_openvino_where_the_network_writes_its_graph(away_from_start):
+def test_auto_chooses_openvino_for_translatable_networks(away_from_start):
     assert type(create_engine(network(Between(F.relu), away_from_start))) is OpenVINOEngine
     other = network(Between(UNKNOWN["a function"]), away_from_start)
     assert type(create_engine(other)) is TorchEngine
