@@ -13,12 +13,12 @@ from typing import Any
 
 from .errors import MalformedRequestError
 
-LONG = 256  # bytes of a string beyond which it is cut out
-MAX_REST = 32_768  # bytes that may remain
+LONG = 256  # bytes; longer strings are cut out
+MAX_REST = 32_768  # bytes of JSON besides long strings
 MAX_QUOTES = 8192
 SLICE = 65_536  # bytes of a string that are decoded at once
 ESCAPE = 6  # bytes of the longest escape, such as \u002b
-LETTERS = bytes.maketrans(b"-_", b"+/")  # base64's own for those that may stand in an address
+LETTERS = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet of base64 to the standard one
 DATA_URI = re.compile(rb"\Adata:[^,]{0,1000},")
 TOO_MANY_PARTS = "the JSON has too many parts: send the image in base64, and the options."
 INVALID = "the body is not valid JSON, as its type says: correct it, or send the image."
@@ -27,7 +27,7 @@ Strings = dict[str, memoryview]
 
 
 def parse(body: bytes) -> tuple[Any, Strings]:
-    """What a body holds, with a mark in place of each long string; and those strings, by their marks."""
+    """The content of a body, with a mark in place of each long string, and the long strings by their marks."""
     rest, strings, secret = bytearray(), Strings(), secrets.token_hex(8)
     view, place = memoryview(body), 0
     for begin, end in _strings(body):
@@ -65,13 +65,13 @@ def _strings(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def decode_base64(text: Any, strings: Strings) -> bytes:
-    """What a text of parsed JSON stands for, or the long string that it marks."""
+    """The bytes that a base64 text of parsed JSON encodes. The text may be the mark of a long string."""
     image, letters = bytearray(), b""
     try:
         for number, part in enumerate(_slices(strings[text]) if text in strings else [text]):
             more = part.encode("ascii") if number else DATA_URI.sub(b"", part.encode("ascii"))
             letters += more.translate(LETTERS, b" \t\r\n")
-            whole = max(0, len(letters) - 1) // 4 * 4  # which leaves the last four: only they may be padded
+            whole = max(0, len(letters) - 1) // 4 * 4  # all but the last four letters, because only those may be padded
             if letters.find(b"=", 0, whole) >= 0:
                 raise ValueError("padding in the middle")
             image += binascii.a2b_base64(letters[:whole], strict_mode=True)
@@ -83,7 +83,7 @@ def decode_base64(text: Any, strings: Strings) -> bytes:
 
 
 def _slices(string: memoryview) -> Iterator[str]:
-    """The text of a JSON string, of which no escape is cut in two."""
+    """The text of a JSON string, in slices that split no escape sequence."""
     place = 0
     while place < len(string):
         part = bytes(string[place : place + SLICE])

@@ -66,9 +66,8 @@ class Drift:
         every = torch.cat(values)
         spread, self._center = torch.var_mean(every[::2], dim=0, correction=0)
         widths = torch.tensor([observed.mean.shape[1] for observed in self._seen], device=self.device)
-        shares = (1 / widths).repeat_interleave(widths) / (
-            2 * len(widths)
-        )  # all norms have the same weight, independent of their width
+        # All norms have the same weight, independent of their width.
+        shares = (1 / widths).repeat_interleave(widths) / (2 * len(widths))
         self._weight = shares.repeat(2) / spread.clamp_min(SMALLEST)
         self._usual = self._distance(every[1::2]).sort().values
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def fast_depthwise(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, depthwise convolutions in float32 get gradients that are some four times as fast, where that helps."""
+    """A context in which gradients of depthwise float32 convolutions are about four times as fast on ARM processors."""
     slow = device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
     return _FastDepthwise() if slow else nullcontext()
 

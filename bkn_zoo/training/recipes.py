@@ -67,12 +67,12 @@ class Recipe:
             averaged as well. At the end these are recomputed, if that is better on the validation images.
         kalman_lr: learning rate of A, R and q, relative to the other parameters.
         precision: "bfloat16" (autocast) or "float32"; "bf16" and "f32" are accepted, too.
-        keep: the weights of the "last" epoch, or those of the "best": the last whose loss on the validation images is
-            within a standard error of the lowest. Where the learning rate falls to nothing over many epochs the last
-            are as good, and nothing is chosen by chance.
-        patience: epochs without a lower loss on the validation images after which a training ends; None is never.
-        freeze: true trains the classifier only; a number is the share of the layers, from the input on, that stay as
-            they are. Either way images are normalized as the checkpoint that it starts from would.
+        keep: the weights of the "last" epoch, or of the "best" one: the last epoch whose validation loss is within a
+            standard error of the lowest. If the learning rate falls to zero over many epochs, the last weights are as
+            good, and the choice adds no noise.
+        patience: number of epochs without a lower validation loss after which a training ends; None is never.
+        freeze: true trains only the classifier; a number is the share of layers, from the input on, that are frozen.
+            In both cases, images are normalized as in the checkpoint.
         graph: replay steps from a CUDA graph.
         compile: run the network through torch.compile.
     """

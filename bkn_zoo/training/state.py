@@ -101,15 +101,15 @@ def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def validation_loss(line: Mapping[str, Any]) -> float:
-    """Of an epoch, in its best mode; infinite where it is not a number."""
+    """The validation loss of an epoch in its best mode; infinite if it is not a number."""
     loss = line["validation"][best_mode(line["validation"])]["loss"]
     return math.inf if math.isnan(loss) else loss
 
 
 def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """That of the last epoch whose validation loss is within a standard error of the lowest.
+    """The line of the last epoch whose validation loss is within a standard error of the lowest.
 
-    On few images smaller differences are chance; of epochs that are as good, the later had the lower learning rates.
+    With few images, smaller differences are chance. Among equally good epochs, the last had the lowest learning rate.
     """
     lowest = min(history, key=validation_loss)
     error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
