@@ -127,7 +127,7 @@ def moved(made: Work) -> dict[str, bool]:
 
 
 STILL = {"frozen": {"running_mean"}, "adabn": {"running_mean"}, "linkless": {"transition"}}
-STILL |= {"measured": {"raw_gain"}, "unshared": {"raw_gain"}}
+STILL |= {"measured": {"raw_gain"}}
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -150,7 +150,7 @@ def test_partial_bn_moves_the_first_norm_only(weights: Path) -> None:
 @pytest.mark.parametrize("experiment", [DOGS, DOMAINS], ids=["one domain", "domains"])
 def test_gains_start_as_the_library_measures_them(experiment: Experiment, weights: Path) -> None:
     found, target = {}, experiment.targets[0]
-    for arm in ("measured", "learned", "unshared"):
+    for arm in ("measured", "learned"):
         made = work(experiment, arm, weights)
         state = made.state(training(target, batch=4))
         found[arm] = {name: value.sigmoid().item() for name, value in state.items() if name.endswith("raw_gain")}
@@ -162,7 +162,6 @@ def test_gains_start_as_the_library_measures_them(experiment: Experiment, weight
     assert any(wanted.values())
     for name, gain in wanted.items():
         assert found["learned"][name] == pytest.approx(max(gain, LEARNING_GAIN), rel=1e-4)
-        assert found["unshared"][name] >= gain
 
 
 def test_trainings_start_from_the_same_state_again(weights: Path) -> None:
@@ -400,9 +399,10 @@ def test_runs_leave_records_and_continue_from_their_log(
 
 
 def test_drift_ends_at_the_pretrained_features(weights: Path) -> None:
-    rows = pretrained.drift(pretrained.Drift.of(replace(DOGS, batches=[1, 4])), noise(8, 144, 144, 2), weights)
+    drift = pretrained.Drift.of(replace(DOGS, batches=[1, 4]))
+    rows = pretrained.drift(drift, noise(8, 144, 144, 2), noise(8, 144, 144, 3), weights)
     found = {(row["start"], row["batch"]): row["similarity"] for row in rows}
-    assert list(dict.fromkeys(start for start, _ in found)) == list(STARTS)
+    assert list(dict.fromkeys(start for start, _ in found)) == [*STARTS, "AdaBN"]
     assert [found[0.0, batch] for batch in (1, 4)] == pytest.approx([1, 1], abs=1e-5)
     assert mean(found["batch", batch] for batch in (1, 4)) < 0.9
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bkn_zoo
-from bkn_zoo.conversion import LEARNING_GAIN, measure, start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
 from studies.pretrained_plan import BELIEVING, Experiment
@@ -180,9 +180,6 @@ def start(
     least = LEARNING_GAIN if arm in ("learned", "linkless") else 0.0
     domains: Any = images if len(images) > 1 else next(iter(images.values()))
     start_near_population(model, gain, images=domains, group=batch, least_gain=least)
-    if arm == "unshared" and gain is None:
-        for name, shift in measure(model, domains).items():
-            model.get_submodule(name).set_gain(shift.share(batch))  # type: ignore[operator]
 
 
 def gains(model: nn.Module) -> list[float]:
