@@ -16,12 +16,12 @@ import argparse
 import faulthandler
 import json
 import os
-import selectors
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -153,24 +153,29 @@ class Worker:
         print(file=self.process.stdin, flush=True)
         return float(self.read())
 
-    def advance(self, since: float) -> None:
-        """Read what it says next, and print it; of a process that has failed, its errors."""
-        said = self.read()
-        self.state = said or f"failed with status {self.process.wait()}"
-        say(since, f"{self.name}: {self.state}")
-        if not said:
-            print(self.last_errors(40), flush=True)
+    @property
+    def settled(self) -> bool:
+        return self.state == "ready" or self.state.startswith("failed")
+
+    def get_ready(self, since: float) -> None:
+        """Read and print what it says until it is ready; of a process that fails, its errors."""
+        while not self.settled:
+            said = self.read()
+            if self.state == "slow":  # it was ended
+                return
+            self.state = said or f"failed with status {self.process.wait()}"
+            say(since, f"{self.name}: {self.state}" + ("" if said else f"\n{self.last_errors(40)}"))
 
     def where(self) -> str:
         """Where a process is that is not ready in time, most recent call first."""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
-        return self.last_errors(12, first_of="(most recent call first)")
+        return self.last_errors(12, after="(most recent call first):\n")
 
-    def last_errors(self, lines: int, first_of: str = "") -> str:
+    def last_errors(self, lines: int, after: str = "") -> str:
         self.errors.seek(0)
         text = self.errors.read()
-        found = text.rpartition(first_of)[2].splitlines()[:lines] if first_of else text.splitlines()[-lines:]
+        found = text.rpartition(after)[2].splitlines()[:lines] if after else text.splitlines()[-lines:]
         return "\n".join(f"    {line}" for line in found)
 
     def end(self) -> None:
@@ -187,19 +192,16 @@ def say(since: float, text: str) -> None:
 def wait_for(workers: list[Worker], seconds: float, since: float) -> None:
     """Wait until all are ready, have failed or are out of time."""
     end = time.monotonic() + seconds
-    with selectors.DefaultSelector() as waiting:
-        for worker in workers:
-            assert worker.process.stdout is not None
-            waiting.register(worker.process.stdout, selectors.EVENT_READ, worker)
-        while waiting.get_map() and (found := waiting.select(max(0, end - time.monotonic()))):
-            for key, _ in found:
-                key.data.advance(since)
-                if key.data.state == "ready" or key.data.state.startswith("failed"):
-                    waiting.unregister(key.fileobj)
+    threads = [threading.Thread(target=worker.get_ready, args=(since,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
     for worker in workers:
-        if worker.state != "ready" and not worker.state.startswith("failed"):
+        if not worker.settled:
             say(since, f"{worker.name}: slow, not ready in {seconds:g} s; the last it said: {worker.state}; it is at")
             print(worker.where(), flush=True)
+            worker.state = "slow"
 
 
 def measure(before: Worker, now: Worker, setting: Setting, rounds: int) -> dict[str, Any]:
