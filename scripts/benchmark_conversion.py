@@ -253,6 +253,7 @@ def main(given: argparse.Namespace) -> None:
     images, side, runs = SIZES[given.device]
     size = given.network, given.images or images, given.size or side, runs
     since = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # which ends the other processes, too
     missing = 0
     for way in given.ways or WAYS[given.device]:
         settings = [Setting(way, task, given.device, *size) for task in given.tasks]
