@@ -170,21 +170,19 @@ def start(
 
     Args:
         images: unlabelled, by domain.
-        adapted: statistics by AdaBN. BKN starts from them if there are several domains; its gains are measured between
-            domains then, and from the pretrained population otherwise.
+        adapted: statistics by AdaBN. BKN starts from the pretrained population, from which its gains are measured.
         gain: one for all norms, instead of the arm's.
     """
-    several = len(images) > 1
-    if arm == "adabn" or (arm in BELIEVING and several):
+    if arm == "adabn":
         model.load_state_dict({**adapted}, strict=False)
     if arm not in BELIEVING:
         return
     least = LEARNING_GAIN if arm in ("learned", "linkless") else 0.0
-    domains: Any = images if several else next(iter(images.values()))
-    start_near_population(model, gain, images=domains, adapted=several, group=batch, least_gain=least)
+    domains: Any = images if len(images) > 1 else next(iter(images.values()))
+    start_near_population(model, gain, images=domains, group=batch, least_gain=least)
     if arm == "unshared" and gain is None:
         for name, shift in measure(model, domains).items():
-            model.get_submodule(name).set_gain(shift.share(batch, several))  # type: ignore[operator]
+            model.get_submodule(name).set_gain(shift.share(batch))  # type: ignore[operator]
 
 
 def gains(model: nn.Module) -> list[float]:
