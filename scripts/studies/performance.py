@@ -97,10 +97,14 @@ def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
     return {path.stem.removeprefix("benchmark_"): json.loads(path.read_text()) for path in paths}
 
 
-def ratio(headline: Headline, records: Records) -> float:
-    """The one that a headline shows; a record without its row, or with two, is an error."""
+def row_of(headline: Headline, records: Records) -> Row:
+    """The row that a headline shows; a record without it, or with two, is an error."""
     (row,) = (row for row in records[headline.record]["rows"] if headline.row.items() <= row.items())
-    return row[headline.ratio]
+    return row
+
+
+def ratio(headline: Headline, records: Records) -> float:
+    return row_of(headline, records)[headline.ratio]
 
 
 def headlines(records: Records) -> str:
@@ -112,7 +116,7 @@ def headlines(records: Records) -> str:
             "where": headline.what,
             "ratio": f"{ratio(headline, records):.2f}",
             "target": None if headline.target is None else f"{headline.target:.2f}",
-            **_measured_in(headline.record, records),
+            **_measured_in(headline.record, records, row_of(headline, records)),
         }
         for name, group in compared.items()
         for headline in group
@@ -120,9 +124,9 @@ def headlines(records: Records) -> str:
     return table(rows, list(rows[0]))
 
 
-def _measured_in(name: str, records: Records) -> dict[str, str]:
+def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
     record = records[name]
-    date = record.get("date") or DATES[name]
+    date = row.get("date") or record.get("date") or DATES[name]
     return {"measured on": record["hardware"], "date": date, "record": f"`benchmark_{name}.json`"}
 
 
@@ -132,7 +136,7 @@ def seconds(records: Records) -> str:
     wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
     pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
     built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
-    rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records)]
+    rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records, pair[0])]
     name = "classify.aarch64"
     image, missing = records[name]["rows"]
     for what, value, target in (
@@ -140,7 +144,7 @@ def seconds(records: Records) -> str:
         ("`bkn-zoo classify`: answer", image["end_s"], "4"),
         ("`bkn-zoo classify`: error for a missing file", missing["end_s"], "0.5"),
     ):
-        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records))
+        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records, image))
     return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
 
 
