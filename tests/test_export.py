@@ -1,7 +1,6 @@
 """Checkpoints as files for ONNX Runtime and OpenVINO, used without this package."""
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +15,6 @@ from bkn_zoo import cli
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference import export as exporting
-from bkn_zoo.inference.openvino_graph import LONGEST_SUM
 from bkn_zoo.norms import BatchKalmanNorm2d
 
 onnx = pytest.importorskip("onnx")
@@ -90,10 +88,11 @@ def test_a_file_gives_the_network_s_logits(format, mode, folders, tmp_path):
     assert (about["name"], about["statistics"], about["architecture"]) == ("mine", mode, CONVERTED)
     assert json.loads(about["labels"]) == ABOUT["label_names"]
     assert json.loads(about["preprocessing"])["mean"] == [0.4] * 3
-    if format == "openvino":  # which on Arm sums in f16 unless it is told not to, and then may sum no large map at once
+    if format == "openvino":  # which on Arm sums in f16 unless it is told not to, and then may sum no whole map at once
         for node in openvino.Core().read_model(path).get_ops():
             if node.get_type_name() == "AvgPool":
-                assert math.prod(node.get_attributes()["kernel"]) <= LONGEST_SUM
+                kernel, sizes = list(node.get_attributes()["kernel"]), list(node.input_value(0).partial_shape)[2:]
+                assert 1 in kernel or kernel != [size.get_length() for size in sizes]
 
 
 def assert_half_as_large(path, checkpoint):
