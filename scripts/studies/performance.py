@@ -92,6 +92,13 @@ INFERENCE = [
 ]
 
 
+UNRECORDED = [
+    {"where": f"{network}, 128 px, f32", "ratio": ratio, "target": "1.25", "measured on": "x86_64, AVX-512 without AMX"}
+    for network, ratio in (("resnet101", "1.65"), ("inception_v2", "1.55"))
+]
+"""Ratios of `sample` to `population` on a processor that is no longer available, from before records were kept."""
+
+
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
     paths = sorted(results.glob("benchmark_*.json"))
     return {path.stem.removeprefix("benchmark_"): json.loads(path.read_text()) for path in paths}
@@ -121,7 +128,7 @@ def headlines(records: Records) -> str:
         for name, group in compared.items()
         for headline in group
     ]
-    return table(rows, list(rows[0]))
+    return table(rows + [{"compared": name, **row} for name in list(compared)[1:] for row in UNRECORDED], list(rows[0]))
 
 
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
@@ -247,7 +254,8 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
     by_processor = {kind: [name for name in records if name.startswith(f"{kind}.")] for kind in ("infer", "start")}
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
     names = [*TRAIN_GPU, "train_cpu", "infer_cuda", *by_processor["infer"], "frontend", "serve", *by_processor["start"]]
-    names += ["frontend_converted", "classify.aarch64"]
+    loading = [name for name in records if name.startswith("loading")]
+    names += ["frontend_converted", "classify.aarch64", "counters.aarch64", "rivals.aarch64", *loading]
     shown = {name: records[name] for name in names}
 
     def several(names: list[str] | tuple[str, ...], batch: int | None = None) -> str:
@@ -263,6 +271,9 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "infer_cpu": several(by_processor["infer"]),
         "converted": several(["frontend_converted"]),
         "classify": several(["classify.aarch64"]),
+        "counters": several(["counters.aarch64"]),
+        "rivals": several(["rivals.aarch64"]),
+        "loading": several(loading),
         "precision": table(precise, list(precise[0])),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),
