@@ -3,6 +3,8 @@
     python scripts/benchmark.py train          # training steps on a GPU
     python scripts/benchmark.py train-cpu      # and on the CPU
     python scripts/benchmark.py infer          # images through the engines
+    python scripts/benchmark.py counters       # and by kind of operation in OpenVINO
+    python scripts/benchmark.py rivals         # and through AOTInductor and in int8, which are not used
     python scripts/benchmark.py defaults       # and those of checkpoints in their default mode
     python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
     python scripts/benchmark.py serve          # and through the service, beside LitServe
@@ -18,13 +20,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import classify, defaults, frontend, imports, infer, loading, serve, start, train
+from benchmarks import classify, counters, defaults, frontend, imports, infer, loading, rivals, serve, start, train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, defaults, frontend, serve, start, imports, classify, loading):
+    for each in (train, infer, counters, rivals, defaults, frontend, serve, start, imports, classify, loading):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "BKN_ZOO_CACHE"
 MOST_BYTES = 2 * 10**9  # of all files; the least recently used ones are deleted
-WORTHWHILE = 1.0  # seconds; faster compilations are not cached
+WORTHWHILE = 0.2  # seconds; faster compilations are not cached
 PAUSE = 2.0  # seconds before a graph is written, unless the process ends, so that the first image does not wait
 DIGEST = hashlib.sha256().digest_size
 SUFFIX = ".graph"

@@ -27,22 +27,19 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor) -> list[Contestant]:
-    """BKN at all statistics, and BN at the population's: eager as they are, then prepared by every engine.
+def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor, names: list[str]) -> list[Contestant]:
+    """BKN at all statistics, and BN at the population's, prepared by each engine; with PyTorch, eager as they are, too.
 
     A converted network has no twin with BN: it is that with the population's statistics.
     """
     device = images.device.type
-    names = ["torch"] if device == "cuda" else ["torch", "openvino"]
-    if engines.ov is None and "openvino" in names:
-        print("openvino is not installed, and left out")
-        names.remove("openvino")
     contestants = []
     converted = ":" in network
     for norm, modes in [("bkn", MODES)] if converted else [("bkn", MODES), ("bn", MODES[:1])]:
         model = calibrated(network if converted else f"{network}_{norm}", samples)
         eager = torch.inference_mode()(model)
-        runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {} if converted else {("eager", "f32"): eager}
+        plain = "torch" in names and not converted
+        runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {("eager", "f32"): eager} if plain else {}
         for name in names:
             for precision in ("f32", "auto"):  # one and the same where the hardware has nothing faster
                 engine = engines.create_engine(model, name, device, precision)
@@ -53,7 +50,8 @@ def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor) -> 
                 logits = run(images, mode).cpu()
                 row = {
                     "model": network, "norm": norm, "engine": name, "precision": precision, "statistics": mode,
-                    "batch": len(images), "size": images.shape[-1], "first_call_s": time.perf_counter() - start,
+                    "batch": len(images), "size": images.shape[-1], "date": date.today().isoformat(),
+                    "first_call_s": time.perf_counter() - start,
                     "max_difference": (logits - eager(images, mode).cpu()).abs().max().item(),
                 }  # fmt: skip
                 if converted and name == "openvino" and mode != "expected":  # whose graph is that of `sample`
@@ -98,25 +96,30 @@ def race_engines(contestants: list[Contestant], rounds: int) -> None:
             spread_ms=(max(taken) - min(taken)) / contestant.row["batch"],
             ratio_to_population=ratio((norm, engine, precision, "population")),
             ratio_to_bn_folded=None if engine == "eager" or folded not in found else ratio(folded),
-            ratio_to_torch=ratio((norm, "torch", "f32", mode)),
+            ratio_to_torch=ratio(torchs) if (torchs := (norm, "torch", "f32", mode)) in found else None,
         )
 
 
 def infer(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rows: list[dict[str, Any]] = []
+    names = args.engines or (["torch"] if args.device == "cuda" else ["torch", "openvino"])
+    if engines.ov is None and "openvino" in names:
+        print("openvino is not installed, and left out")
+        names.remove("openvino")
     if args.keep:
         entered = [case.rpartition(":")[::2] for case in args.cases]
+        measured = [*names, "eager"] if "torch" in names else names
         earlier = json.loads(args.output.read_text())["rows"]
-        rows = [row for row in earlier if (row["model"], str(row["size"])) not in entered]
+        rows = [r for r in earlier if (r["model"], str(r["size"])) not in entered or r["engine"] not in measured]
     for case in args.cases:
         network, _, side = case.rpartition(":")
         samples = photographs(int(side)).to(args.device)
         for batch in args.batches:
-            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples)
+            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
-            write_results(args.output, rows, args.seed, date=date.today().isoformat())
+            write_results(args.output, rows, args.seed)
     print(table(rows, [column for column in COLUMNS if any(column in row for row in rows)]))
 
 
@@ -130,7 +133,8 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     command.add_argument("--batches", nargs="+", type=int, default=[1])
-    command.add_argument("--keep", action="store_true", help="keep the rows of other cases in the output")
+    command.add_argument("--engines", nargs="+", choices=["torch", "openvino"], help="default: all that are installed")
+    command.add_argument("--keep", action="store_true", help="keep the rows of other cases and engines in the output")
     command.add_argument("--rounds", type=int, default=25)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--output", type=Path, default=Path(f"results/benchmark_infer.{platform.machine()}.json"))

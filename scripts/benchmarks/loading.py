@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torchvision.io import decode_jpeg, read_file
 
 import bkn_zoo
 from benchmarks.race import synchronize
@@ -25,8 +26,6 @@ from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.recipes import Augmentation
-
-BATCH = 32
 
 
 def write_photographs(folder: Path, count: int, side: int) -> None:
@@ -40,90 +39,98 @@ def write_photographs(folder: Path, count: int, side: int) -> None:
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, quality=90)
 
 
-def ours(folder: Path, side: int, device: torch.device, workers: int) -> Callable[[int], int]:
+def ours(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[int], int]:
     data = load_data("folder", folder, size=side, validation=0.1)
 
     def epoch(number: int) -> int:
-        batches = training_batches(data, BATCH, number, 0, Augmentation(crop=0.1, flip=True), device, workers=workers)
-        return sum(len(batch.images) for batch in batches)
+        batches = training_batches(data, batch, number, 0, Augmentation(crop=0.1, flip=True), device, workers=workers)
+        return sum(len(each.images) for each in batches)
 
     return epoch
 
 
-def timms(folder: Path, side: int, device: torch.device, workers: int) -> Callable[[int], int]:
+def timms(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[int], int]:
     from timm.data import create_loader
     from timm.data.dataset import ImageDataset
 
     loader = create_loader(
-        ImageDataset(str(folder)), (3, side, side), BATCH, is_training=True, num_workers=workers, scale=(0.9, 1.0),
+        ImageDataset(str(folder)), (3, side, side), batch, is_training=True, num_workers=workers, scale=(0.9, 1.0),
         color_jitter=None, device=device, use_prefetcher=device.type == "cuda", persistent_workers=False,
     )  # fmt: skip
     return lambda number: sum(len(images.to(device)) for images, _ in loader)
 
 
-def decoded_on_gpu(folder: Path, side: int) -> Callable[[int], int]:
-    from torchvision.io import decode_jpeg, read_file
-
+def decoded_on_gpu(folder: Path, side: int, batch: int) -> Callable[[int], int]:
     paths = sorted(map(str, folder.rglob("*.jpg")))
 
     def epoch(number: int) -> int:
-        for start in range(0, len(paths), BATCH):
-            images = decode_jpeg([read_file(path) for path in paths[start : start + BATCH]], device="cuda")
+        for start in range(0, len(paths), batch):
+            images = decode_jpeg([read_file(path) for path in paths[start : start + batch]], device="cuda")
             torch.stack([F.interpolate(image[None].float(), (side, side), mode="bilinear")[0] for image in images])
         return len(paths)
 
     return epoch
 
 
-def steps(network: str, side: int, device: torch.device, count: int) -> Callable[[int], int]:
+def decodes_on_gpu(folder: Path) -> bool:
+    try:
+        decode_jpeg([read_file(str(next(folder.rglob("*.jpg"))))], device="cuda")
+    except RuntimeError as error:
+        print(f"nvJPEG is left out: {error}", flush=True)
+        return False
+    return True
+
+
+def steps(network: str, side: int, batch: int, device: torch.device, count: int) -> Callable[[int], int]:
     model = bkn_zoo.create_model(network, 10).to(device, memory_format=torch.channels_last)
     model.statistics_batch_size = 4
-    images = torch.randn(BATCH, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
-    step = training_step(model, "eager", images, torch.zeros(BATCH, dtype=torch.long, device=device))
+    images = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
+    step = training_step(model, "eager", images, torch.zeros(batch, dtype=torch.long, device=device))
 
     def epoch(number: int) -> int:
         for _ in range(count):
             step()
-        return count * BATCH
+        return count * batch
 
     return epoch
 
 
+def race(folder: Path, side: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Images per second of all ways, in turns."""
+    device = torch.device(args.device)
+    files = folder, side, args.batch
+    write_photographs(folder, args.images, side)
+    ways = {
+        "ours, first epoch": lambda number: ours(*files, device, args.workers)(number),
+        "ours, later epochs": ours(*files, device, args.workers),
+        "timm": timms(*files, device, args.workers),
+        f"training step of {args.network}": steps(args.network, side, args.batch, device, args.steps),
+    }
+    if device.type == "cuda" and decodes_on_gpu(folder):
+        ways["nvJPEG, decoding alone"] = decoded_on_gpu(*files)
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(args.rounds + 1):
+        for way, epoch in ways.items():
+            synchronize()
+            begun = time.perf_counter()
+            count = epoch(number)
+            synchronize()
+            rates[way].append(count / (time.perf_counter() - begun))
+            print(f"{side} px, {way}: {rates[way][-1]:.0f} images/s", flush=True)
+    # The first round fills caches, and chooses kernels.
+    return [{"size": side, "way": way, "images_per_s": statistics.median(found[1:])} for way, found in rates.items()]
+
+
 def loading(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    device, rows = torch.device(args.device), []
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("device 'cuda' is not available: choose cpu.")
+    rows: list[dict[str, Any]] = []
     for side in args.sizes:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            write_photographs(folder, args.images, side)
-            later = ours(folder, side, device, args.workers)
-            ways = {
-                "ours, first epoch": lambda number, f=folder, s=side: ours(f, s, device, args.workers)(number),
-                "ours, later epochs": later,
-                "timm": timms(folder, side, device, args.workers),
-                f"training step of {args.network}": steps(args.network, side, device, args.steps),
-            }
-            if device.type == "cuda":
-                ways["nvJPEG, decoding alone"] = decoded_on_gpu(folder, side)
-            rates: dict[str, list[float]] = {way: [] for way in ways}
-            for number in range(args.rounds + 1):
-                for way, epoch in ways.items():
-                    synchronize()
-                    begun = time.perf_counter()
-                    count = epoch(number)
-                    synchronize()
-                    rates[way].append(count / (time.perf_counter() - begun))
-            for way, found in rates.items():  # the first round fills caches, and chooses kernels
-                rows.append({"size": side, "way": way, "images_per_s": statistics.median(found[1:])})
-    write_results(
-        args.output,
-        rows,
-        0,
-        date=date.today().isoformat(),
-        images=args.images,
-        workers=args.workers,
-        device=str(device),
-    )
+            rows += race(Path(scratch), side, args)
+        settings = {"images": args.images, "batch": args.batch, "workers": args.workers, "device": args.device}
+        write_results(args.output, rows, 0, date=date.today().isoformat(), **settings)
     print(table(rows, list(rows[0])))
 
 
@@ -132,6 +139,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser("loading", help="images per second from files, beside timm and a training step")
     command.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 224])
     command.add_argument("--images", type=int, default=1024)
+    command.add_argument("--batch", type=int, default=32)
     command.add_argument("--workers", type=int, default=usable_cores())
     command.add_argument("--network", default="inception_v2_bkn")
     command.add_argument("--steps", type=int, default=10)

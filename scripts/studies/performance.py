@@ -92,15 +92,26 @@ INFERENCE = [
 ]
 
 
+UNRECORDED = [
+    {"where": f"{network}, 128 px, f32", "ratio": ratio, "target": "1.25", "measured on": "x86_64, AVX-512 without AMX"}
+    for network, ratio in (("resnet101", "1.65"), ("inception_v2", "1.55"))
+]
+"""Ratios of `sample` to `population` on a processor that is no longer available, from before records were kept."""
+
+
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
     paths = sorted(results.glob("benchmark_*.json"))
     return {path.stem.removeprefix("benchmark_"): json.loads(path.read_text()) for path in paths}
 
 
-def ratio(headline: Headline, records: Records) -> float:
-    """The one that a headline shows; a record without its row, or with two, is an error."""
+def row_of(headline: Headline, records: Records) -> Row:
+    """The row that a headline shows; a record without it, or with two, is an error."""
     (row,) = (row for row in records[headline.record]["rows"] if headline.row.items() <= row.items())
-    return row[headline.ratio]
+    return row
+
+
+def ratio(headline: Headline, records: Records) -> float:
+    return row_of(headline, records)[headline.ratio]
 
 
 def headlines(records: Records) -> str:
@@ -112,17 +123,17 @@ def headlines(records: Records) -> str:
             "where": headline.what,
             "ratio": f"{ratio(headline, records):.2f}",
             "target": None if headline.target is None else f"{headline.target:.2f}",
-            **_measured_in(headline.record, records),
+            **_measured_in(headline.record, records, row_of(headline, records)),
         }
         for name, group in compared.items()
         for headline in group
     ]
-    return table(rows, list(rows[0]))
+    return table(rows + [{"compared": name, **row} for name in list(compared)[1:] for row in UNRECORDED], list(rows[0]))
 
 
-def _measured_in(name: str, records: Records) -> dict[str, str]:
+def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
     record = records[name]
-    date = record.get("date") or DATES[name]
+    date = row.get("date") or record.get("date") or DATES[name]
     return {"measured on": record["hardware"], "date": date, "record": f"`benchmark_{name}.json`"}
 
 
@@ -132,7 +143,7 @@ def seconds(records: Records) -> str:
     wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
     pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
     built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
-    rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records)]
+    rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records, pair[0])]
     name = "classify.aarch64"
     image, missing = records[name]["rows"]
     for what, value, target in (
@@ -140,7 +151,7 @@ def seconds(records: Records) -> str:
         ("`bkn-zoo classify`: answer", image["end_s"], "4"),
         ("`bkn-zoo classify`: error for a missing file", missing["end_s"], "0.5"),
     ):
-        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records))
+        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records, image))
     return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
 
 
@@ -243,7 +254,8 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
     by_processor = {kind: [name for name in records if name.startswith(f"{kind}.")] for kind in ("infer", "start")}
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
     names = [*TRAIN_GPU, "train_cpu", "infer_cuda", *by_processor["infer"], "frontend", "serve", *by_processor["start"]]
-    names += ["frontend_converted", "classify.aarch64"]
+    loading = [name for name in records if name.startswith("loading")]
+    names += ["frontend_converted", "classify.aarch64", "counters.aarch64", "rivals.aarch64", *loading]
     shown = {name: records[name] for name in names}
 
     def several(names: list[str] | tuple[str, ...], batch: int | None = None) -> str:
@@ -259,6 +271,9 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "infer_cpu": several(by_processor["infer"]),
         "converted": several(["frontend_converted"]),
         "classify": several(["classify.aarch64"]),
+        "counters": several(["counters.aarch64"]),
+        "rivals": several(["rivals.aarch64"]),
+        "loading": several(loading),
         "precision": table(precise, list(precise[0])),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),
