@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 gc.disable()  # until all is imported
 
@@ -167,7 +166,7 @@ def make_belief():
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     """A folder of two small checkpoints, called first and second."""
     from service_process import save_small_checkpoint
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torchvision
 from fastapi.testclient import TestClient
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import bkn_zoo
 from bkn_zoo import cli
@@ -34,11 +33,11 @@ from bkn_zoo.training.network import build
 from bkn_zoo.training.recipes import read_recipe
 
 NETWORK = "timm:test_resnet"
-ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
+ABOUT = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     torch.manual_seed(0)
     model = bkn_zoo.create_model(NETWORK, 4)
     model.statistics_batch_size = 2
@@ -49,14 +48,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
+def checkpoint(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "mine"))
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [(NETWORK, {"drop_rate": 0.1}), ("torchvision:resnet18", {"zero_init_residual": True})]
 )
-def test_a_checkpoint_gives_the_network_back(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_gives_the_network_back(name, options, tmp_path):
     model = bkn_zoo.create_model(name, 4, **options)
     model.statistics_batch_size = 2
     model.train()(torch.randn(4, 3, 64, 64))
@@ -74,9 +73,7 @@ def test_a_checkpoint_gives_the_network_back(name: str, options: dict[str, Any],
     assert set(verify_golden(tmp_path / "mine")) == set(MODES)
 
 
-def test_classifier_command_and_service_take_it(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classifier_command_and_service_take_it(checkpoint, tmp_path, capsys, monkeypatch):
     photo = tmp_path / "photo.png"
     Image.radial_gradient("L").convert("RGB").save(photo)
     best = bkn_zoo.Classifier.from_pretrained(checkpoint)(photo, top_k=1).predictions[0]
@@ -98,7 +95,7 @@ def test_classifier_command_and_service_take_it(
         assert client.get("/v1/models").json()["models"][0]["architecture"] == NETWORK
 
 
-def few_layers() -> nn.Module:
+def few_layers():
     """Of one's own, and no network of the zoo."""
     layers = [
         nn.Conv2d(3, 8, 3, stride=2),
@@ -115,7 +112,7 @@ def few_layers() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None:
+def test_engines_give_the_network_s_outputs(checkpoint, name):
     """In OpenVINO of few layers, which takes seconds for each; test_export.py has a whole network there."""
     if name == "openvino":
         pytest.importorskip("openvino")
@@ -136,15 +133,15 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
 
 
 class Several(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"out": self.layers(x)}
 
 
-def test_engines_take_images_and_outputs_of_any_shape() -> None:
+def test_engines_take_images_and_outputs_of_any_shape():
     converted = bkn_zoo.convert(Several().layers).eval()
     images = torch.randn(2, 1, 8, 8)
     engine = create_engine(converted)
@@ -160,7 +157,7 @@ def test_engines_take_images_and_outputs_of_any_shape() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_networks_without_an_engine_or_a_file_are_refused(name: str) -> None:
+def test_networks_without_an_engine_or_a_file_are_refused(name):
     if name == "openvino":
         pytest.importorskip("openvino")
     with pytest.raises(InputError, match="engines do not support a Several"):
@@ -171,7 +168,7 @@ def test_networks_without_an_engine_or_a_file_are_refused(name: str) -> None:
         bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]
 
 
-def test_the_average_of_a_map_in_f16_is_that_in_f32() -> None:
+def test_the_average_of_a_map_in_f16_is_that_in_f32():
     pytest.importorskip("openvino")
     layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.AvgPool2d(112), nn.Flatten())
     model = named_network(bkn_zoo.convert(layers), "averages", 8, {}, 1).eval()
@@ -182,7 +179,7 @@ def test_the_average_of_a_map_in_f16_is_that_in_f32() -> None:
     torch.testing.assert_close(found, wanted, atol=5e-3 * wanted.abs().max().item(), rtol=0)
 
 
-def test_training_starts_from_the_library_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_starts_from_the_library_s_weights(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for label, name in enumerate(("dark", "light")):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -204,7 +201,7 @@ def test_training_starts_from_the_library_s_weights(tmp_path: Path, monkeypatch:
     assert 0 < (trained - published["conv1.0.weight"]).abs().max() < 0.1  # from where the library's weights were
 
 
-def test_images_are_normalized_as_the_weights_want_them() -> None:
+def test_images_are_normalized_as_the_weights_want_them():
     import timm
 
     for name in ("inception_v4", "resnet18"):
@@ -222,8 +219,8 @@ def test_images_are_normalized_as_the_weights_want_them() -> None:
     torch.testing.assert_close(ours, theirs._transform_input(normalize(pixels, usual)))
 
 
-def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline() -> dict[str, Tensor]:
+def test_weights_out_of_reach_are_an_error(monkeypatch):
+    def offline():
         raise OSError("no route to host")
 
     builder = libraries._builder
@@ -248,9 +245,7 @@ def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         (NETWORK, {"num_classes": 0}, InputError, "num_classes"),
     ],
 )
-def test_nothing_but_plain_names_and_numbers_is_built(
-    name: str, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_nothing_but_plain_names_and_numbers_is_built(name, options, error, words):
     with pytest.raises(error, match=words):
         libraries.build(name, **options)  # as checkpoints do, whose config may be a stranger's
 
@@ -263,7 +258,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
         ({"norm": "bn"}, "norm"),
     ],
 )
-def test_a_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, words: str) -> None:
+def test_a_config_that_asks_for_more_is_refused(checkpoint, change, words):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -271,7 +266,7 @@ def test_a_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, w
     assert "\n" not in str(caught.value)
 
 
-def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path: Path) -> None:
+def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path):
     model = bkn_zoo.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)))
     with pytest.raises(InputError, match="save the state_dict"):
         bkn_zoo.save_pretrained(model, tmp_path / "mine")  # type: ignore[arg-type]
@@ -280,20 +275,20 @@ def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path: Path) -> None:
 class Odd(torch.nn.Module):
     """A convolution that only one norm follows, one that others see too, and one that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = (torch.nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(3))
         self.one, self.two, self.three = (torch.nn.BatchNorm2d(3) for _ in range(3))
         self.bare = torch.nn.BatchNorm2d(3, affine=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.one(self.first(x)).relu()
         shared = self.second(x)
         x = self.two(shared) + shared
         return self.bare(self.third(self.three(self.third(x)))).mean((2, 3))
 
 
-def test_a_norm_folds_only_into_a_convolution_of_its_own() -> None:
+def test_a_norm_folds_only_into_a_convolution_of_its_own():
     converted = bkn_zoo.convert(Odd())
     assert converted.foldable == {"one": "first"}
     model = named_network(converted, "mine:odd", 3, {}, 8)
