@@ -24,7 +24,6 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
-from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.conversion.replace import LinkedNorm1d, LinkedNorm2d, LinkedNorm3d
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
@@ -134,12 +133,6 @@ def test_population_outputs_stay_near_the_population(family):
     assert {f"{name}.center" for name in started} <= converted.no_weight_decay()
 
 
-def test_start_near_population_takes_a_converted_part():
-    whole = nn.Module().eval()
-    whole.part = stir(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)))
-    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
-
-
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_center_is_a_shift_of_the_features_below(mode):
     plain, centered = (kind(4, 3).double().train(mode is None) for kind in (BatchKalmanNorm2d, Centered2d))
@@ -177,8 +170,11 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path):
         torch.testing.assert_close(stored(images, statistics=mode), wanted, rtol=0.02, atol=0.02)
 
 
-def test_an_untrained_network_has_no_population_to_start_from():
-    for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):
+def test_start_near_population_takes_pretrained_networks_and_parts():
+    whole = nn.Module().eval()
+    whole.part = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 5), norm(5)))
+    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
+    for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):  # untrained, and not converted
         with pytest.raises(InputError, match=r"pass a pretrained network from bkn_zoo\.convert"):
             start_near_population(network)
 
@@ -245,11 +241,11 @@ def small():
     return stir(nn.Sequential(conv(3, 8), norm(8), nn.ReLU(), conv(8, 8), norm(8), nn.ReLU(), conv(8, 2)))
 
 
-def plan_of(forward, **layers):
+def plan_of(forward, inputs=None, **layers):
     """The conversion of such a block, proved on the way."""
     original = stir(Block(forward, **layers))
     converted = convert(original)
-    prove(original, converted, torch.randn(4, 3, 6, 6))
+    prove(original, converted, torch.randn(4, 3, 6, 6) if inputs is None else inputs)
     return converted
 
 
@@ -281,7 +277,7 @@ def test_the_transition_follows_the_convolution():
 
 def test_convolutions_without_a_norm_between_are_one_path():
     layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 8, 8), "c3": conv(8, 12, 4), "c4": conv(12, 12, 2)}
-    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x)))))), n2=norm(12), **layers)
+    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x).transpose(2, 3)))))), n2=norm(12), **layers)
     assert shapes(converted)["n2"] == ((2, 6, 4),)
     assert converted.report.rows[1].path == ("c2", "c3", "c4")
 
@@ -490,9 +486,6 @@ def by_heads(m, x):
 
 
 ALONG_ROWS = {
-    "attention": (
-        lambda m, x: F.scaled_dot_product_attention(x, m.qkv(x)[..., :4], m.qkv(x)[..., 4:8]).flatten(0, 1), None,
-    ),
     "attention by heads": (by_heads, None),
     "a layer of it": (
         lambda m, x: m.layer(x, x, value=x)[0].flatten(0, 1), nn.MultiheadAttention(4, 2, batch_first=True),
@@ -545,8 +538,8 @@ INTERLEAVED = "left: the rows of its input are not grouped by image"
 )
 def test_norms_of_images_in_turn_are_left(layer, call):
     """So are those of images that attend to one another."""
-    ways = [lambda m, x: call(layer and m.layer, x.transpose(0, 1)).flatten(0, 1)]
-    ways += [lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1)] if layer else []
+    ways = [lambda m, x: call(m.layer, x.transpose(0, 1)).flatten(0, 1)]
+    ways += [lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1)]
     for way in ways if layer else [lambda m, x: call(None, x).flatten(0, 1)]:
         assert notes(convert(rows_of(way, layer), example=torch.randn(2, 3, 3, 3)))["n2"] == INTERLEAVED
 
@@ -558,10 +551,7 @@ def test_a_sequence_is_followed():
         x = m.n1(m.l1(x).transpose(1, 2)).transpose(1, 2)
         return m.n2(m.l2(torch.relu(x)).transpose(1, 2)).mean(2)
 
-    original = stir(Block(forward, **layers))
-    converted = convert(original)
-    prove(original, converted, torch.randn(4, 5, 6))
-    assert priors(converted)["n2"] == {"n1": 8}
+    assert priors(plan_of(forward, torch.randn(4, 5, 6), **layers))["n2"] == {"n1": 8}
 
 
 def test_a_part_gets_images_where_the_whole_has_them_in_turn():
@@ -640,28 +630,24 @@ def test_training_and_evaluation_may_run_other_code():
         (nn.BatchNorm2d(4, eps=1e-2, momentum=0.3), (4, 3, 5, 5), LinkedNorm2d),
         (nn.BatchNorm2d(4, affine=False), (4, 3, 5, 5), LinkedNorm2d),
         (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), LinkedNorm2d),
+        (nn.SyncBatchNorm(4), (4, 3, 5, 5), LinkedNorm2d),
     ],
-    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None"],
+    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None", "synchronized"],
 )
 def test_every_kind_of_batch_norm(layer, shape, kind):
     mixing = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
     size = () if len(shape) == 2 else (1,)
     model = nn.Sequential(mixing(3, 4, *size), layer, nn.ReLU(), mixing(4, 4, *size), copy.deepcopy(layer))
-    converted = convert(stir(model))
-    prove(model, converted, torch.randn(shape))
+    converted, x = convert(stir(model)), torch.randn(shape)
+    if isinstance(layer, nn.SyncBatchNorm):  # which trains on GPUs only
+        torch.testing.assert_close(converted.eval()(x), model.eval()(x))
+    else:
+        prove(model, converted, x)
     last = converted.get_submodule("4")
     assert type(last) is kind
     assert (last.eps, last.momentum, last.affine) == (layer.eps, layer.momentum, layer.affine)
     assert last.gain.item() == pytest.approx(BATCHNORM_GAIN)
     torch.testing.assert_close(last.process_noise, last.running_var)
-
-
-def test_sync_batch_norm_is_converted():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 4), norm(4)))
-    converted = convert(stir(model)).eval()
-    images = torch.randn(2, 3, 6, 6)
-    torch.testing.assert_close(converted(images), model.eval()(images))
-    assert converted.train()(images).shape == (2, 4, 6, 6)
 
 
 def test_activation_and_drop_inside_a_timm_norm_stay():
@@ -1059,7 +1045,7 @@ def test_every_argument_is_the_original_s():
 
 def test_a_method_train_of_its_own_stays():
     class Frozen(nn.Sequential):
-        def train(self, mode=True):  # type: ignore[override]
+        def train(self, mode=True):
             super().train(mode)
             self[1].eval()
 
@@ -1102,8 +1088,6 @@ def test_a_detector_trains_with_one_image():
     assert not any(row.left for row in converted.report.rows)
     sum(converted(images, targets).values()).backward()
     assert all(p.grad is not None for p in converted.parameters())
-    part = convert(detector, only="backbone", statistics_batch_size=1)
-    assert part.report is part.backbone.report
 
 
 def test_segmentation_trains_with_one_image():
@@ -1294,13 +1278,6 @@ def test_a_wrong_conversion_is_not_proved(change):
         prove(model, converted, torch.randn(4, 3, 8, 8))
 
 
-def test_values_that_are_not_finite_are_not_proved():
-    """Whichever tensor has them: the first, or one behind a good one."""
-    good, bad = torch.ones(2), torch.tensor([1.0, torch.nan])
-    for given in ({"a": good, "b": bad}, {"a": bad, "b": good}, {"a": good, "b": good[:1]}):
-        assert _difference({"a": good, "b": good}, given) == float("inf")
-
-
 def test_amplified_rounding_is_no_difference_but_a_mistake_is():
     """Images that hardly differ, and norms that make their differences large, in the original as well."""
     images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
@@ -1315,7 +1292,3 @@ def test_amplified_rounding_is_no_difference_but_a_mistake_is():
         converted.get_submodule("4").weight.mul_(1.001)
     with pytest.raises(ConversionError, match="differs from the original by more than"):
         prove(model, converted, images)
-
-
-def test_outputs_of_another_memory_layout_are_the_same():
-    plan_of(lambda m, x: m.n1(m.c1(x).transpose(2, 3)), c1=conv(3, 4), n1=norm(4))
