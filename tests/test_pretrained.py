@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -98,8 +99,8 @@ def test_fixed_gain_zero_trains_as_frozen_bn(experiment, weights):
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
     assert len(ours["loss"]) == 3
     assert set(ours["validation"].values()) == set(theirs["validation"].values())
-    for name, parameter in frozen.model.named_parameters():
-        torch.testing.assert_close(kalman.model.get_parameter(name), parameter, atol=2e-3, rtol=1e-2)
+    for name, parameter in frozen.copies[0].model.named_parameters():
+        torch.testing.assert_close(kalman.copies[0].model.get_parameter(name), parameter, atol=2e-3, rtol=1e-2)
 
 
 def test_domains_gain_zero_trains_as_adabn(weights):
@@ -115,7 +116,7 @@ def moved(made):
     before = {name: value.clone() for name, value in made.state(training()).items()}
     made.train(training())
     found = {}
-    for name, value in made.model.state_dict().items():
+    for name, value in made.copies[0].model.state_dict().items():
         if not name.startswith(("classifier", "decoder")):
             kinds = ("transition", "raw_gain", "center", "running_mean")
             kind = next((kind for kind in kinds if kind in name), "rest")
@@ -136,9 +137,11 @@ def test_arms_learn_what_they_should(arm, weights):
 
 def test_partial_bn_moves_the_first_norm_only(weights):
     made = work(DOGS, "partial", weights)
-    before = {name: norm.running_mean.clone() for name, norm in norms(made.model, nn.BatchNorm2d)}
+    before = {name: norm.running_mean.clone() for name, norm in norms(made.copies[0].model, nn.BatchNorm2d)}
     made.train(training())
-    changed = [name for name, norm in norms(made.model, nn.BatchNorm2d) if (norm.running_mean != before[name]).any()]
+    changed = [
+        name for name, norm in norms(made.copies[0].model, nn.BatchNorm2d) if (norm.running_mean != before[name]).any()
+    ]
     assert changed == list(before)[:1]
 
 
@@ -167,7 +170,16 @@ def test_trainings_start_from_the_same_state_again(weights):
     first, other, again = (made.train(training(seed=seed)) for seed in (1, 2, 1))
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
     assert first["loss"] != other["loss"]
-    assert isinstance(made.model, Converted)
+    assert isinstance(made.copies[0].model, Converted)
+
+
+def test_trainings_at_a_time_do_not_disturb_each_other(weights):
+    alone, together = (Work(Arm.of(DOGS, "learned"), images_of(DOGS), weights, CPU, count) for count in (1, 3))
+    planned = [training(batch=batch, seed=seed) for batch, seed in ((2, 1), (1, 1), (2, 2), (1, 2))]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(together.train, planned))
+    for each, record in zip(planned, found, strict=True):
+        assert {**record, "seconds": 0} == {**alone.train(each), "seconds": 0}
 
 
 @pytest.mark.parametrize("experiment", [DOGS, ROADS], ids=["classification", "segmentation"])
@@ -360,7 +372,7 @@ def test_runs_leave_records_and_continue_from_their_log(data, tmp_path, weights,
     study = Pretrained()
     study.experiments = [replace(ROADS, batches=[1]), replace(DOGS, batches=[2])]
     places = {"pack": tmp_path / "packed", "results": tmp_path / "results", "output": tmp_path / "runs"}
-    args = Namespace(data=data, device="cpu", weights=weights, **places)
+    args = Namespace(data=data, device="cpu", streams=2, weights=weights, **places)
     study.pack(args)
     for name, pattern in (("imagewoof", "*.webp"), ("camvid", "*.png")):
         files = READERS[name].files(data / SETS[name].data)

@@ -1,7 +1,7 @@
 """Compares the defaults of fine-tuning with other choices, on small parts of public data sets: docs/finetuning.md.
 
 DATA is the folder that --pack writes (some 70 megabytes) from a folder with imagewoof2-320, imagenette2-320,
-tiny-imagenet-200 and PACS/sketch. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each
+tiny-imagenet-200 and PACS. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each
 class; the seed selects them. All runs of a set are tested on the same images.
 
     CUDA_VISIBLE_DEVICES= python scripts/study.py finetuning --data DATA --only defaults --jobs 12
@@ -40,6 +40,9 @@ SETS = {
     "imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes",
     "pacs_sketch": "PACS sketch",
 }  # fmt: skip
+SMALL_SETS = SETS | {"pacs_cartoon": "PACS cartoon", "pacs_art_painting": "PACS art painting"}
+"""Those of scripts/small_folder.py."""
+
 DEFAULTS, PROBE, ORIGINAL = "defaults", "linear probe", "original head"
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -262,7 +265,7 @@ def small_folders(path: Path) -> str:
     """A row for each run on 300 images in five classes."""
     rows = [
         {
-            "images of": SETS[row["set"]], "seed": row["seed"], "processor": row["hardware"],
+            "images of": SMALL_SETS[row["set"]], "seed": row["seed"], "processor": row["hardware"],
             "seconds": round(row["seconds"]), "epochs": row["epochs"], "defaults": f"{row['test']['top1']:.1f}",
             "linear probe": f"{row['linear_probe']['top1']:.1f}",
         }

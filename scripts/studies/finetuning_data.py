@@ -12,7 +12,7 @@ from bkn_zoo.checkpoints.locate import find
 
 OFFICIAL = {
     "imagewoof": "imagewoof2-320", "imagenette": "imagenette2-320", "tiny_imagenet": "tiny-imagenet-200",
-    "pacs_sketch": "PACS/sketch",
+    "pacs_sketch": "PACS/sketch", "pacs_cartoon": "PACS/cartoon", "pacs_art_painting": "PACS/art_painting",
 }  # fmt: skip
 SEEDS = range(3)
 PER_CLASS, TESTED, SIDE, CLASSES = 20, 100, 256, 20  # the last for Tiny ImageNet, of which 50 a class can be tested

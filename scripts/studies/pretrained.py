@@ -12,6 +12,7 @@ import argparse
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.pretrained_data import as_input, load, pack
 from studies.pretrained_networks import frozen_norms, norms, pretrained, weights_file
 from studies.pretrained_page import contents, figures
-from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, read_experiments
+from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, Training, read_experiments
 from studies.pretrained_training import Work, facts
 
 DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # images, and gains that BKN starts with
@@ -41,6 +42,9 @@ class Pretrained(Study):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--weights", type=Path, help="file of the pretrained weights; default: the package's")
+        parser.add_argument(
+            "--streams", type=int, default=1, help="trainings at a time in each of the --jobs processes"
+        )
 
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
         # The slowest arms first, so that all end at about the same time.
@@ -72,7 +76,7 @@ class Pretrained(Study):
             return {"facts": facts(run.experiment, found, weights, device(args))}
         log = args.output / self.name / run.name / "log.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
-        return train(run, Work(run, found, weights, device(args)), log)
+        return train(run, Work(run, found, weights, device(args), args.streams), log)
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
         return {DOCS / "pretrained.md": contents(self.experiments, records)}
@@ -89,12 +93,20 @@ def train(arm: Arm, work: Work, log: Path) -> dict[str, Any]:
     plan = zlib.crc32(arm.key.encode())
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {line["key"]: line["training"] for line in lines if line["plan"] == plan}
-    while missing := [training for training in arm.trainings(done) if training.key not in done]:
-        training = missing[0]
-        done[training.key] = {**json.loads(training.key), **work.train(training)}
-        with log.open("a") as file:
-            print(json.dumps({"plan": plan, "key": training.key, "training": done[training.key]}), file=file)
-    return {"plan": arm.plan, "trainings": list(done.values())}
+    threads = ThreadPoolExecutor(len(work.copies))
+    running: dict[Future[dict[str, Any]], Training] = {}
+    try:
+        while missing := [training for training in arm.trainings(done) if training.key not in done]:
+            started = {training.key for training in running.values()}
+            running |= {threads.submit(work.train, each): each for each in missing if each.key not in started}
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                training = running.pop(ended)
+                done[training.key] = {**json.loads(training.key), **ended.result()}
+                with log.open("a") as file:
+                    print(json.dumps({"plan": plan, "key": training.key, "training": done[training.key]}), file=file)
+    finally:
+        threads.shutdown(cancel_futures=True)
+    return {"plan": arm.plan, "trainings": [done[training.key] for training in arm.trainings(done)]}
 
 
 @torch.no_grad()

@@ -1,9 +1,17 @@
-"""Trains one arm of the study `pretrained`: a step is captured in a CUDA graph once and replayed for all trainings."""
+"""Trains one arm of the study `pretrained`: a step is captured in a CUDA graph once and replayed for all trainings.
 
+A step with one small image leaves most of a GPU idle. So several trainings of an arm run at a time, each in its own
+thread and CUDA stream, with its own copy of the network.
+"""
+
+import copy
 import dataclasses
 import math
+import queue
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,6 +46,10 @@ WARMUP, CLIP, DECAY = 0.1, 5.0, 0.01
 # Learning rates relative to that of pretrained weights. AdamW moves all equally far otherwise: new weights have far to
 # go, and so have the logits of gains.
 RATES = {"weights": 1.0, "others": 1.0, "head": 10.0, "gains": 30.0}
+
+
+ONE = threading.Lock()
+"""Held by the thread that changes the first network or captures a step."""
 
 
 class Learner:
@@ -84,8 +96,9 @@ class Learner:
         batches = training_batches(training, arm.experiment, chosen)
         if not self.warm and self.device.type == "cuda":  # the first steps are not replayed; they do not count
             images, labels = next(training_batches(training, arm.experiment, chosen))
-            for _ in range(5):
-                self.step(images.contiguous(memory_format=self.layout), labels, rates[0])
+            with ONE:
+                for _ in range(5):
+                    self.step(images.contiguous(memory_format=self.layout), labels, rates[0])
             self.warm = True
         self.reset(state, training.seed)
         losses, total, first = [], torch.zeros((), device=self.device), 0
@@ -126,6 +139,19 @@ def schedule(training: Training) -> list[float]:
     ]
 
 
+class Copy:
+    """A copy of an arm's network that one training at a time uses, with its CUDA stream."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.learners: dict[int, Learner] = {}  # by batch size
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def alone(self) -> Any:
+        """A context in which work is launched on this copy's stream."""
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+
 class Work:
     """The trainings of an arm, by one process.
 
@@ -133,9 +159,12 @@ class Work:
         arm: which arm of which experiment.
         found: the images, by split.
         weights: file of the pretrained weights.
+        streams: number of trainings at a time.
     """
 
-    def __init__(self, arm: Arm, found: Mapping[str, Images], weights: Path, device: torch.device) -> None:
+    def __init__(
+        self, arm: Arm, found: Mapping[str, Images], weights: Path, device: torch.device, streams: int = 1
+    ) -> None:
         self.arm, self.experiment, self.device = arm, arm.experiment, device
         self.splits = {target: splits(found, target) for target in arm.experiment.targets}
         classes = next(iter(self.splits.values())).classes
@@ -146,56 +175,69 @@ class Work:
         self.untouched = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.images = {target: unlabelled(chosen, self.experiment) for target, chosen in self.splits.items()}
         self.adapted: dict[str, dict[str, Tensor]] = {}
-        self.learners: dict[int, Learner] = {}
         self.states: dict[Any, dict[str, Tensor]] = {}
+        self.copies = [Copy(copy.deepcopy(self.model), device) for _ in range(streams)]
+        self.idle: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for each in self.copies:
+            self.idle.put(each)
 
     def state(self, training: Training) -> dict[str, Tensor]:
         """The values that a training starts from, except those of the head."""
         target, batch = training.target, training.batch
         key = (target, batch, training.gain)
-        if key not in self.states:
-            if target not in self.adapted:
-                self.original.load_state_dict(self.pretrained)
-                self.adapted[target] = adapted_statistics(self.original, self.images[target])
-            self.model.load_state_dict(self.untouched)
-            start(self.model, self.arm.arm, batch, self.images[target], self.adapted[target], training.gain)
-            self.states[key] = {name: value.clone() for name, value in self.model.state_dict().items()}
+        with ONE:
+            if key not in self.states:
+                if target not in self.adapted:
+                    self.original.load_state_dict(self.pretrained)
+                    self.adapted[target] = adapted_statistics(self.original, self.images[target])
+                self.model.load_state_dict(self.untouched)
+                start(self.model, self.arm.arm, batch, self.images[target], self.adapted[target], training.gain)
+                self.states[key] = {name: value.clone() for name, value in self.model.state_dict().items()}
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # the other streams may use them now
         return self.states[key]
 
     def train(self, training: Training) -> dict[str, Any]:
         """Train and measure; returns what the record says of this training."""
-        begun, state = time.monotonic(), self.state(training)
-        if isinstance(self.model, Converted):
-            self.model.statistics_batch_size = training.batch
-        if training.batch not in self.learners:
-            self.learners[training.batch] = Learner(self.model, self.experiment, self.device)
-        chosen = self.splits[training.target]
-        losses = self.learners[training.batch].train(training, self.arm, chosen, state)
-        record: dict[str, Any] = {"loss": [round(loss, 4) for loss in losses]}
-        self.model.eval()
-        if all(map(math.isfinite, losses)):
-            record["validation"] = self.evaluate(chosen.validation)
-            if training.stage == "final":
-                record["test"] = self.evaluate(chosen.test)
-        else:
-            record["failed"] = "the loss was not finite"
-        if final := gains(self.model):
-            record["gains"] = [round(value, 4) for value in (min(final), mean(final), max(final))]
+        begun, state, chosen = time.monotonic(), self.state(training), self.splits[training.target]
+        copied = self.idle.get()
+        with copied.alone():
+            record = self.trained(copied, training, chosen, state)
+        self.idle.put(copied)
         return {**record, "seconds": round(time.monotonic() - begun, 2)}
 
+    def trained(self, copied: Copy, training: Training, chosen: Splits, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        model = copied.model
+        if isinstance(model, Converted):
+            model.statistics_batch_size = training.batch
+        if training.batch not in copied.learners:
+            copied.learners[training.batch] = Learner(model, self.experiment, self.device)
+        losses = copied.learners[training.batch].train(training, self.arm, chosen, state)
+        record: dict[str, Any] = {"loss": [round(loss, 4) for loss in losses]}
+        model.eval()
+        if all(map(math.isfinite, losses)):
+            record["validation"] = self.evaluate(model, chosen.validation)
+            if training.stage == "final":
+                record["test"] = self.evaluate(model, chosen.test)
+        else:
+            record["failed"] = "the loss was not finite"
+        if final := gains(model):
+            record["gains"] = [round(value, 4) for value in (min(final), mean(final), max(final))]
+        return record
+
     @torch.inference_mode()
-    def evaluate(self, images_and_labels: Images) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, images_and_labels: Images) -> dict[str, float]:
         """The metric in percent, by mode. Each image is normalized by itself: none depends on others in its batch."""
         (images, labels), layout = images_and_labels, LAYOUTS[self.experiment.task]
         segments = self.experiment.task == "segmentation"
         only = ("sample",) if self.arm.arm == "gn" else ("population",)
         result = {}
-        for mode in MODES if isinstance(self.model, Converted) else only:
+        for mode in MODES if isinstance(model, Converted) else only:
             outputs = []
             for part in images.split(EVALUATED[self.experiment.task]):
                 pixels = as_input(part, self.experiment).contiguous(memory_format=layout)
-                chosen = {"statistics": mode} if isinstance(self.model, Converted) else {}
-                output = self.model(pixels, **chosen)
+                chosen = {"statistics": mode} if isinstance(model, Converted) else {}
+                output = model(pixels, **chosen)
                 outputs.append(output.argmax(1).byte() if segments else output)
             predicted = torch.cat(outputs)
             metric = mean_iou(predicted, labels) if segments else measure_top1(predicted, labels)["top1"]
