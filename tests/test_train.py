@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import bkn_zoo
 from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
-from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
+from bkn_zoo.cli.train import main, parse
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
@@ -37,7 +36,6 @@ NETWORK = "inception_cifar_bkn"
 NEW = ("--model", NETWORK, "--size", "8", "--device", "cpu", "--epochs", "1")
 MODES = {"population", "sample", "expected"}
 SIZE_8 = Preprocessing(8, (0.4,) * 3, (0.2,) * 3)
-Refused = Callable[..., str]
 
 
 def command(*arguments):
@@ -246,24 +244,18 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     assert config.accuracy.keys() == config.uncertain_below.keys() == MODES
     card = (output / output.name / "README.md").read_text()
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
-    assert (config.training["init"], config.training["recipe"]["statistics_batch"]) == ("start", 2)
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
     assert 0 < (model.conv.conv.weight - before).norm() / before.norm() < 0.3
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len((output / "log.jsonl").read_text().splitlines()) == 3
 
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
-    # Weights that are not averaged keep their statistics.
-    facts |= {"validation_anew": None, "statistics_anew": False}
+    facts |= {"validation_anew": None, "statistics_anew": False}  # of weights that are not averaged
     assert {name: record[name] for name in facts} == facts
-    assert record["seconds"] > 0
-    assert record["hardware"]
-    assert "torch" in record["versions"]
+    assert {"seconds", "hardware", "versions"} <= record.keys()
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
-    assert record["test"].keys() == MODES
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
     assert record["validation"] == validation
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
@@ -273,10 +265,8 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
 
     for engine in ("eager", "torch"):
         command("evaluate", output, "--data", tree, "--device", "cpu", "--engine", engine, "--output", "measured.json")
-        measured = read("measured.json")
-        assert {"command", "hardware", "versions", "rows"} <= measured.keys()
-        rows = {row["statistics"]: row for row in measured["rows"]}
-        assert rows.keys() == record["test"].keys()
+        rows = {row["statistics"]: row for row in read("measured.json")["rows"]}
+        assert rows.keys() == record["test"].keys() == MODES
         for mode, metrics in record["test"].items():
             assert rows[mode]["images"] == 8  # the same share was held out
             assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
@@ -300,20 +290,6 @@ def test_averaged_weights_get_better_statistics_of_their_own(checkpoint, monkeyp
     averaged = torch.load("runs/averaged/state.pt", weights_only=True)["best"]
     assert torch.allclose(norm.running_mean, averaged["conv.norm.running_mean"], rtol=1e-3) is not better
     assert torch.allclose(result.model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)
-
-
-def test_bn_over_whole_batches_needs_no_recipe_of_its_own(tmp_path):
-    (tmp_path / "net.toml").write_text(
-        f'model = "{NETWORK}"\ndataset = "folder"\nepochs = 1\ngradient_batch = 8\nstatistics_batch = 2\n'
-        'size = 8\nprecision = "float32"\n[augmentation]\nscale = 0.5\n'
-    )
-    twin = ("--model", "inception_cifar_bn", "--statistics_batch", "None", "--name", "net.bn", "--results", "shown")
-    command("train", "net.toml", "--data", "photos", "--device", "cpu", *twin)
-    record = read("shown", "net.bn.json")
-    assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
-    assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
-    model = bkn_zoo.from_pretrained("runs/net.bn")
-    assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
 
 
 def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path, capsys):
@@ -391,22 +367,16 @@ def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, 
 def test_curves_have_whole_epochs_and_hide_nothing(count, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0}
-    validation = dict.fromkeys(MODES, metrics)  # all the same
+    validation = {mode: {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0} for mode in MODES}
     history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
     draw_curves(Path("curves.png"), history, count, "a run")
     for axes in drawn[0].axes:
         ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
         assert ticks
         assert all(tick == round(tick) >= 1 for tick in ticks)
-        drawn[0].draw_without_rendering()  # where things come to lie
-        for line in axes.lines[:-1]:  # but for the dotted one
-            top = axes.transData.transform((1, max(line.get_ydata())))[1]
-            assert top + line.get_markersize() / 2 * drawn[0].dpi / 72 <= axes.bbox.y1
-    lines = [line for line in drawn[0].axes[1].lines if line.get_label() in validation]
-    widths = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+    widths = [line.get_linewidth() for line in drawn[0].axes[1].lines if line.get_label() in validation]
     assert len(widths) == 3
-    assert widths == sorted(set(widths), reverse=True)  # those that are drawn later are narrower
+    assert widths == sorted(set(widths), reverse=True)  # equal curves: those that are drawn later are narrower
 
 
 def test_test_images_are_not_chosen_by_and_have_intervals(mine, capsys):
@@ -450,18 +420,18 @@ def test_options_override_the_recipe_wherever_they_stand():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        *(
-            ([*words], words[0])
-            for words in (["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["--private"])
-        ),
-        (["one", "two"], "two"),
-        *(([f"--{name}", ""], f"--{name} needs a value") for name in ("lr", "augmentation.crop", "freeze")),
-        (["--lr="], "--lr needs a value"),
+        ("--learning 1", "--learning"),
+        ("--augmentation.crop", "--augmentation.crop"),
+        ("--epochs", "--epochs"),
+        ("--private", "--private"),
+        ("one two", "two"),
+        ("--freeze=", "--freeze needs a value"),
+        ("--augmentation.crop=", "--augmentation.crop needs a value"),
     ],
 )
 def test_unknown_or_incomplete_option_is_refused(wrong, says, capsys):
     with pytest.raises(SystemExit) as caught:
-        parse(["--data", "D", *wrong])
+        parse(["--data", "D", *wrong.split()])
     assert caught.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
 
@@ -540,36 +510,40 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
 # Interruptions, and several processes
 
 
-def test_older_state_is_not_said_to_be_resumable(tmp_path):
-    plan = make_plan(None, "D", {"model": NETWORK}, output=tmp_path)
-    (tmp_path / "state.pt").write_bytes(b"an older one")
-    found = stamp(plan)
-    assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
-    (tmp_path / "new").write_bytes(b"its own")
-    (tmp_path / "new").replace(tmp_path / "state.pt")
-    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("continue with:\ntrain --resume")
-
-
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
+        (0, "begin again with the same command\n"),  # before it saved a state
         (1, "continue with:\nbkn-zoo train {options} --resume\n"),
         (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
         (4, "continue with the same torchrun command and --resume, on each machine\n"),
     ],
 )
 def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, processes, told):
-    def stopped(plan):
-        (tmp_path / "state.pt").touch()
-        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; continue with --resume")
+    """Even if Ctrl-C is pressed again before it has said so, and a folder has the state of an older training."""
 
+    def stopped(plan):
+        if processes:
+            (tmp_path / "new").write_text("its own")
+            (tmp_path / "new").replace(tmp_path / "state.pt")
+        raise Stopped(signal.SIGTERM, "stopped at step 2 of 6; continue with --resume")
+
+    def count():
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler, "it would end these tests"
+        signal.raise_signal(signal.SIGINT)
+        return max(processes, 1)
+
+    (tmp_path / "state.pt").write_text("an older one")
     monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
-    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(processes, 2)))
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", count)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         main(options)
-    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(options=' '.join(options))}"
+    assert end.value.code == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert said.startswith("\nstopped at step 2 of 6; " if processes else "\nstopped before the first step: ")
+    assert said.endswith(told.format(options=" ".join(options)))
 
 
 @pytest.mark.parametrize(
@@ -613,27 +587,19 @@ def test_only_the_first_process_prints(rank, tree, checkpoint, capsys, monkeypat
 # What is refused
 
 
-OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0", 1)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--publish", "me", "--results", "mine"], "must be in a folder called runs: use --results mine/runs"),
-        (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
-        (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (["--device", "cuda:99"], "device 'cuda:99' is not available"),
+        ("--publish me --results mine", "must be in a folder called runs: use --results mine/runs"),
+        ("--statistics_batch 3", "statistics_batch is 3, but 16 images at a time cannot be split"),
+        ("--statistics_batch 3 --gradient_batch 8 --micro_batch 4", "but 4 images at a time cannot"),
+        ("--device cuda:99", "device 'cuda:99' is not available"),
     ],
 )
 def test_bad_options_are_refused_before_data_are_read(options, says, refused):
     Path("empty").mkdir()
-    assert says in refused("train", "--data", "empty", *NEW, *options)
+    assert says in refused("train", "--data", "empty", *NEW, *options.split())
     assert not Path("runs").exists()
-
-
-def test_frozen_norms_need_no_groups_that_divide_batches(refused):
-    Path("empty").mkdir()
-    assert "empty has no subfolders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
 
 
 def test_publication_is_refused_before_data_are_read(monkeypatch, refused):
@@ -646,14 +612,13 @@ def test_publication_is_refused_before_data_are_read(monkeypatch, refused):
 
 @pytest.mark.parametrize(
     ("command", "option", "value", "least"),
-    [("train", *OPTIONS[0]), *(("evaluate", *option) for option in OPTIONS)],
+    [("train", "--workers", "-1", 0), ("evaluate", "--workers", "-1", 0), ("evaluate", "--batch-size", "0", 1)],
 )
 def test_numbers_of_options_have_a_least_value(command, option, value, least, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "x", "--data", "photos", option, value])
     assert end.value.code == 2
-    old = "/--batch" if option == "--batch-size" else ""
-    assert f"argument {option}{old}: '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
+    assert f": '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -666,6 +631,7 @@ def test_numbers_of_options_have_a_least_value(command, option, value, least, ca
         (["--model", "alexnet"], "unknown model 'alexnet'"),
         (["--epochs", "x"], "epochs is 'x'"),
         (["--gradient_batch", "64"], "do not fill a batch of 64"),
+        (["--gradient_batch", "64", "--statistics_batch", "3", "--freeze"], "do not fill a batch of 64"),  # no groups
         (["--resume"], "there is no training to resume"),
         (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
         (["--norm_options.warmup", "1"], "does not have the options 'warmup'"),
