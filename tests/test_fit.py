@@ -99,16 +99,6 @@ def uninterrupted(tmp_path_factory):
     return run(tmp_path_factory.mktemp("uninterrupted"))
 
 
-@pytest.mark.parametrize(("micro", "sizes", "share"), [(None, [8, 8], 4), (2, [2] * 8, 2)])
-def test_images_per_pass(micro, sizes, share, monkeypatch):
-    recipe = with_(gradient_batch=8, micro_batch=micro, train_size=6)
-    found = list(loop.further_images(recipe, data(), CPU, batches=2))
-    assert [len(images) for images in found] == sizes
-    assert {tuple(images.shape[1:]) for images in found} == {(3, 6, 6)}
-    monkeypatch.setattr(loop, "processes", lambda: 2)
-    assert loop.images_at_a_time(recipe) == share
-
-
 # Evaluation
 
 
@@ -145,21 +135,16 @@ def test_interval_of_an_accuracy_is_wilsons(right, count, low, high):
 @pytest.mark.parametrize("mode", [True, False])
 def test_evaluation_leaves_modes_and_tensors_alone(mode):
     model = network().train(mode)
+    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
+    others = [module for module in model.modules() if module is not frozen]
     before = copy.deepcopy(model.state_dict())
     evaluate(model, [batch()])
-    assert model.training is mode
     with pytest.raises(InputError):
         evaluate(model, [Batch(torch.zeros(1, 1, 8, 8), torch.eye(1))])
-    assert model.training is mode
     assert_identical(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("ask", [lambda m, b: evaluate(m, [b]), lambda m, b: recalibrate(m, [b.images])])
-def test_frozen_layers_stay_frozen(ask):
-    model = started().model.train()
-    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
-    ask(model, two_processes.batch())
-    assert [module for module in model.modules() if not module.training] == [frozen]
+    recalibrate(model, [batch().images])
+    assert {module.training for module in others} == {mode}
+    assert not frozen.training
 
 
 def test_evaluation_does_not_depend_on_its_batch_size(away_from_start):
@@ -631,15 +616,6 @@ def test_signal_saves_and_resuming_gives_identical_weights(uninterrupted, tmp_pa
     assert log_of(tmp_path) == resumed.history
 
 
-def test_speed_of_an_interrupted_epoch_counts_all_its_time(tmp_path, monkeypatch):
-    killed(monkeypatch, 1, tmp_path)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert len(saved["losses"]) == 1
-    torch.save(saved | {"seconds": saved["seconds"] + 1000}, tmp_path / "state.pt")
-    history = run(tmp_path, resume=True).history
-    assert [line["images_per_s"] < 0.024 for line in history] == [True, False]  # 24 in more than 1000 s
-
-
 @pytest.mark.usefixtures("main_thread")
 def test_second_ctrl_c_stops_at_once_and_keeps_the_last_state(uninterrupted, tmp_path, monkeypatch):
     def interrupt(found):
@@ -692,16 +668,6 @@ def test_stopped_or_other_training_is_not_replaced(uninterrupted, tmp_path):
         refused(r"contains another finished training \(init differs\)", init=other)
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(30.0, [0, 3, 9]), (0.0, [0, 3, 6, 9])])
-def test_short_epochs_are_not_saved_one_by_one(tmp_path, monkeypatch, seconds, steps):
-    saved = []
-    monkeypatch.setattr(loop, "save_state", lambda training, *_: saved.append(training.step))
-    monkeypatch.setattr(loop, "EPOCH_SECONDS", seconds)
-    validated(monkeypatch, 3 * [0.0])  # which only takes time here
-    run(tmp_path, with_(epochs=3))
-    assert saved == steps
-
-
 def test_seconds_of_all_parts_of_a_training_count(tmp_path, monkeypatch):
     """By a clock that moves on by a second whenever it is asked, and by 1000 while the training is interrupted."""
     now = 0.0
@@ -715,17 +681,12 @@ def test_seconds_of_all_parts_of_a_training_count(tmp_path, monkeypatch):
     killed(monkeypatch, 5, tmp_path)  # in the second epoch
     killed_at, now = now, now + 1000
     resumed = run(tmp_path, resume=True)
-    assert [line["epoch"] for line in resumed.history] == [1, 2]
-    assert sum(line["seconds"] for line in resumed.history) == resumed.seconds
+    first, second = resumed.history
+    assert (first["epoch"], second["epoch"]) == (1, 2)
+    assert first["seconds"] + second["seconds"] == resumed.seconds
+    assert 1 <= second["images_per_s"] * second["seconds"] / 24 < 1.5  # all but its validation
     assert killed_at < resumed.seconds + 10 < now - 950
     assert resumed.seconds < now - 1000 + 10
-
-
-def test_resuming_a_finished_training_changes_nothing(uninterrupted, tmp_path):
-    save_state(uninterrupted, RECIPE, tmp_path)
-    again = run(tmp_path, resume=True)
-    assert_identical(weights(again), weights(uninterrupted))
-    assert again.history == uninterrupted.history
 
 
 def test_repeated_steps_leave_one_line_per_epoch(tmp_path, monkeypatch):
@@ -757,10 +718,6 @@ def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch, failure):
     assert not (tmp_path / ".state.pt.tmp").exists()
     with pytest.raises(TrainingError, match=r"free disk space\.$"):  # of the first there is no last one
         save_state(state, RECIPE, tmp_path / "elsewhere")
-    (tmp_path / "log.jsonl").unlink()
-    (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(TrainingError, match=r"log.jsonl could not be written \(Is a directory\): free disk space"):
-        run(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:a training batch was not finite")
@@ -772,47 +729,29 @@ def test_non_finite_loss_keeps_the_last_good_state(tmp_path, monkeypatch, save_m
     kept = loaded(tmp_path)
     assert kept.step == (1 if save_minutes == 0 else 0)
     assert all(tensor.isfinite().all() for tensor in weights(kept).values())
-
-
-def test_non_finite_weights_are_not_saved(tmp_path):
-    state = started()
-    save_state(state, RECIPE, tmp_path)
-    good = (tmp_path / "state.pt").read_bytes()
     with torch.no_grad():
-        state.model.fc.bias[0] = math.inf
+        kept.model.fc.bias[0] = math.inf
     with pytest.raises(NonFiniteLossError, match=r"fc\.bias was not finite"):
-        save_state(state, RECIPE, tmp_path)
-    assert (tmp_path / "state.pt").read_bytes() == good
-
-
-def test_gain_of_one_can_be_saved(tmp_path):
-    state = started()
-    layers = [next(m for m in n.modules() if getattr(m, "prior_features", 0)) for n in (state.model, state.averaged)]
-    for layer in layers:
-        layer.set_gain(1.0)
-    make_step(state, RECIPE, CPU)(batch())
-    save_state(state, RECIPE, tmp_path)
-    load_state(state, RECIPE, tmp_path, CPU)
-    assert [layer.gain.item() for layer in layers] == [1, 1]
+        save_state(kept, RECIPE, tmp_path)
+    assert loaded(tmp_path).model.fc.bias.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("field", "value", "says"),
     [
-        ({"model": "inception_cifar_bn"}, "model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
-        ({"lr": 0.5}, "lr = 0.02, not 0.5"),
-        ({"augmentation": Augmentation(erase=0.5)}, "augmentation = "),
-        ({"ema": 0.0}, "ema = 0.9, not 0.0"),
-        ({"seed": 4}, "seed = 0, not 4: pass the same options, or another --name."),
+        ("model", "inception_cifar_bn", "model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
+        ("augmentation", Augmentation(erase=0.5), "augmentation = "),
+        ("ema", 0.0, "ema = 0.9, not 0.0"),
+        ("seed", 4, "seed = 0, not 4: pass the same options, or another --name."),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_resuming_with_another_recipe_is_refused(tmp_path, change, says):
+def test_resuming_with_another_recipe_is_refused(tmp_path, field, value, says):
     save_state(started(), RECIPE, tmp_path)
-    state = started(with_(**change))
+    recipe = with_(**{field: value})
+    state = started(recipe)
     before = copy.deepcopy(weights(state))
     with pytest.raises(CheckpointError) as caught:
-        load_state(state, with_(**change), tmp_path, CPU)
+        load_state(state, recipe, tmp_path, CPU)
     assert says in str(caught.value)
     assert_identical(weights(state), before)
 
