@@ -1,34 +1,26 @@
 """The queue in front of a model, with an engine that does as it is told."""
 
-import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable
-from unittest.mock import Mock
 
 import pytest
 import torch
 from service_process import LONG, until
 
-from bkn_zoo.errors import InputError
 from bkn_zoo.norms import MODES
 from service.batching import Line
-from service.errors import BadParameterError, InternalError, OverloadedError
+from service.errors import InternalError
 from service.metrics import Metrics
-
-dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-MakeLine = Callable[..., Line]
 
 
 class Engine:
     """Answers each image with its own pixel, waits when told to, and remembers the batches that it was given."""
 
     def __init__(self):
-        self.batches = []
+        self.batches, self.at = [], []
         self.go_on = threading.Event()
         self.go_on.set()
-        self.at = []
 
     def __call__(self, images, mode):
         pixels = images[:, 0, 0, 0].tolist()
@@ -37,8 +29,6 @@ class Engine:
         assert self.go_on.wait(LONG)
         if -1.0 in pixels:
             raise ValueError("this image breaks the engine")
-        if -2.0 in pixels or (-3.0 in pixels and sum(-3.0 in batch for _, batch in self.batches) == 1):
-            raise SystemExit  # which ends a thread
         return images[:, :, 0, 0]
 
 
@@ -81,19 +71,13 @@ def waiting(line):
     return line.metrics.registry.get_sample_value("bkn_queue_length", {"model": "it"})
 
 
-def die_and_revive(line, times=1):
-    for _ in range(times):
-        until(lambda: not line.alive, "the thread died")
-        line.revive()
-
-
-@dies
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_take_an_image_each_and_are_replaced(make_line):
     line, together = make_line(threads=2), threading.Barrier(2)
 
     def run(images, statistics):
         if statistics == "population":
-            raise SystemExit
+            raise SystemExit  # which ends a thread
         together.wait(LONG)
         return images.flatten(1)[:, :1]
 
@@ -101,7 +85,9 @@ def test_threads_take_an_image_each_and_are_replaced(make_line):
     for _ in range(3):
         assert answers(submit(line, 1, 2)) == [1, 2]
     (lost,) = submit(line, 3, mode="population")
-    die_and_revive(line, 2)  # it is run once more
+    for _ in range(2):  # an image that ends its thread runs once more, and is given up then
+        until(lambda: not line.alive, "the thread died")
+        line.revive()
     assert isinstance(lost.exception(LONG), InternalError)
     assert answers(submit(line, 4, 5)) == [4, 5]
 
@@ -140,30 +126,6 @@ def test_bad_image_harms_no_neighbour(engine, make_line):
     assert line.alive
 
 
-def test_refusal_of_the_engine_is_told_to_the_whole_batch(engine, make_line):
-    line = make_line(max_batch=4)
-    hold(engine, line)
-    line.run = refuse = Mock(side_effect=InputError("it cannot be had: choose another."))
-    futures = submit(line, *range(4))
-    engine.go_on.set()
-    for future in futures:
-        with pytest.raises(BadParameterError, match="it cannot be had: choose another"):
-            future.result(LONG)
-    assert refuse.call_count == 1
-    assert line.alive
-
-
-def test_cancelled_call_leaves_the_queue(engine, make_line):
-    line = make_line(max_batch=1)
-    hold(engine, line)
-    futures = submit(line, 0, 1, 2)
-    assert futures.pop(1).cancel()
-    assert waiting(line) == 2
-    engine.go_on.set()
-    assert answers(futures) == [0, 2]
-    assert [pixels for _, pixels in engine.batches] == [[0], [2]]
-
-
 def test_first_of_a_batch_waits_no_longer_than_the_limit(engine, make_line):
     line, begun = make_line(max_batch=8, max_wait=2.0), time.perf_counter()
     (first,) = submit(line, 1)
@@ -178,51 +140,6 @@ def test_first_of_a_batch_waits_no_longer_than_the_limit(engine, make_line):
 def test_full_batch_waits_for_nothing(make_line):
     futures = submit(make_line(max_batch=2, max_wait=LONG), 0, 1)
     assert max(future.result(LONG / 2).queue_seconds for future in futures) < LONG / 4
-
-
-def test_places_are_as_many_as_wait_and_run(make_line):
-    line = make_line(length=2, max_batch=1)
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(line.place())
-        with pytest.raises(OverloadedError) as error, line.place():
-            pass
-        assert error.value.retry_after >= 1
-    with line.place():
-        assert line.admitted == 1
-    assert line.admitted == 0
-
-
-@dies
-def test_images_of_a_dead_thread_run_once_more(engine, make_line):
-    line = make_line(max_batch=4)
-    hold(engine, line)
-    futures = submit(line, 5, -3, 7)  # -3 kills once
-    engine.go_on.set()
-    die_and_revive(line)
-    assert answers(futures) == [5, -3, 7]
-
-
-@dies
-def test_image_that_kills_every_thread_is_given_up(make_line):
-    line = make_line()
-    killer, harmless = submit(line, -2, 1)
-    die_and_revive(line, 2)
-    assert isinstance(killer.exception(LONG), InternalError)
-    assert answers([harmless]) == [1]
-
-
-def test_closed_line_ends_once_its_places_are_served(make_line):
-    line = make_line()
-    with line.place():
-        line.close()
-        line.join(0.2)
-        assert line.alive
-        assert answers(submit(line, 4)) == [4]
-    line.join(LONG)
-    assert not line.alive
-    line.revive()
-    assert not line.alive, "what has ended is not dead"
 
 
 def test_submit_after_close_is_served(make_line):

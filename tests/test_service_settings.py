@@ -1,11 +1,8 @@
 """Settings of the service, API keys, and models that can or cannot be loaded."""
 
 import base64
-import json
-import os
 import shutil
 import socket
-from unittest.mock import Mock
 
 import pytest
 from attackers import encoded, picture
@@ -16,9 +13,8 @@ from starlette.testclient import TestClient
 import bkn_zoo
 from bkn_zoo import InputError
 from bkn_zoo.images import Preprocessing
-from service.app import Service, create_app
+from service.app import create_app
 from service.command import main
-from service.server import Server
 from service.settings import Settings, read_settings
 
 IMAGE = encoded(picture(1, side=50))
@@ -26,30 +22,13 @@ TEXT = base64.b64encode(IMAGE).decode()
 JSON = "application/json"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def bundled(checkpoints, monkeypatch):
     for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # an unknown name is looked for there
     monkeypatch.setattr("service.command.set_up_logs", lambda: None)  # it would go on writing where a test captures
-
-
-@pytest.mark.usefixtures("bundled")
-def test_one_failing_image_of_a_batch_leaves_the_others(monkeypatch):
-    answer, images = Service._answer, []
-
-    async def fails_once(self, loaded, image, options):
-        images.append(image)
-        if len(images) == 2:
-            raise ValueError("as a score that is no number would")
-        return await answer(self, loaded, image, options)
-
-    monkeypatch.setattr(Service, "_answer", fails_once)
-    with LocalService("--models", "first") as service:
-        body = json.dumps({"images": [TEXT] * 3}).encode()
-        results = service.ask("/v1/classify/batch", body, Content_Type=JSON).json()["results"]
-    assert [result.get("error", {}).get("code") for result in results] == [None, "internal", None]
 
 
 def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path, caplog):
@@ -67,7 +46,6 @@ def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path, caplog):
     assert "failed" not in caplog.text
 
 
-@pytest.mark.usefixtures("bundled")
 def test_api_keys_leave_only_health_metrics_and_pages_open():
     with LocalService("--models", "first", "--api-keys", "one,another") as service:
         assert [service.ask(path).status for path in ("/", "/health/live", "/metrics", "/openapi.json")] == [200] * 4
@@ -82,7 +60,6 @@ def test_api_keys_leave_only_health_metrics_and_pages_open():
             assert service.ask(body=b"x", **bad).status == 401
 
 
-@pytest.mark.usefixtures("bundled")
 def test_other_origins_are_refused_unless_named():
     origin = {"Origin": "https://example.org"}
     for origins, allowed in (("", None), ("https://example.org", "https://example.org")):
@@ -94,7 +71,6 @@ def test_other_origins_are_refused_unless_named():
     assert client.options("/v1/classify", headers=asked | origin).status_code == 200
 
 
-@pytest.mark.usefixtures("bundled")
 def test_starting_or_stopping_service_says_so():
     app = create_app(read_settings(["--models", "first"]))
     client = TestClient(app)  # without its lifespan, so that nothing is loaded
@@ -105,20 +81,10 @@ def test_starting_or_stopping_service_says_so():
     assert client.get("/health/ready").json() == {"status": "draining"}
 
 
-@pytest.mark.usefixtures("bundled")
-def test_service_serves_though_nobody_reads_its_address(monkeypatch):
-    settings = read_settings(["--models", "first"])
-    server = Server(create_app(settings), settings)
-    gone, pipe = os.pipe()
-    os.close(gone)
-    with socket.create_server(("127.0.0.1", 0)) as listening, os.fdopen(pipe, "w") as stdout:
-        server.servers = [Mock(sockets=[listening])]
-        monkeypatch.setattr("sys.stdout", stdout)
-        server._announce()
-        stdout.flush()  # nor is anything left that fails at the end
-
-
 def test_flag_wins_over_environment(monkeypatch):
+    for name in ("MODEL", "MODELS"):
+        monkeypatch.setenv(name, "a stranger's, without the prefix")
+    assert read_settings([]).models == []
     for name, value in {"QUEUE_LENGTH": "3", "MODELS": "one, owner/two@main", "API_KEYS": "secret"}.items():
         monkeypatch.setenv(f"BKN_ZOO_{name}", value)
     settings = read_settings(["--deadline", "2.5"])
@@ -130,12 +96,6 @@ def test_flag_wins_over_environment(monkeypatch):
         assert read_settings([*several, "--queue-length", "5"]).models == ["one", "two", "three"]
     assert read_settings(["--queue-length", "5"]).queue_length == 5
     assert Settings().host == "127.0.0.1"
-
-
-def test_environment_names_without_prefix_are_ignored(monkeypatch):
-    for name in ("MODEL", "MODELS"):
-        monkeypatch.setenv(name, "a stranger's")
-    assert read_settings([]).models == []
 
 
 @pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
@@ -159,7 +119,6 @@ def test_bad_setting_is_named(flags):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.usefixtures("bundled")
 def test_port_in_use_is_named(capsys, workers):
     """Also where a stranger would share it."""
     with socket.socket() as taken:
@@ -179,7 +138,6 @@ def broken(checkpoints, tmp_path):
     return tmp_path / "broken"
 
 
-@pytest.mark.usefixtures("bundled")
 def test_model_that_cannot_be_loaded_evicts_no_other(broken):
     with LocalService("--models", f"first,{broken},nowhere", "--loaded-models", "1") as service:
         for _ in range(2):
@@ -190,7 +148,6 @@ def test_model_that_cannot_be_loaded_evicts_no_other(broken):
         assert service.ask(body=IMAGE).status == 200
 
 
-@pytest.mark.usefixtures("bundled")
 @pytest.mark.parametrize(("arguments", "loaded"), [([], 1), (["--models", "first,second,third"], 2)])
 def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded):
     with LocalService(*arguments) as service:
@@ -208,7 +165,6 @@ def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded)
         ("nonesuch", "unknown checkpoint 'nonesuch'"),
     ],
 )
-@pytest.mark.usefixtures("bundled")
 def test_missing_model_ends_the_command_before_it_serves(models, words, broken, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
@@ -216,7 +172,6 @@ def test_missing_model_ends_the_command_before_it_serves(models, words, broken, 
     assert (shown.out, words in shown.err) == ("", True)
 
 
-@pytest.mark.usefixtures("bundled")
 def test_all_modes_are_warmed_without_being_asked_for():
     with LocalService("--models", "first") as service:
         engine = service.service.pool._loaded["first"].classifier.engine

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from attackers import encoded, picture, prepared
-from http_client import chunked, connect, head, read, send
+from http_client import connect, head, read, send
 from http_client import post as post_
 from http_fuzzer import fuzz
 from service_process import ServiceProcess, save_small_checkpoint
@@ -210,15 +210,6 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service):
         assert 2 <= len(read(connection, None)) <= 1000
 
 
-def test_long_body_and_start_of_next_head_in_one_packet(service):
-    following = get("/health/live")
-    with connect(service.port) as connection:
-        connection.sendall(post(IMAGE.ljust(90_000, b"\0")) + following[:9])
-        assert read(connection)[0].status == 200
-        connection.sendall(following[9:])
-        assert read(connection)[0].status == 200
-
-
 def test_half_closed_client_gets_its_answer(service):
     for data, wanted in (
         (post(IMAGE), [200]),
@@ -230,11 +221,6 @@ def test_half_closed_client_gets_its_answer(service):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             assert [reply.status for reply in read(connection, None)] == wanted
-
-
-def test_body_of_small_chunks_is_read(service):
-    parts = b"".join(b"%x\r\n%s\r\n" % (len(IMAGE[k : k + 50]), IMAGE[k : k + 50]) for k in range(0, len(IMAGE), 50))
-    assert send(service.port, chunked(KEY) + parts + b"0\r\n\r\n").status == 200
 
 
 def test_damaged_requests_in_random_packets_are_answered(service):
@@ -249,11 +235,10 @@ def test_damaged_requests_in_random_packets_are_answered(service):
 @pytest.mark.parametrize(
     ("name", "status", "megabytes"),
     [
-        ("trailers", 400, 60), ("trailers that end", 400, 60), ("chunks of 1 byte", 400, 60), ("pipelining", 200, 60),
+        ("trailers", 400, 60), ("chunks of 1 byte", 400, 60), ("pipelining", 200, 60),
         ("1 chunks of 17 bytes", 400, 60), ("5 empty headers", 400, 60), ("4a near-miss names in JSON", 422, 60),
         ("6 base64 in JSON, 9.9 MB", 415, 150), ("run lengths", 415, 60), ("many rows", 413, 60),
-        ("65535 tags", 200, 60), ("EXIF in a PNG", 200, 200), ("EXIF in a JPEG", 200, 200),
-        ("EXIF in a WebP", 200, 200),
+        ("65535 tags", 200, 60), ("EXIF in a PNG", 200, 200),
         ("large PNG", 200, 200), ("7 WebP of 49 megapixels", 200, 60), ("3a TIFF of 32,768 strips", 200, 60),
     ],
 )  # fmt: skip
