@@ -292,8 +292,6 @@ def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, roo
          "classify", "--engine", "torch", "--model", str(root / "small"), odd, *[photos / "b.PNG"] * 200],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
     assert process.stdout.readline().strip().endswith(b"caf\\udce9.png")
     process.stdout.close()
     assert process.stderr.read() == b""

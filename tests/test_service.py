@@ -337,7 +337,6 @@ def test_curl_examples_of_the_guide_work(running, tmp_path):
 def test_serve_command_of_the_guide_works(tmp_path):
     save_small_checkpoint(tmp_path / "my_network")
     line = re.search(r"^bkn-zoo serve .*$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
-    assert line is not None
     flags = [flag.replace("./", f"{tmp_path}/") for flag in shlex.split(line[0], comments=True)[2:]]
     command = (str(Path(sys.executable).with_name("bkn-zoo")), "serve")
     with ServiceProcess(tmp_path, *flags, command=command) as process:
