@@ -170,7 +170,7 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path):
         torch.testing.assert_close(stored(images, statistics=mode), wanted, rtol=0.02, atol=0.02)
 
 
-def test_start_near_population_takes_pretrained_networks_and_parts():
+def test_start_near_population_needs_a_pretrained_network():
     whole = nn.Module().eval()
     whole.part = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 5), norm(5)))
     assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
