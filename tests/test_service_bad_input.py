@@ -301,7 +301,7 @@ def test_requests_made_from_the_schema_meet_no_5xx(service, mode):
 
         @seed(7)
         @settings(
-            max_examples=6 if operation.method == "post" else 3, deadline=None, database=None,
+            max_examples=10 if operation.method == "post" else 3, deadline=None, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
