@@ -154,11 +154,11 @@ def try_check(name: str) -> dict[str, Any] | None:
 
 
 def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
-    """Write rows in the order of the cases, after those that are there already."""
+    """Write rows in the order of the cases; those of libraries that are not installed stay where they are."""
     found = {(row["library"], row["name"]): row for row in [*before["rows"], *rows]}
-    order = [(case.library, case.name) for case in cases()]
+    order = dict.fromkeys([*list(found)[: len(before["rows"])], *((case.library, case.name) for case in cases())])
     earlier = list(dict.fromkeys([*before.get("earlier_commands", []), *filter(None, [before.get("command")])]))
-    versions = {}
+    versions = dict(before.get("libraries", {}))
     for name in LIBRARIES:
         try:
             versions[name] = metadata.version(name)

@@ -1,9 +1,12 @@
 """Runs the recipes of docs/conversion.md with the libraries that they are for, on generated data.
 
 A recipe's code is taken from the document as it stands. The loss has to fall, and what is read back from the checkpoint
-has to give what the trained network gives. Writes results/recipes.json.
+has to give what the trained network gives. For ultralytics, the network that is not converted is trained in the same
+way, for comparison. Writes results/recipes.json.
 """
 
+import copy
+import json
 import os
 import re
 import tempfile
@@ -29,7 +32,7 @@ TITLES = {
     "segmentation-models-pytorch": "segmentation_models_pytorch",
 }  # fmt: skip
 Found = tuple[list[float], nn.Module, nn.Module, dict[str, Any]]
-"""Losses, the trained network, the one that was read back, and what both are called with."""
+"""Losses in order of time, the trained network, the one that was read back, and what both are called with."""
 
 
 def stripes(label: int, side: int = 32) -> Tensor:
@@ -119,15 +122,43 @@ def for_ultralytics() -> tuple[dict[str, Any], Callable[[dict[str, Any]], Found]
     Path("data.yaml").write_text(f"path: {os.getcwd()}\ntrain: images/train\nval: images/val\nnames: {{0: square}}\n")
 
     def finish(names: dict[str, Any]) -> Found:
-        rows = [line.split(",") for line in Path(names["yolo"].trainer.csv).read_text().splitlines()]
-        columns = [place for place, name in enumerate(rows[0]) if name.strip().startswith("train/")]
-        losses = [sum(float(row[place]) for place in columns) for row in rows[1:]]
-        trained = names["yolo"].trainer.ema.ema.float()  # last.pt has it in 16 bits
+        trainer = names["yolo"].trainer
+        trained = trainer.ema.ema.float()  # last.pt has it in 16 bits
         again = names["again"].model.float()
         assert isinstance(again, Converted)
-        return losses, trained, again, {"x": torch.rand(1, 3, 64, 64)}
+        return losses_of_yolo(trainer), trained, again, {"x": torch.rand(1, 3, 64, 64)}
 
-    return {}, finish
+    return {"options": YOLO_OPTIONS}, finish
+
+
+YOLO_OPTIONS = {
+    "epochs": 24, "imgsz": 64, "optimizer": "AdamW", "lr0": 1e-3, "warmup_epochs": 1, "weight_decay": 0.0,
+    "mosaic": 0.0, "hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0, "translate": 0.0, "scale": 0.0, "fliplr": 0.0,
+}  # fmt: skip
+"""Enough to learn eight images by heart: without augmentation, and with steps after the warm-up."""
+
+
+def losses_of_yolo(trainer: Any) -> list[float]:
+    """The mean loss of single training images, as they are: of a new network and of the trained one."""
+    data = trainer.build_dataset(trainer.data["train"], mode="train", batch=1)
+    batches = [trainer.preprocess_batch(data.collate_fn([data[number]])) for number in range(len(data))]
+    losses = []
+    for network in (trainer.get_model(cfg=trainer.args.model, verbose=False), trainer.model):
+        trainer.model = network
+        trainer.set_model_attributes()
+        with torch.no_grad():
+            losses.append(float(np.mean([network.train()(batch)[0].sum().item() for batch in batches])))
+    return losses
+
+
+def plain_yolo(names: dict[str, Any]) -> dict[str, Any]:
+    """The losses of the network that is not converted, with the same options."""
+    from ultralytics import YOLO
+
+    yolo = YOLO("yolov8n.yaml")
+    yolo.train(data="data.yaml", project=Path("plain").resolve(), batch=1, nbs=1, **names["options"])
+    first, last = losses_of_yolo(yolo.trainer)
+    return {"not_converted": {"first_loss": first, "last_loss": last}, "options": names["options"]}
 
 
 def for_segmentation() -> tuple[dict[str, Any], Callable[[dict[str, Any]], Found]]:
@@ -137,9 +168,17 @@ def for_segmentation() -> tuple[dict[str, Any], Callable[[dict[str, Any]], Found
         return mask * torch.randn(1, 3, 64, 64) + 0.1 * torch.randn(1, 3, 64, 64), mask
 
     def finish(names: dict[str, Any]) -> Found:
-        return names["losses"], names["converted"], names["again"], {"x": scene(0)[0]}
+        from segmentation_models_pytorch.losses import DiceLoss
 
-    return {"loader": [scene(number) for number in range(60)]}, finish
+        losses = []
+        for network in (bkn_zoo.convert(names["network"], statistics_batch_size=1), copy.deepcopy(names["converted"])):
+            with torch.no_grad():
+                found = [DiceLoss("binary")(network.train()(images), masks).item() for images, masks in loader]
+            losses.append(float(np.mean(found)))
+        return losses, names["converted"], names["again"], {"x": scene(0)[0]}
+
+    loader = [scene(number) for number in range(60)]
+    return {"loader": loader}, finish
 
 
 PREPARE = {
@@ -172,6 +211,7 @@ def run(library: str) -> dict[str, Any]:
     return {
         "library": library, "version": metadata.version(library), "lines": len(lines), "first_loss": first,
         "last_loss": last, "falls": last < first, "read_back": difference,
+        **(plain_yolo(names) if library == "ultralytics" else {}),
     }  # fmt: skip
 
 
@@ -180,8 +220,9 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def run_recipes() -> None:
-    rows = []
-    here = os.getcwd()
+    """Run the recipes of the libraries that are installed; the rows of others stay."""
+    output, here = ROOT / "results" / "recipes.json", os.getcwd()
+    rows = {row["library"]: row for row in json.loads(output.read_text())["rows"]} if output.exists() else {}
     for library in PREPARE:
         try:
             metadata.version(library)
@@ -190,7 +231,7 @@ def run_recipes() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            rows.append(run(library))
+            rows[library] = run(library)
             os.chdir(here)
-        print(rows[-1], flush=True)
-    write_results(ROOT / "results" / "recipes.json", rows, seed=0)
+        print(rows[library], flush=True)
+        write_results(output, [rows[name] for name in PREPARE if name in rows], seed=0)

@@ -191,9 +191,9 @@ def test_loaded_weights_start_as_converted_ones():
 @pytest.mark.parametrize(
     ("library", "fewest", "share"),
     [
-        ("torchvision", 58, 1.0), ("timm", 52, 0.9), ("torchvision, segmentation", 4, 1.0),
-        ("torchvision, a detector's backbone", 2, 1.0), ("torchvision, video", 4, 0.9),
-        ("transformers", 15, 0.9), ("ultralytics", 9, 0.9),
+        ("torchvision", 58, 1.0), ("timm", 52, 1.0), ("torchvision, segmentation", 4, 1.0),
+        ("torchvision, a detector's backbone", 2, 1.0), ("torchvision, video", 4, 1.0),
+        ("torchvision, detection", 5, 0.9), ("transformers", 15, 0.9), ("ultralytics", 9, 0.9),
         ("segmentation_models_pytorch", 11, 0.9), ("MONAI", 8, 0.9), ("open_clip", 2, 0.9),
     ],
 )  # fmt: skip
@@ -207,7 +207,7 @@ def test_measured_conversions_keep_what_was_promised(library, fewest, share):
         assert row["float32"] <= 1e-4, row
         if row["parameters"] <= 100_000_000:  # larger ones were not asked in float64
             assert row["output"] <= 1e-9, row
-            assert max(row["loss"], row["gradients"], row["averages"]) <= 1e-8, row
+            assert max(row["loss"], row["gradients"], row["averages"]) <= 1e-9, row
         if row["parameters"] <= 300_000_000:
             assert (row["no_gradient"], row["round_trip"]) == ([], 0), row
     assert all(row["reason"] for row in rows if not row["converts"])
@@ -319,6 +319,17 @@ def test_padded_channels_have_no_belief():
     converted = plan_of(lambda m, x: m.n2(F.pad(m.n1(m.c1(x)), (1, 1, 1, 1, 1, 1))), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
     assert shapes(converted)["n2"] == ((6, 4),)
+
+
+def test_pixels_and_patches_are_followed():
+    """A network may begin with pixels as channels, as TResNet does, and sum overlapping patches, as VOLO does."""
+    layers = {"c1": conv(12, 4), "n1": norm(4), "n2": norm(4)}
+
+    def forward(m, x):
+        x = m.n1(m.c1(F.pixel_unshuffle(x, 2)))
+        return m.n2(F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1))
+
+    assert channels_below(plan_of(forward, **layers).n2) == [("n1", channel) for channel in range(4)]
 
 
 def test_features_seen_before_need_a_weight_per_channel():

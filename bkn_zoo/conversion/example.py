@@ -157,8 +157,10 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         *([(size,) * dims] if isinstance(size, int) else []),
         *(SIZES[dims][1:] if quick else ()),
     ]
-    for each in sizes:
-        yield (2, getattr(config, "num_channels", channels), *each)
+    channels = getattr(config, "num_channels", channels)
+    stated = known[0] if known else 3  # for a network that first moves pixels into channels
+    for count in dict.fromkeys((channels, stated)):
+        yield from ((2, count, *each) for each in sizes)
     if dims == 2:
         yield (2, FRAMES, channels, *sizes[0])
 

@@ -5,6 +5,7 @@ all "add". For operations that are not in the table, the planner guesses, and re
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +129,17 @@ def pad(o: Operation) -> Tag:
     return o.planner.renumbered(fitted(channels, o.shape), fitted(tag.images, o.shape))
 
 
+def fold(o: Operation) -> Tag:
+    """Adds overlapping patches. The positions of a patch are next to each other in the input, channel by channel."""
+    x, positions = o.tensors[0], prod(o.given("kernel_size"))
+
+    def patches(numbers: Tensor) -> Tensor:
+        return numbers.expand(*numbers.shape[:-2], x.shape[-2], -1).unflatten(-2, (-1, positions))
+
+    channels = patches(o.first.channels).amax((-2, -1), keepdim=True)  # the padding of patches is NOTHING, the smallest
+    return o.planner.renumbered(channels, without(patches(o.first.images), [-2, -1]))
+
+
 def reduce(o: Operation) -> Tag | None:
     """Removes dimensions. Images that are combined into one value are mixed."""
     if o.given("other") is not None:  # max(x, y), an elementwise operation
@@ -225,7 +237,7 @@ def _images(o: Operation) -> Tensor:
 
 
 TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
-    (move, """alias as_strided cat channel_shuffle clone col2im detach diagonal expand flip im2col lift_fresh
+    (move, """alias as_strided cat channel_shuffle clone detach diagonal expand flip im2col lift_fresh
         native_channel_shuffle permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape_alias roll
         select slice split split_with_sizes squeeze stack t transpose unbind unfold unsafe_split unsafe_view unsqueeze
         view"""),
@@ -241,6 +253,7 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
     (linear, "linear"),
     (contract, "mm bmm addmm baddbmm"),
     (pad, "constant_pad_nd"),
+    (fold, "col2im"),
     (pass_on, """relu leaky_relu prelu_kernel elu celu gelu silu hardswish hardtanh mish softplus softshrink hardshrink
         threshold rrelu_with_noise log_sigmoid_forward native_dropout abs ceil clamp clamp_min clamp_max cos erf exp
         expm1 fill floor floor_divide log log1p logit masked_fill nan_to_num neg pow reciprocal remainder round rsqrt

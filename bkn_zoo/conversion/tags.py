@@ -68,8 +68,8 @@ def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]
                 return leaf
             tag = tags.get(id(leaf))
             if tag is None:
-                return torch.full((1,) * leaf.ndim, default).expand(leaf.shape)
-            return getattr(tag, part).expand(leaf.shape)
+                return torch.zeros((1,) * leaf.ndim, dtype=torch.long).expand(leaf.shape)
+            return (getattr(tag, part) - default).expand(leaf.shape)  # 0 is the default, as in padding
 
         return tree_map(stand_in, (args, kwargs))
 
@@ -82,8 +82,8 @@ def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]
             result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, stand_ins), **named)
             results.append(tree_map(Tensor.long, result))
     if isinstance(results[0], Tensor):
-        return Tag(shortened(results[0]), shortened(results[1]))
-    return [Tag(shortened(c), shortened(i)) for c, i in zip(*results, strict=True)]
+        return Tag(shortened(results[0]) + NOTHING, shortened(results[1]) + ANY)
+    return [Tag(shortened(c) + NOTHING, shortened(i) + ANY) for c, i in zip(*results, strict=True)]
 
 
 def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -50,7 +50,6 @@ ARMS: dict[str, dict[str, Any]] = {
     PROBE: {},
     "classifier only": {"freeze": True},
     ORIGINAL: {},
-    "all layers": {"freeze": False},
 }
 """Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
 

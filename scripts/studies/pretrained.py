@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and nine kinds of norms: docs/pretrained.md.
+"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and eight kinds of norms: docs/pretrained.md.
 
 DATA contains `PACS` (a folder for each domain), `CVC` (CVC-ClinicDB: Original and Ground Truth), `imagewoof2-320`
 (train and val) and `CamVid` (that of SegNet's tutorial); --pack writes a copy with fewer and smaller images. The
@@ -24,13 +24,13 @@ import bkn_zoo
 from bkn_zoo.conversion import start_near_population
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.pretrained_data import as_input, load, pack
-from studies.pretrained_networks import frozen_norms, norms, pretrained, weights_file
+from studies.pretrained_networks import adapted_statistics, frozen_norms, norms, pretrained, weights_file
 from studies.pretrained_page import contents, figures
 from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, Training, read_experiments
 from studies.pretrained_training import Work, facts
 
 DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # images, and gains that BKN starts with
-DRIFT_DATA = "imagewoof"
+DRIFT_DATA, ADAPTED = "imagewoof", 50  # images at a time for AdaBN
 
 
 class Pretrained(Study):
@@ -71,7 +71,8 @@ class Pretrained(Study):
         assert isinstance(run, Arm | Facts | Drift)
         found = load(run.experiment, args.data / run.data, args.output, device(args))
         if isinstance(run, Drift):
-            return {"rows": drift(run, found["validation"][0], weights)}
+            unlabelled = found["train"][0][: run.experiment.measured]
+            return {"rows": drift(run, found["validation"][0], unlabelled, weights)}
         if isinstance(run, Facts):
             return {"facts": facts(run.experiment, found, weights, device(args))}
         log = args.output / self.name / run.name / "log.jsonl"
@@ -110,10 +111,11 @@ def train(arm: Arm, work: Work, log: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def drift(run: Drift, images: Tensor, weights: Path) -> list[dict[str, Any]]:
+def drift(run: Drift, images: Tensor, unlabelled: Tensor, weights: Path) -> list[dict[str, Any]]:
     """How much is left of the pretrained features in the first pass of a training, by the gain that BKN starts with.
 
     That is their correlation with those of frozen norms over validation images, both minus their mean over the images.
+    The last rows are of frozen norms after AdaBN on unlabelled images.
     """
     images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
     pixels = as_input(images, run.experiment)
@@ -142,4 +144,6 @@ def drift(run: Drift, images: Tensor, weights: Path) -> list[dict[str, Any]]:
             model.statistics_batch_size = batch
             similarity = F.cosine_similarity(features(model, batch), wanted).mean().item()
             rows.append({"batch": batch, "start": start, "similarity": similarity})
-    return rows
+    adapted_statistics(network, {"": as_input(unlabelled, run.experiment).split(ADAPTED)})
+    similarity = F.cosine_similarity(features(network, 1, frozen_norms(network, "frozen")), wanted).mean().item()
+    return rows + [{"batch": batch, "start": "AdaBN", "similarity": similarity} for batch in run.experiment.batches]

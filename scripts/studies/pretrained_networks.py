@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bkn_zoo
-from bkn_zoo.conversion import LEARNING_GAIN, measure, start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.batch_kalman import KALMAN, BatchKalmanNorm2d
 from studies.pretrained_plan import BELIEVING, Experiment
@@ -170,21 +170,16 @@ def start(
 
     Args:
         images: unlabelled, by domain.
-        adapted: statistics by AdaBN. BKN starts from them if there are several domains; its gains are measured between
-            domains then, and from the pretrained population otherwise.
+        adapted: statistics by AdaBN. BKN starts from the pretrained population, from which its gains are measured.
         gain: one for all norms, instead of the arm's.
     """
-    several = len(images) > 1
-    if arm == "adabn" or (arm in BELIEVING and several):
+    if arm == "adabn":
         model.load_state_dict({**adapted}, strict=False)
     if arm not in BELIEVING:
         return
     least = LEARNING_GAIN if arm in ("learned", "linkless") else 0.0
-    domains: Any = images if several else next(iter(images.values()))
-    start_near_population(model, gain, images=domains, adapted=several, group=batch, least_gain=least)
-    if arm == "unshared" and gain is None:
-        for name, shift in measure(model, domains).items():
-            model.get_submodule(name).set_gain(shift.share(batch, several))  # type: ignore[operator]
+    domains: Any = images if len(images) > 1 else next(iter(images.values()))
+    start_near_population(model, gain, images=domains, group=batch, least_gain=least)
 
 
 def gains(model: nn.Module) -> list[float]:

@@ -26,7 +26,7 @@ from studies.pretrained_plan import (
 COLOURS = dict(
     zip(
         ARMS,
-        ("#d62728", "#7f7f7f", "#000000", "#ff7f0e", "#2ca02c", "#1f77b4", "#17becf", "#9467bd", "#bcbd22"),
+        ("#d62728", "#7f7f7f", "#000000", "#ff7f0e", "#2ca02c", "#1f77b4", "#17becf", "#9467bd"),
         strict=True,
     )
 )

@@ -24,9 +24,8 @@ ARMS = {
     "measured": "BKN, measured gain",
     "learned": "BKN, learned gain",
     "linkless": "BKN, learned gain, A = 0",
-    "unshared": "BKN, unshared gain",
 }
-BELIEVING = ("measured", "learned", "linkless", "unshared")
+BELIEVING = ("measured", "learned", "linkless")
 TUNED_BATCH = 2
 SEEDS = (1, 2, 3)
 LIMITS = (1e-6, 0.3)  # of learning rates

@@ -259,14 +259,7 @@ def facts(experiment: Experiment, found: Mapping[str, Images], weights: Path, de
 
 def measured_before(experiment: Experiment, chosen: Splits, weights: Path, device: torch.device) -> dict[str, Any]:
     original, images = pretrained(experiment, chosen.classes, weights).to(device), unlabelled(chosen, experiment)
-    several = len(images) > 1
-    domains: Any = images if several else next(iter(images.values()))
-    model = bkn_zoo.convert(original)
-    norms = measure(model, domains)
-    started = norms
-    if several:  # BKN starts from AdaBN
-        model.load_state_dict(adapted_statistics(original, images), strict=False)
-        started = measure(model, domains)
+    norms = measure(bkn_zoo.convert(original), images if len(images) > 1 else next(iter(images.values())))
     advice = {batch: recommend(norms, batch) for batch in (1, 2, 4)}
     return {
         "images": sum(len(batch) for batches in images.values() for batch in batches),
@@ -274,8 +267,8 @@ def measured_before(experiment: Experiment, chosen: Splits, weights: Path, devic
         "between": mean(norm.between for norm in norms.values()),
         "V": mean(norm.spread for norm in norms.values()),
         "norms": {name: [round(value, 5) for value in norm[:3]] for name, norm in norms.items()},
-        "gains": {batch: mean(norm.gain(batch, several) for norm in started.values()) for batch in advice},
-        "shares": {batch: mean(norm.share(batch, several) for norm in started.values()) for batch in advice},
+        "gains": {batch: mean(norm.gain(batch) for norm in norms.values()) for batch in advice},
+        "shares": {batch: mean(norm.share(batch) for norm in norms.values()) for batch in advice},
         "advice": {batch: each.choice for batch, each in advice.items()},
         "errors": {batch: each.errors for batch, each in advice.items()},
     }
