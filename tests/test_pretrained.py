@@ -284,7 +284,7 @@ def test_rates_are_chosen_then_other_seeds_are_trained():
     for record in (record for record in records.values() if "plan" in record):
         rates = [each for each in record["trainings"] if each["stage"] == "rate"]
         assert {(each["seed"], each["batch"]) for each in rates} == {(0, 2)}
-        assert sorted({each["rate"] for each in rates}) == [3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
+        assert sorted({each["rate"] for each in rates}) == [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
         done = finals(record, "photo", 4)
         assert [each["seed"] for each in done] == [1, 2, 3]
         assert [each["rate"] for each in done] == pytest.approx([0.003 * 2**0.5] * 3)
