@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 gc.disable()  # until all is imported
 
@@ -29,13 +28,15 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 
 
 SLOW = (
-    "test_service_edge.py", "test_conversion.py", "test_engines.py", "test_kernels.py", "test_practice.py",
-    "test_hub.py", "test_readme.py", "test_fit.py", "test_service_workers.py", "test_prior.py", "test_train.py",
-    "test_training.py", "test_models.py", "test_checkpoints.py", "test_service_load.py", "test_libraries.py",
-    "test_page.py", "test_service_bad_input.py", "test_service_strangers.py", "test_usability.py", "test_export.py",
-    "test_shift.py", "test_layer.py", "test_service.py", "test_wheel.py", "test_kept_graphs.py", "test_cli.py",
-    "test_batch.py", "test_pretrained.py", "test_other_systems.py", "test_cards.py", "test_pooling.py",
-    "test_report.py", "test_progress.py", "test_site.py", "test_memory.py", "test_running.py", "test_house.py",
+    "test_engines.py", "test_conversion.py", "test_readme.py", "test_practice.py", "test_models.py",
+    "test_kernels.py", "test_service_edge.py", "test_prior.py", "test_shift.py", "test_engines_converted.py",
+    "test_page.py", "test_training.py", "test_service_strangers.py", "test_checkpoints.py", "test_hub.py",
+    "test_train.py", "test_fit.py", "test_service_workers.py", "test_pretrained.py", "test_service_load.py",
+    "test_wheel.py", "test_service_bad_input.py", "test_layer.py", "test_export.py", "test_usability.py",
+    "test_service.py", "test_batch.py", "test_pooling.py", "test_kept_graphs.py", "test_finetuning.py",
+    "test_cards.py", "test_images.py", "test_cli.py", "test_other_systems.py", "test_running.py", "test_libraries.py",
+    "test_progress.py", "test_zoo.py", "test_house.py", "test_studies.py", "test_report.py", "test_ray.py",
+    "test_memory.py", "test_kalman.py",
 )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def make_belief():
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     """A folder of two small checkpoints, called first and second."""
     from service_process import save_small_checkpoint
 

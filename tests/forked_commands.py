@@ -47,8 +47,6 @@ class Commands:
         )  # fmt: skip
 
     def __call__(self, *arguments, send=(), **environment):
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         request = {"arguments": [str(a) for a in arguments], "send": send, "environment": environment}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return Answer(**json.loads(self._process.stdout.readline()))

@@ -263,8 +263,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def tree(self, name, revision):
         repository = self.repository(name)
-        entries = []
+        entries, deep = [], "recursive=true" in self.url.query.lower()
         for path, blob in sorted(repository.commits[self.revision(repository, revision)].items()):
+            if "/" in path and not deep:
+                continue
             entry = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
             if blob.sha256:
                 entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from bkn_zoo.images import Preprocessing
 
 LONG = 60.0  # seconds that no test needs, however busy the machine
 ROOT = Path(__file__).resolve().parents[1]
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for loopback
 
 
 def save_small_checkpoint(folder, label_names=None, seed=0, size=32):
@@ -63,6 +61,9 @@ class Running:
         chosen = method or ("GET" if body is None else "POST")
         return send(self.port, request(target, body or b"", *lines, method=chosen))
 
+    def ready(self):
+        return self.ask("/health/ready").status == 200
+
     def at_once(self, *requests):
         """The answers to many requests that are sent together."""
         with ThreadPoolExecutor(len(requests)) as clients:
@@ -84,7 +85,7 @@ class ServiceProcess(Running):
         command: what to run in place of `python -m service`.
         environment: further environment variables; those of the tests that begin with BKN_ are not passed on.
         ready_within: seconds until the service must be ready.
-        is_ready: what to wait for, in place of /health/ready.
+        is_ready: what to wait for, given the service, in place of /health/ready.
 
     Attributes:
         process: the process, as subprocess gives it.
@@ -92,15 +93,10 @@ class ServiceProcess(Running):
 
     command: tuple[str, ...] = (sys.executable, "-m", "service")
 
-    def __init__(
-        self, checkpoints, *flags, command = (), environment = None,
-        ready_within = 3 * LONG,
-        is_ready = lambda service: service.ask("/health/ready").status == 200,
-    ):  # fmt: skip
+    def __init__(self, checkpoints, *flags, command=(), environment=None, ready_within=3 * LONG, is_ready=None):
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if "--models" in flags else ("--models", ",".join(names))
-        self.port, self._is_ready, self._ready_within = free_port(), is_ready, ready_within
-        self.process: subprocess.Popen[bytes]
+        self.port, self._is_ready, self._ready_within = free_port(), is_ready or Running.ready, ready_within
         self._command = [*(command or self.command), "--port", str(self.port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

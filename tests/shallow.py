@@ -7,9 +7,7 @@ from bkn_zoo.models.inception import Inception, MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.network import Branch
 
-NETWORKS = [name for name in list_models() if "lite1" not in name and "lite2" not in name]
-"""Of which there is but one: EfficientNet-Lite1 and 2 are Lite0 with more blocks."""
-
+NETWORKS = [name for name in list_models() if "lite1" not in name and "lite2" not in name]  # Lite0 with more blocks
 KINDS = [name for name in NETWORKS if name.endswith("_bkn") or name.startswith("inception_cifar_")]
 """Every network with BKN, and every norm in the smallest network."""
 

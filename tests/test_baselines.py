@@ -78,21 +78,6 @@ def test_brn_clips_r_and_d_and_sends_no_gradient_through_them(make_norm, step):
     assert_same_step(layer, normal * layer.weight[:, None, None] + layer.bias[:, None, None], x)
 
 
-# Batch normalization
-
-
-def test_the_batch_norm_twin_is_batch_norm(make_norm):
-    layer = make_norm("bn", 6)
-    twin = twin_of(layer)
-    for training in (True, True, False):
-        x = some_images()
-        y, belief = layer.train(training)(x)
-        assert_close(y, twin.train(training)(x))
-        assert belief is None
-    assert_close(layer.running_var, twin.running_var)
-    assert layer.num_batches_tracked == twin.num_batches_tracked == 2
-
-
 # Group normalization
 
 

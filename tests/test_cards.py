@@ -197,7 +197,6 @@ def test_torch_hub_lists_and_makes_every_model():
 
 def test_torch_hub_example_of_the_docs_runs():
     code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
-    assert code is not None
     model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
     assert (model.name, model.training) == ("inception_v2_bkn", False)
     assert model.config.accuracy["expected"]["top1"] > 60

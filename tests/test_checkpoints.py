@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ WEIGHTS = "model.safetensors"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL, NORM = "inception_cifar_bkn", "inception_a.branches.1.1.norm"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-Damage = Callable[[Path], object]
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
 
@@ -161,7 +159,7 @@ def assert_refused(folder, *words):
 # What is stored comes back.
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "resnet101_bkn"])  # which test_cards.py loads
 def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
@@ -462,22 +460,6 @@ def test_what_could_not_be_loaded_is_not_saved(change, options, words, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"size": True}, "preprocessing.size is True"),
-        ({"size": 4097}, "preprocessing.size is 4097, but must be a whole number of 1 to 4096"),
-        ({"native_size": 1.5}, "preprocessing.native_size is 1.5"),
-        ({"mean": (0.5,)}, "preprocessing.mean"),
-        ({"std": (0.1, 0.0, 0.1)}, "preprocessing.std"),
-        ({"interpolation": "sinc"}, "preprocessing.interpolation is 'sinc'"),
-    ],
-)
-def test_impossible_preprocessing_is_refused(changes, words):
-    with pytest.raises(InputError, match=words):
-        Preprocessing(**({"size": 32, "mean": (0, 0, 0), "std": (1, 1, 1)} | changes))
-
-
 # What is damaged is refused.
 INDEX = f"{WEIGHTS}.index.json"
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
@@ -503,7 +485,11 @@ DAMAGES = [
     (config(versions={"torch": 2}), ["config.json", "versions"]),
     (config(sha256={WEIGHTS: 2}), ["config.json", "sha256"]),
     (config(preprocessing={"size": 32}), ["config.json", "preprocessing.mean is missing"]),
-    (config(preprocessing=PIXELS | {"mean": [0, 0, 10**400]}), ["preprocessing.mean"]),
+    *(
+        (config(preprocessing=PIXELS | change), [f"preprocessing.{name}" for name in change])
+        for change in ({"mean": [0, 0, 10**400]}, {"mean": [0]}, {"std": [1, 0, 1]}, {"interpolation": "sinc"})
+    ),
+    (config(preprocessing=PIXELS | {"size": 4097}), ["size is 4097, but must be a whole number of 1 to 4096"]),
     (config(format_version=2, new_field=1), ["config.json", "format_version is 2", "upgrade"]),
     *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
     *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),

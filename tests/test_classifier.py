@@ -106,17 +106,6 @@ def test_one_image_gives_one_result_and_many_give_a_list(classifier, tmp_path):
     assert classifier(IMAGES, "expected") == [classifier(image, "expected") for image in IMAGES]
 
 
-def test_a_gpu_gets_batches_and_a_cpu_single_images(classifier, monkeypatch):
-    sizes, run = [], classifier.scores
-    monkeypatch.setattr(classifier, "scores", lambda batch, *rest: sizes.append(len(batch)) or run(batch, *rest))
-    one_by_one = classifier(IMAGES)
-    monkeypatch.setattr(classifier, "_batch", 3)
-    in_batches = classifier(IMAGES)
-    assert sizes == [1] * 7 + [3, 3, 1]
-    for a, b in zip(one_by_one, in_batches, strict=True):
-        assert scores(a) == pytest.approx(scores(b), abs=1e-5)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_results_come_one_by_one_with_errors_in_their_places(classifier, batch, monkeypatch):
     monkeypatch.setattr(classifier, "_batch", batch)

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_progress import Screen
 
 import bkn_zoo
 from bkn_zoo import cli
@@ -135,14 +135,9 @@ def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path,
     assert (found.code, json.loads(found.out)) == (1, [])
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_progress_bar_shows_for_several_files_on_a_terminal(call, photos, monkeypatch):
     for sources, shown in (([photos], True), ([photos / "b.PNG"], False)):
-        terminal = Terminal()
+        terminal = Screen()
         monkeypatch.setattr(sys, "stderr", terminal)
         assert call("classify", *sources).code == 0
         assert ("3/3" in terminal.getvalue()) is shown
@@ -297,21 +292,10 @@ def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, roo
          "classify", "--engine", "torch", "--model", str(root / "small"), odd, *[photos / "b.PNG"] * 200],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
     assert process.stdout.readline().strip().endswith(b"caf\\udce9.png")
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(60) == 128 + signal.SIGPIPE
-
-
-def test_service_whose_reader_has_gone_ends_as_it_says(monkeypatch):
-    gone, pipe = os.pipe()
-    os.close(gone)
-    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda _: types.SimpleNamespace(main=lambda _: 0))
-    with os.fdopen(pipe, "w") as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        assert cli.main(["serve"]) == 0
 
 
 def test_reader_who_has_gone_is_no_error():

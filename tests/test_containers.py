@@ -91,7 +91,6 @@ def test_images_run_unprivileged_and_copy_what_exists(target):
     assert {"pyproject.toml", "README.md", "LICENSE", "bkn_zoo", "service", "checkpoints"} == set(copied)
     runs = " ".join(each.text for each in stage if each.name == "RUN")
     extras = re.search(r'"/source\[([\w,]+)\]"', runs)
-    assert extras is not None
     assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
     assert last(stage, "EXPOSE").text == variables(stage)["BKN_ZOO_PORT"] == "8000"
     assert list(stages())[-1] == "cpu"  # the default, and the small one
@@ -138,10 +137,7 @@ def test_kubernetes_probes_exist_and_a_drain_has_time(image, monkeypatch):
     assert user["runAsNonRoot"]
     assert f"{user['runAsUser']}:{user['runAsGroup']}" == last(TARGETS["cpu"], "USER").text
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {variables(TARGETS["cpu"])["HOME"]}
-    labels = deployment["template"]["metadata"]["labels"]
-    for selector in (deployment["selector"]["matchLabels"], kinds["Service"]["spec"]["selector"]):
-        assert selector.items() <= labels.items()
-    assert set(container["resources"]) == {"requests", "limits"}
+    assert kinds["Service"]["spec"]["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
 
 
 def test_kubernetes_image_is_this_version_of_your_registry():

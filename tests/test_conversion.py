@@ -6,10 +6,8 @@ import pickle
 import random
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
-from bkn_zoo.conversion.proof import _difference
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.conversion.replace import LinkedNorm1d, LinkedNorm2d, LinkedNorm3d
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
@@ -35,7 +32,7 @@ from bkn_zoo.norms.centered import Centered2d
 
 timm = pytest.importorskip("timm")
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     "densenet": lambda: torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=10),
     "dla": lambda: timm.create_model("dla46_c", num_classes=10),
     "efficientnet": lambda: timm.create_model("test_efficientnet", num_classes=10),
@@ -55,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:
 
 
 @torch.no_grad()
-def stir(model: nn.Module) -> nn.Module:
+def stir(model):
     """Move norms from where they start, which would hide mistakes."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -68,7 +65,7 @@ def stir(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def link(model: nn.Module) -> nn.Module:
+def link(model):
     """Let beliefs of norms matter to the norms above them."""
     for norm in model.modules():
         if isinstance(norm, BatchKalmanNorm2d) and norm.prior_features is not None:
@@ -78,15 +75,15 @@ def link(model: nn.Module) -> nn.Module:
     return model
 
 
-def shapes(converted: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
+def shapes(converted):
     return {row.norm: row.transition for row in converted.report.rows}
 
 
-def priors(converted: Any) -> dict[str, dict[str, int]]:
+def priors(converted):
     return {row.norm: row.priors for row in converted.report.rows}
 
 
-def notes(converted: Any) -> dict[str, str]:
+def notes(converted):
     return {row.norm: row.note for row in converted.report.rows}
 
 
@@ -94,7 +91,7 @@ def notes(converted: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_converts(family: str) -> None:
+def test_a_family_converts(family):
     """The same outputs and step; one image trains every parameter; weights load in both directions."""
     torch.manual_seed(0)
     original = stir(FAMILIES[family]())
@@ -121,7 +118,7 @@ def test_a_family_converts(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["densenet", "mobilenet_v3", "resnet"])
-def test_population_outputs_stay_near_the_population(family: str) -> None:
+def test_population_outputs_stay_near_the_population(family):
     original = stir(FAMILIES[family]()).double().eval()
     converted = convert(original)
     started = start_near_population(converted, gain=0.3)
@@ -136,14 +133,8 @@ def test_population_outputs_stay_near_the_population(family: str) -> None:
     assert {f"{name}.center" for name in started} <= converted.no_weight_decay()
 
 
-def test_start_near_population_takes_a_converted_part() -> None:
-    whole = nn.Module().eval()
-    whole.part = stir(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)))
-    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
-
-
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_a_center_is_a_shift_of_the_features_below(mode: str | None) -> None:
+def test_a_center_is_a_shift_of_the_features_below(mode):
     plain, centered = (kind(4, 3).double().train(mode is None) for kind in (BatchKalmanNorm2d, Centered2d))
     center, x = torch.randn(4).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
     with torch.no_grad():
@@ -161,7 +152,7 @@ def test_a_center_is_a_shift_of_the_features_below(mode: str | None) -> None:
     torch.testing.assert_close(centered.running_mean, plain.running_mean + center)
 
 
-def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_network_near_its_population_is_saved_and_loaded(tmp_path):
     converted = convert(stir(FAMILIES["resnet"]())).eval()
     start_near_population(converted)
     again = convert(FAMILIES["resnet"]()).eval()
@@ -179,13 +170,16 @@ def test_a_network_near_its_population_is_saved_and_loaded(tmp_path: Path) -> No
         torch.testing.assert_close(stored(images, statistics=mode), wanted, rtol=0.02, atol=0.02)
 
 
-def test_an_untrained_network_has_no_population_to_start_from() -> None:
-    for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):
+def test_start_near_population_needs_a_pretrained_network():
+    whole = nn.Module().eval()
+    whole.part = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 5), norm(5)))
+    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
+    for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):  # untrained, and not converted
         with pytest.raises(InputError, match=r"pass a pretrained network from bkn_zoo\.convert"):
             start_near_population(network)
 
 
-def test_loaded_weights_start_as_converted_ones() -> None:
+def test_loaded_weights_start_as_converted_ones():
     original, fresh = stir(small()), link(convert(small()))
     fresh.load_state_dict(original.state_dict(), strict=False)
     torch.testing.assert_close(fresh.state_dict(), convert(original).state_dict(), rtol=0, atol=0)
@@ -203,7 +197,7 @@ def test_loaded_weights_start_as_converted_ones() -> None:
         ("segmentation_models_pytorch", 11, 0.9), ("MONAI", 8, 0.9), ("open_clip", 2, 0.9),
     ],
 )  # fmt: skip
-def test_measured_conversions_keep_what_was_promised(library: str, fewest: int, share: float) -> None:
+def test_measured_conversions_keep_what_was_promised(library, fewest, share):
     stored = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())
     rows = [row for row in stored["rows"] if row["library"] == library]
     converted = [row for row in rows if row["converts"]]
@@ -225,49 +219,49 @@ def test_measured_conversions_keep_what_was_promised(library: str, fewest: int, 
 class Block(nn.Module):
     """Convolutions and norms by name, and a forward that is given as a function of them and the input."""
 
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+    def __init__(self, forward, **layers):
         super().__init__()
         self.function = forward
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.function(self, x)
 
 
-def conv(below: int, channels: int, groups: int = 1) -> nn.Conv2d:
+def conv(below, channels, groups=1):
     return nn.Conv2d(below, channels, 3, padding=1, groups=groups)
 
 
-def norm(channels: int) -> nn.BatchNorm2d:
+def norm(channels):
     return nn.BatchNorm2d(channels)
 
 
-def small() -> nn.Module:
+def small():
     return stir(nn.Sequential(conv(3, 8), norm(8), nn.ReLU(), conv(8, 8), norm(8), nn.ReLU(), conv(8, 2)))
 
 
-def plan_of(forward: Callable[..., Any], **layers: nn.Module) -> Any:
+def plan_of(forward, inputs=None, **layers):
     """The conversion of such a block, proved on the way."""
     original = stir(Block(forward, **layers))
     converted = convert(original)
-    prove(original, converted, torch.randn(4, 3, 6, 6))
+    prove(original, converted, torch.randn(4, 3, 6, 6) if inputs is None else inputs)
     return converted
 
 
-def channels_below(layer: Any) -> list[tuple[str, int]]:
+def channels_below(layer):
     """The norm and the channel that each input of a layer's transition comes from."""
     (source,) = layer.links[True]
     below = [(key.partition("/")[2], c) for key, _, channels in source.sources for c in range(channels)]
     return [below[place] for place in getattr(layer, source.order)] if source.order else below
 
 
-def test_the_transition_follows_the_convolution() -> None:
+def test_the_transition_follows_the_convolution():
     """Full for a dense one, blocks for a grouped one, a weight per channel for a depthwise one."""
     layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 16), "n2": norm(16), "c3": conv(16, 8, 4), "n3": norm(8)}
     layers |= {"c4": conv(8, 8, 8), "n4": norm(8), "c5": conv(8, 16, 8), "n5": norm(16)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = F.relu(m.n1(m.c1(x)))
         x = m.n3(m.c3(torch.sigmoid(m.n2(m.c2(x)))))
         return m.n5(m.c5(F.dropout(m.n4(m.c4(F.max_pool2d(x, 2))), 0.1, m.training)))
@@ -281,17 +275,17 @@ def test_the_transition_follows_the_convolution() -> None:
     assert channels_below(converted.n5) == [("n4", channel // 2) for channel in range(16)]
 
 
-def test_convolutions_without_a_norm_between_are_one_path() -> None:
+def test_convolutions_without_a_norm_between_are_one_path():
     layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 8, 8), "c3": conv(8, 12, 4), "c4": conv(12, 12, 2)}
-    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x)))))), n2=norm(12), **layers)
+    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x).transpose(2, 3)))))), n2=norm(12), **layers)
     assert shapes(converted)["n2"] == ((2, 6, 4),)
     assert converted.report.rows[1].path == ("c2", "c3", "c4")
 
 
-def test_beliefs_move_with_their_channels() -> None:
+def test_beliefs_move_with_their_channels():
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(5), "n4": norm(5)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = torch.cat([m.n1(m.c1(x)), m.n2(m.c2(x))], 1)
         b, c, h, w = x.shape
         x = x.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
@@ -305,10 +299,10 @@ def test_beliefs_move_with_their_channels() -> None:
     assert channels_below(converted.n4) == [("n2", 3), ("n1", 3), ("n2", 4), ("n2", 0), ("n2", 5)]
 
 
-def test_sums_take_the_main_branch_and_products_the_gated() -> None:
+def test_sums_take_the_main_branch_and_products_the_gated():
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 4), "n2": norm(4), "c3": conv(4, 4), "c4": conv(4, 6)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = m.n1(m.c1(x))
         x = x + m.n2(m.c2(x))
         gate = F.hardsigmoid(m.c3(F.adaptive_avg_pool2d(x, 1)))
@@ -319,7 +313,7 @@ def test_sums_take_the_main_branch_and_products_the_gated() -> None:
     assert converted.report.rows[2].path == ("c4",)
 
 
-def test_padded_channels_have_no_belief() -> None:
+def test_padded_channels_have_no_belief():
     """As in the shortcuts of a CIFAR ResNet without parameters."""
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(6)}
     converted = plan_of(lambda m, x: m.n2(F.pad(m.n1(m.c1(x)), (1, 1, 1, 1, 1, 1))), **layers)
@@ -327,22 +321,22 @@ def test_padded_channels_have_no_belief() -> None:
     assert shapes(converted)["n2"] == ((6, 4),)
 
 
-def test_pixels_and_patches_are_followed() -> None:
+def test_pixels_and_patches_are_followed():
     """A network may begin with pixels as channels, as TResNet does, and sum overlapping patches, as VOLO does."""
     layers = {"c1": conv(12, 4), "n1": norm(4), "n2": norm(4)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = m.n1(m.c1(F.pixel_unshuffle(x, 2)))
         return m.n2(F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1))
 
     assert channels_below(plan_of(forward, **layers).n2) == [("n1", channel) for channel in range(4)]
 
 
-def test_features_seen_before_need_a_weight_per_channel() -> None:
+def test_features_seen_before_need_a_weight_per_channel():
     """As in a DenseNet, where each norm sees all features again and a few new ones."""
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 2), "n2": norm(6), "c3": conv(6, 2), "n3": norm(8)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = m.c1(x)
         x = torch.cat([x, m.c2(m.n1(x))], 1)
         return m.n3(torch.cat([x, m.c3(m.n2(x))], 1))
@@ -353,31 +347,31 @@ def test_features_seen_before_need_a_weight_per_channel() -> None:
     assert converted.no_weight_decay() >= {"n2.transition.0", "n2.transition.1", "n3.raw_gain"}
 
 
-def test_densenet121_grows_by_two_thirds_on_the_meta_device() -> None:
+def test_densenet121_grows_by_two_thirds_on_the_meta_device():
     with torch.device("meta"):
         converted = convert(torchvision.models.densenet121())
     assert converted.report.parameters_before == 7_978_856
     assert converted.report.parameters_after < 13_100_000
 
 
-def test_a_norm_of_several_calls_has_a_belief_for_each() -> None:
+def test_a_norm_of_several_calls_has_a_belief_for_each():
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 4), "n2": norm(4), "head": conv(4, 4), "n3": norm(4)}
 
-    def forward(m: Any, x: Tensor) -> list[Tensor]:
+    def forward(m, x):
         return [m.n3(m.head(level)) for level in (m.n1(m.c1(x)), m.n2(m.c2(x)))]
 
     converted = plan_of(forward, **layers)
     assert [row.priors for row in converted.report.rows] == [{}, {}, {"n1": 4}, {"n2": 4}]
 
 
-def test_calls_of_different_transitions_have_none() -> None:
+def test_calls_of_different_transitions_have_none():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4), "c2": conv(4, 4)}
     converted = plan_of(lambda m, x: m.n2(m.c2(m.n2(m.n1(m.c1(x))))), **layers)
     assert notes(converted)["n2"] == "none: its calls would need transitions of different shapes"
 
 
 class Joined(nn.Module):
-    def forward(self, x: Tensor | list[Tensor], *more: Tensor, skip: Tensor | None = None) -> Tensor:
+    def forward(self, x, *more, skip=None):
         parts = [*(x if isinstance(x, list) else [x]), *more]
         return torch.cat(parts if skip is None else [*parts, skip], 1)
 
@@ -387,7 +381,7 @@ class Joined(nn.Module):
     [lambda j, a, b: j(a, b), lambda j, a, b: j([a, b]), lambda j, a, b: j(a, skip=b)],
     ids=["*", "list", "name"],
 )
-def test_modules_without_norms_are_followed(join: Callable[..., Tensor]) -> None:
+def test_modules_without_norms_are_followed(join):
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(10)}
     converted = plan_of(lambda m, x: m.n3(join(m.join, m.n1(m.c1(x)), m.n2(m.c2(x)))), join=Joined(), **layers)
     assert priors(converted)["n3"] == {"n1": 4, "n2": 6}
@@ -395,7 +389,7 @@ def test_modules_without_norms_are_followed(join: Callable[..., Tensor]) -> None
     assert converted.report.guesses == ()
 
 
-def test_unknown_operations_are_guessed_and_reported() -> None:
+def test_unknown_operations_are_guessed_and_reported():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
@@ -405,11 +399,11 @@ def test_unknown_operations_are_guessed_and_reported() -> None:
     assert [guess.split(":")[0] for guess in converted.report.guesses] == ["cumsum in inner.deeper (a Block)"]
 
 
-def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
+def test_tokens_in_the_batch_are_positions_of_their_image():
     """Flattened into the batch they would each be normalized as an image of their own."""
     layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = m.fc(m.n1(m.c1(x)).flatten(2).transpose(1, 2))
         return m.n2(x.flatten(0, 1)).reshape_as(x)
 
@@ -431,7 +425,7 @@ def test_tokens_in_the_batch_are_positions_of_their_image() -> None:
         lambda m, x: m.flatten(x),
     ],
 )
-def test_a_network_may_begin_with_tokens(flatten: Callable[[Any, Tensor], Any]) -> None:
+def test_a_network_may_begin_with_tokens(flatten):
     network = Block(
         lambda m, x: m.n1(m.fc(flatten(m, x))).view(x.shape[0], -1, 4),
         fc=nn.Linear(3, 4), n1=nn.BatchNorm1d(4), flatten=nn.Flatten(0, -2),
@@ -455,14 +449,14 @@ def test_a_network_may_begin_with_tokens(flatten: Callable[[Any, Tensor], Any]) 
         lambda x: torch.max(x, -x).amax((2, 3)),
     ],
 )
-def test_beliefs_pass_however_positions_are_dropped(reduce: Callable[[Tensor], Tensor]) -> None:
+def test_beliefs_pass_however_positions_are_dropped(reduce):
     layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
     converted = plan_of(lambda m, x: m.n2(m.fc(reduce(m.n1(m.c1(x))))), **layers)
     assert priors(converted) == {"n1": {}, "n2": {"n1": 4}}
     assert converted.report.guesses == ()
 
 
-def test_a_norm_of_parameters_is_left() -> None:
+def test_a_norm_of_parameters_is_left():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": nn.BatchNorm1d(4)}
     block = Block(lambda m, x: m.n1(m.c1(x)) + m.n2(m.table).mean(), **layers)
     block.table = nn.Parameter(torch.randn(5, 4))
@@ -471,7 +465,7 @@ def test_a_norm_of_parameters_is_left() -> None:
     assert notes(converted)["n2"] == "left: its input has unknown channels"
 
 
-FRAMES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+FRAMES = {
     "viewed": lambda m, v: m.part(v.view(v.shape[0] * v.shape[1], *[v.shape[d] for d in (2, 3, 4)])).mean((2, 3)).view(
         v.shape[0], v.shape[1], -1).mean(1),
     "flattened": lambda m, v: m.part(v.flatten(0, 1)).mean((2, 3)).view(v.shape[0], -1, 5).mean(1),
@@ -480,7 +474,7 @@ FRAMES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", FRAMES)
-def test_frames_are_positions_of_their_video(way: str) -> None:
+def test_frames_are_positions_of_their_video(way):
     part = nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 5), norm(5))
     original = stir(Block(FRAMES[way], part=part))
     videos = torch.randn(3, 3, 3, 6, 6) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1, 1)
@@ -494,7 +488,7 @@ def test_frames_are_positions_of_their_video(way: str) -> None:
         torch.testing.assert_close(converted(videos, statistics="sample")[1:2], alone)
 
 
-def by_heads(m: Any, x: Tensor) -> Tensor:
+def by_heads(m, x):
     """Two heads, which are flattened into the batch with their images."""
     images, rows, channels = x.shape
     q, k, v = m.qkv(x).view(images, rows, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, -1, rows, 2).unbind(0)
@@ -502,10 +496,7 @@ def by_heads(m: Any, x: Tensor) -> Tensor:
     return y.view(images, 2, rows, 2).transpose(1, 2).reshape(-1, channels)
 
 
-ALONG_ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], nn.Module | None]] = {
-    "attention": (
-        lambda m, x: F.scaled_dot_product_attention(x, m.qkv(x)[..., :4], m.qkv(x)[..., 4:8]).flatten(0, 1), None,
-    ),
+ALONG_ROWS = {
     "attention by heads": (by_heads, None),
     "a layer of it": (
         lambda m, x: m.layer(x, x, value=x)[0].flatten(0, 1), nn.MultiheadAttention(4, 2, batch_first=True),
@@ -525,14 +516,14 @@ ALONG_ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], nn.Module | None]] 
 }  # fmt: skip
 
 
-def rows_of(way: Callable[[Any, Tensor], Tensor], layer: nn.Module | None) -> nn.Module:
+def rows_of(way, layer):
     layers = {"c1": conv(3, 4), "n1": norm(4), "qkv": nn.Linear(4, 12), "n2": nn.BatchNorm1d(4)}
     layers |= {} if layer is None else {"layer": copy.deepcopy(layer)}
     return stir(Block(lambda m, x: m.n2(way(m, m.n1(m.c1(x)).flatten(2).transpose(1, 2))), **layers))
 
 
 @pytest.mark.parametrize("way", ALONG_ROWS)
-def test_rows_that_attend_within_an_image_stay_with_it(way: str) -> None:
+def test_rows_that_attend_within_an_image_stay_with_it(way):
     original = rows_of(*ALONG_ROWS[way])
     images = torch.randn(3, 3, 3, 3) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1)
     converted = convert(original, example=images)
@@ -556,29 +547,26 @@ INTERLEAVED = "left: the rows of its input are not grouped by image"
         (None, lambda _, x: torch.einsum("blc, bmc -> mbc", x.softmax(1), x)),
     ],
 )
-def test_norms_of_images_in_turn_are_left(layer: nn.Module | None, call: Callable[..., Tensor]) -> None:
+def test_norms_of_images_in_turn_are_left(layer, call):
     """So are those of images that attend to one another."""
-    ways: list[Any] = [lambda m, x: call(layer and m.layer, x.transpose(0, 1)).flatten(0, 1)]
-    ways += [lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1)] if layer else []
+    ways = [lambda m, x: call(m.layer, x.transpose(0, 1)).flatten(0, 1)]
+    ways += [lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1)]
     for way in ways if layer else [lambda m, x: call(None, x).flatten(0, 1)]:
         assert notes(convert(rows_of(way, layer), example=torch.randn(2, 3, 3, 3)))["n2"] == INTERLEAVED
 
 
-def test_a_sequence_is_followed() -> None:
+def test_a_sequence_is_followed():
     layers = {"l1": nn.Linear(6, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m, x):
         x = m.n1(m.l1(x).transpose(1, 2)).transpose(1, 2)
         return m.n2(m.l2(torch.relu(x)).transpose(1, 2)).mean(2)
 
-    original = stir(Block(forward, **layers))
-    converted = convert(original)
-    prove(original, converted, torch.randn(4, 5, 6))
-    assert priors(converted)["n2"] == {"n1": 8}
+    assert priors(plan_of(forward, torch.randn(4, 5, 6), **layers))["n2"] == {"n1": 8}
 
 
-def test_a_part_gets_images_where_the_whole_has_them_in_turn() -> None:
-    def forward(m: Any, v: Tensor) -> Tensor:
+def test_a_part_gets_images_where_the_whole_has_them_in_turn():
+    def forward(m, v):
         images, frames, *sizes = v.shape
         return m.part(v.transpose(0, 1).reshape(images * frames, *sizes)).mean((2, 3)).view(frames, images, -1).mean(0)
 
@@ -590,10 +578,10 @@ def test_a_part_gets_images_where_the_whole_has_them_in_turn() -> None:
         prove(original, converted, torch.randn(2, 3, 3, 8, 8))
 
 
-def test_rows_behind_a_mask_are_refused_where_images_matter() -> None:
+def test_rows_behind_a_mask_are_refused_where_images_matter():
     layers = {"l1": nn.Linear(2, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
 
-    def forward(m: Any, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m, batch):
         return m.n2(m.l2(torch.relu(m.n1(m.l1(batch["tokens"].flatten(0, 1)[batch["mask"].flatten()])))))
 
     original = stir(Block(forward, **layers))
@@ -619,7 +607,7 @@ def test_rows_behind_a_mask_are_refused_where_images_matter() -> None:
     ],
     ids=["dict", "list"],
 )
-def test_an_input_may_be_a_dict_or_a_list(take: Callable[[Any], Tensor], batch: Any) -> None:
+def test_an_input_may_be_a_dict_or_a_list(take, batch):
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)}
     model = stir(Block(lambda m, batch: {"out": m.n2(m.c2(m.n1(m.c1(take(batch)))))}, **layers))
     converted = convert(model, example=(batch,))
@@ -628,10 +616,10 @@ def test_an_input_may_be_a_dict_or_a_list(take: Callable[[Any], Tensor], batch: 
     assert torch.export.export(converted.eval(), (batch,)).module()(batch)["out"].shape == (4, 5, 6, 6)
 
 
-def test_training_and_evaluation_may_run_other_code() -> None:
+def test_training_and_evaluation_may_run_other_code():
     layers = {"c1": conv(3, 4), "n1": norm(4), "aux": nn.Sequential(conv(4, 4), norm(4)), "c2": conv(4, 2)}
 
-    def forward(m: Any, x: Tensor) -> Any:
+    def forward(m, x):
         x = m.n1(m.c1(x))
         return (m.c2(x), m.aux(x)) if m.training else m.c2(x)
 
@@ -653,15 +641,19 @@ def test_training_and_evaluation_may_run_other_code() -> None:
         (nn.BatchNorm2d(4, eps=1e-2, momentum=0.3), (4, 3, 5, 5), LinkedNorm2d),
         (nn.BatchNorm2d(4, affine=False), (4, 3, 5, 5), LinkedNorm2d),
         (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), LinkedNorm2d),
+        (nn.SyncBatchNorm(4), (4, 3, 5, 5), LinkedNorm2d),
     ],
-    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None"],
+    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None", "synchronized"],
 )
-def test_every_kind_of_batch_norm(layer: Any, shape: tuple[int, ...], kind: type) -> None:
-    mixing: Any = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
+def test_every_kind_of_batch_norm(layer, shape, kind):
+    mixing = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
     size = () if len(shape) == 2 else (1,)
     model = nn.Sequential(mixing(3, 4, *size), layer, nn.ReLU(), mixing(4, 4, *size), copy.deepcopy(layer))
-    converted = convert(stir(model))
-    prove(model, converted, torch.randn(shape))
+    converted, x = convert(stir(model)), torch.randn(shape)
+    if isinstance(layer, nn.SyncBatchNorm):  # which trains on GPUs only
+        torch.testing.assert_close(converted.eval()(x), model.eval()(x))
+    else:
+        prove(model, converted, x)
     last = converted.get_submodule("4")
     assert type(last) is kind
     assert (last.eps, last.momentum, last.affine) == (layer.eps, layer.momentum, layer.affine)
@@ -669,15 +661,7 @@ def test_every_kind_of_batch_norm(layer: Any, shape: tuple[int, ...], kind: type
     torch.testing.assert_close(last.process_noise, last.running_var)
 
 
-def test_sync_batch_norm_is_converted() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 4), norm(4)))
-    converted = convert(stir(model)).eval()
-    images = torch.randn(2, 3, 6, 6)
-    torch.testing.assert_close(converted(images), model.eval()(images))
-    assert converted.train()(images).shape == (2, 4, 6, 6)
-
-
-def test_activation_and_drop_inside_a_timm_norm_stay() -> None:
+def test_activation_and_drop_inside_a_timm_norm_stay():
     inner = timm.layers.BatchNormAct2d(4, act_layer=nn.PReLU, drop_layer=lambda: nn.Dropout(0.3))
     model = stir(nn.Sequential(conv(3, 4), inner, conv(4, 4), norm(4)))
     converted = convert(model)
@@ -685,7 +669,7 @@ def test_activation_and_drop_inside_a_timm_norm_stay() -> None:
     assert "1.act.weight" in dict(converted.named_parameters())
 
 
-def test_frozen_norms_stay_and_beliefs_pass_them() -> None:
+def test_frozen_norms_stay_and_beliefs_pass_them():
     model = nn.Sequential(conv(3, 4), norm(4), conv(4, 4), norm(4), conv(4, 4), norm(4), conv(4, 4))
     model.append(torchvision.ops.FrozenBatchNorm2d(4)).append(conv(4, 4)).append(norm(4))
     model.get_submodule("3").eval()
@@ -701,16 +685,16 @@ def test_frozen_norms_stay_and_beliefs_pass_them() -> None:
 
 
 class Louder(nn.BatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
 class Double(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return 2 * weight
 
 
-def test_norms_that_do_more_than_normalize_are_left() -> None:
+def test_norms_that_do_more_than_normalize_are_left():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": nn.BatchNorm2d(4, track_running_stats=False), "n3": Louder(4)}
     model = Block(lambda m, x: m.n6(m.n5(m.n3(m.n2(m.n1(m.c1(x)))))), n4=norm(4), n5=norm(4), n6=norm(4), **layers)
     parametrize.register_parametrization(model.n5, "weight", Double())
@@ -732,8 +716,8 @@ def test_norms_that_do_more_than_normalize_are_left() -> None:
     ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
      "register_full_backward_pre_hook"],
 )  # fmt: skip
-def test_a_norm_with_hooks_is_left_and_they_are_called(register: str) -> None:
-    calls: list[int] = []
+def test_a_norm_with_hooks_is_left_and_they_are_called(register):
+    calls = []
     model = small()
     getattr(model.get_submodule("1"), register)(lambda *_: calls.append(1))
     converted = convert(model)
@@ -744,7 +728,7 @@ def test_a_norm_with_hooks_is_left_and_they_are_called(register: str) -> None:
     assert calls == [1]
 
 
-def test_a_norm_of_several_names_is_one_norm() -> None:
+def test_a_norm_of_several_names_is_one_norm():
     shared, block = norm(4), nn.Sequential(conv(4, 4), norm(4))
     layers = {"c1": conv(3, 4), "n1": shared, "n2": shared, "b1": block, "b2": block, "n3": norm(4)}
     converted = plan_of(lambda m, x: m.n3(m.b2(m.b1(m.n2(m.n1(m.c1(x)))))), **layers)
@@ -762,16 +746,16 @@ def test_a_norm_of_several_names_is_one_norm() -> None:
 # Calls
 
 
-def test_threads_choose_their_own_statistics() -> None:
+def test_threads_choose_their_own_statistics():
     converted = link(convert(small(), statistics_batch_size=2)).eval()
     images = torch.randn(4, 3, 8, 8)
     with torch.no_grad():
         expected = {mode: converted(images, statistics=mode) for mode in MODES}
         assert not torch.allclose(expected["sample"], expected["population"], atol=1e-3)
         torch.testing.assert_close(converted(images[:1], statistics="sample"), expected["sample"][:1])
-    wrong: list[str] = []
+    wrong = []
 
-    def call(mode: str) -> None:
+    def call(mode):
         with torch.no_grad():
             for _ in range(20):
                 if not torch.equal(converted(images, statistics=mode), expected[mode]):
@@ -788,7 +772,7 @@ def test_threads_choose_their_own_statistics() -> None:
         converted.train()(images, statistics="sample")
 
 
-def test_groups_in_training_are_batches_of_their_own() -> None:
+def test_groups_in_training_are_batches_of_their_own():
     converted = link(convert(small(), statistics_batch_size=2)).train()
     images = torch.randn(6, 3, 8, 8)
     together = converted(images)
@@ -799,7 +783,7 @@ def test_groups_in_training_are_batches_of_their_own() -> None:
 class Staged(nn.Module):
     """A network with several entry points, of which a part may be recomputed."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant=None):
         super().__init__()
         self.reentrant = reentrant
         self.stem = nn.Sequential(conv(3, 4), norm(4))
@@ -807,17 +791,17 @@ class Staged(nn.Module):
         self.top = nn.Sequential(conv(4, 4), norm(4))
         self.head = nn.Linear(4, 2)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x):
         x = self.stem(x)
         if self.reentrant is None:
             return self.top(x + self.body(x)).mean((2, 3))
         return self.top(x + checkpoint(self.body, x, use_reentrant=self.reentrant)).mean((2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.forward_features(x))
 
 
-def staged(reentrant: bool | None = None) -> Any:
+def staged(reentrant=None):
     torch.manual_seed(1)
     return link(convert(stir(Staged(reentrant)), statistics_batch_size=1)).train()
 
@@ -825,7 +809,7 @@ def staged(reentrant: bool | None = None) -> Any:
 IMAGES = torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def gradients(network: nn.Module, call: Any, backward_each: bool = False) -> dict[str, Tensor]:
+def gradients(network, call, backward_each=False):
     """Of two forward passes, which come before the two backward passes, or one for both."""
     losses = [(number + 1) * call(images).square().sum() for number, images in enumerate(IMAGES)]
     for loss in losses if backward_each else [sum(losses)]:
@@ -834,7 +818,7 @@ def gradients(network: nn.Module, call: Any, backward_each: bool = False) -> dic
 
 
 @pytest.mark.parametrize("backward_each", [False, True])
-def test_gradients_of_a_recomputed_part_are_exact(backward_each: bool) -> None:
+def test_gradients_of_a_recomputed_part_are_exact(backward_each):
     """The part's first norm takes the belief of a norm outside, which must be that of the same pass."""
     plain, recomputing = staged(), staged(reentrant=False)
     wanted = gradients(plain, plain, backward_each)
@@ -845,14 +829,14 @@ def test_gradients_of_a_recomputed_part_are_exact(backward_each: bool) -> None:
     prove(model, convert(model), images)
 
 
-def test_a_reentrant_checkpoint_is_refused() -> None:
+def test_a_reentrant_checkpoint_is_refused():
     network = staged(reentrant=True)
     with pytest.raises(InputError, match=r"body\.1 is recomputed .* use_reentrant=False"):
         network(IMAGES[0]).sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_a_compiled_step_is_the_eager_one(reentrant: bool | None) -> None:
+def test_a_compiled_step_is_the_eager_one(reentrant):
     plain, compiled = staged(), staged(reentrant)
     run = torch.compile(compiled, backend="aot_eager", fullgraph=reentrant is None)
     torch.testing.assert_close(gradients(compiled, run), gradients(plain, plain))
@@ -861,7 +845,7 @@ def test_a_compiled_step_is_the_eager_one(reentrant: bool | None) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_exported_network_gives_the_same(mode: str, strict: bool) -> None:
+def test_an_exported_network_gives_the_same(mode, strict):
     network, images = staged().eval(), IMAGES[0]
     with warnings.catch_warnings(action="ignore"):  # that a record is opened and closed
         program = torch.export.export(
@@ -871,7 +855,7 @@ def test_an_exported_network_gives_the_same(mode: str, strict: bool) -> None:
     torch.testing.assert_close(program.module()(images[:3], statistics=mode), network(images[:3], statistics=mode))
 
 
-def replicas(network: nn.Module) -> nn.Module:
+def replicas(network):
     """A copy as nn.DataParallel makes it for each device."""
     copies = {module: module._replicate_for_data_parallel() for module in network.modules()}
     for module, twin in copies.items():
@@ -880,13 +864,13 @@ def replicas(network: nn.Module) -> nn.Module:
     return copies[network]
 
 
-def test_replicas_in_threads_give_what_the_network_gives() -> None:
+def test_replicas_in_threads_give_what_the_network_gives():
     network = staged()
     with torch.no_grad():
         wanted = [network(images) for images in IMAGES]
-    found: dict[int, Tensor] = {}
+    found = {}
 
-    def call(number: int, replica: nn.Module) -> None:
+    def call(number, replica):
         found[number] = replica(IMAGES[number]).detach()
 
     threads = [threading.Thread(target=call, args=(number, replicas(network))) for number in range(2)]
@@ -898,7 +882,7 @@ def test_replicas_in_threads_give_what_the_network_gives() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_a_distributed_step_is_the_plain_one(reentrant: bool | None) -> None:
+def test_a_distributed_step_is_the_plain_one(reentrant):
     plain, inner = staged(), staged(reentrant)
     wanted = gradients(plain, plain)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -911,10 +895,10 @@ def test_a_distributed_step_is_the_plain_one(reentrant: bool | None) -> None:
 
 
 @gpu_only
-def test_a_cuda_graph_of_a_converted_network_replays_it() -> None:
+def test_a_cuda_graph_of_a_converted_network_replays_it():
     plain, captured, images = staged().cuda(), staged().cuda(), IMAGES.cuda()
 
-    def step() -> dict[str, Tensor]:
+    def step():
         captured.zero_grad()
         captured(images[0]).square().sum().backward()
         return {name: p.grad for name, p in captured.named_parameters()}
@@ -925,7 +909,7 @@ def test_a_cuda_graph_of_a_converted_network_replays_it() -> None:
     torch.testing.assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
 
 
-def test_other_entry_points_are_calls_of_their_own() -> None:
+def test_other_entry_points_are_calls_of_their_own():
     network, images = staged().eval(), IMAGES[0]
     for mode in MODES:
         features = network.forward_features(images, statistics=mode)
@@ -939,8 +923,8 @@ def test_other_entry_points_are_calls_of_their_own() -> None:
         network.train().stem(images)
 
 
-def test_another_path_than_the_example_is_reported_once() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
+def test_another_path_than_the_example_is_reported_once():
+    def forward(m, x):
         x = m.c1(x)
         return m.n2(m.c2(m.n1(x) if m.use else x))
 
@@ -958,7 +942,7 @@ def test_another_path_than_the_example_is_reported_once() -> None:
     torch.testing.assert_close(network(images), first)  # its own prior, whatever A is
 
 
-def test_a_second_pass_in_one_call_starts_over() -> None:
+def test_a_second_pass_in_one_call_starts_over():
     network = staged()
     with torch.no_grad(), network.one_call():
         found = [network.top(network.body(network.stem(images))) for images in IMAGES]
@@ -968,7 +952,7 @@ def test_a_second_pass_in_one_call_starts_over() -> None:
                 torch.testing.assert_close(network.top(network.body(network.stem(images))), y)
 
 
-def test_an_error_in_a_call_leaves_nothing_behind() -> None:
+def test_an_error_in_a_call_leaves_nothing_behind():
     network = staged()
     wanted = network(IMAGES[0])
     for bad in (IMAGES[0, :, :2], IMAGES[0][:, :, :0]):
@@ -982,7 +966,7 @@ def test_an_error_in_a_call_leaves_nothing_behind() -> None:
 # Use
 
 
-def test_a_converted_network_keeps_its_class_and_copies() -> None:
+def test_a_converted_network_keeps_its_class_and_copies():
     original = torchvision.models.resnet18(num_classes=10)
     converted = convert(original).eval()
     assert isinstance(converted, torchvision.models.ResNet)
@@ -1006,7 +990,7 @@ def test_a_converted_network_keeps_its_class_and_copies() -> None:
 class Anything(nn.Module):
     """What a traced network could not do."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.plain, self.cache = kind, torch.zeros(()), {}
         self.first, self.backbone = norm(3), small()
@@ -1015,7 +999,7 @@ class Anything(nn.Module):
             "torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0),
         }  # fmt: skip
 
-    def forward(self, x: Tensor | None = None, *rest: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:
+    def forward(self, x=None, *rest, scale=1.0, **more):
         if self.kind == "control flow" and x.sum() > 0:
             x = -x
         if self.kind == "iteration":
@@ -1042,7 +1026,7 @@ class Anything(nn.Module):
     "kind",
     ["control flow", "iteration", "buffer", "data", "plain tensor", "no gradient", "drawn", "cache", "in place"],
 )
-def test_any_python_code_converts(kind: str) -> None:
+def test_any_python_code_converts(kind):
     original, images = stir(Anything(kind)).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     before = images.clone()
     torch.manual_seed(0)
@@ -1062,7 +1046,7 @@ def test_any_python_code_converts(kind: str) -> None:
     assert (converted.seen, converted.plain) == (float(kind in ("buffer", "data")), float(kind == "plain tensor"))
 
 
-def test_every_argument_is_the_original_s() -> None:
+def test_every_argument_is_the_original_s():
     model, images = stir(Anything("none")).eval(), torch.randn(2, 3, 8, 8)
     converted = convert(model)
     for args, named in (((images,), {}), ((), {"x": images}), ((images, images), {"scale": 2.0, "more": images})):
@@ -1070,9 +1054,9 @@ def test_every_argument_is_the_original_s() -> None:
     assert convert(model, example={"x": images, "scale": 3.0}).report == converted.report
 
 
-def test_a_method_train_of_its_own_stays() -> None:
+def test_a_method_train_of_its_own_stays():
     class Frozen(nn.Sequential):
-        def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        def train(self, mode=True):
             super().train(mode)
             self[1].eval()
 
@@ -1083,7 +1067,7 @@ def test_a_method_train_of_its_own_stays() -> None:
     assert (converted[1].training, converted[3].training) == (False, True)
 
 
-def test_parts_are_converted_alone_or_together() -> None:
+def test_parts_are_converted_alone_or_together():
     model = nn.Sequential(small(), nn.Sequential(conv(2, 4), norm(4)))
     images = torch.randn(4, 3, 8, 8)
     first = convert(model, only="0")
@@ -1106,7 +1090,7 @@ def test_parts_are_converted_alone_or_together() -> None:
     assert isinstance(convert(small(), only=""), Converted)
 
 
-def test_a_detector_trains_with_one_image() -> None:
+def test_a_detector_trains_with_one_image():
     detector = torchvision.models.get_model("ssdlite320_mobilenet_v3_large", num_classes=3, weights_backbone=None)
     images = [torch.rand(3, 320, 320)]
     targets = [{"boxes": torch.tensor([[10.0, 10.0, 60.0, 60.0]]), "labels": torch.tensor([1])}]
@@ -1115,11 +1099,9 @@ def test_a_detector_trains_with_one_image() -> None:
     assert not any(row.left for row in converted.report.rows)
     sum(converted(images, targets).values()).backward()
     assert all(p.grad is not None for p in converted.parameters())
-    part = convert(detector, only="backbone", statistics_batch_size=1)
-    assert part.report is part.backbone.report
 
 
-def test_segmentation_trains_with_one_image() -> None:
+def test_segmentation_trains_with_one_image():
     """Of which global pooling leaves one value per channel: BN refuses that."""
     model = torchvision.models.get_model("lraspp_mobilenet_v3_large", num_classes=4, weights_backbone=None)
     converted = convert(model).train()
@@ -1129,7 +1111,7 @@ def test_segmentation_trains_with_one_image() -> None:
     assert all(p.grad is not None for p in converted.parameters())
 
 
-def test_half_precision_and_float64_networks_keep_their_kind() -> None:
+def test_half_precision_and_float64_networks_keep_their_kind():
     for dtype in (torch.bfloat16, torch.float64):
         converted = convert(small().to(dtype)).eval()
         images = torch.randn(2, 3, 8, 8, dtype=dtype)
@@ -1137,7 +1119,7 @@ def test_half_precision_and_float64_networks_keep_their_kind() -> None:
             assert all(converted(images, statistics=mode).dtype == dtype for mode in MODES)
 
 
-def test_an_image_s_statistics_before_training_are_warned_of() -> None:
+def test_an_image_s_statistics_before_training_are_warned_of():
     images = torch.randn(2, 3, 8, 8)
     with warnings.catch_warnings(action="always", record=True) as said:
         converted = convert(small()).eval()
@@ -1155,13 +1137,13 @@ def test_an_image_s_statistics_before_training_are_warned_of() -> None:
 # Bad input
 
 
-def with_attribute(value: Any) -> nn.Module:
+def with_attribute(value):
     model = small()
     model.get_submodule("3").kept = value
     return model
 
 
-def after_a_pass() -> nn.Module:
+def after_a_pass():
     model = small()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer one
         weight_norm(model.get_submodule("3"))
@@ -1169,18 +1151,18 @@ def after_a_pass() -> nn.Module:
     return model
 
 
-def with_forward() -> nn.Module:
+def with_forward():
     model = small()
     model.forward = lambda x: x
     return model
 
 
 class Weighted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = small()
 
-    def forward(self, x: Tensor, statistics: Tensor) -> Tensor:
+    def forward(self, x, statistics):
         return self.body(x) * statistics
 
 
@@ -1210,11 +1192,11 @@ class Weighted(nn.Module):
         "compiled", "weight norm", "no leaf", "lock", "zoo", "forward", "statistics", "needs an example",
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_and_left_alone(model: Callable[[], Any], words: str) -> None:
-    def look(given: Any) -> Any:
+def test_bad_input_is_refused_and_left_alone(model, words):
+    def look(given):
         return (repr(given), *([m.training for m in given.modules()] if isinstance(given, nn.Module) else ()))
 
-    def numbers(given: Any) -> dict[str, Tensor]:
+    def numbers(given):
         state = given.state_dict() if isinstance(given, nn.Module) else {}
         return {name: tensor.clone() for name, tensor in state.items() if not (is_lazy(tensor) or tensor.is_meta)}
 
@@ -1229,7 +1211,7 @@ def test_bad_input_is_refused_and_left_alone(model: Callable[[], Any], words: st
     torch.testing.assert_close(numbers(given), state, rtol=0, atol=0)
 
 
-def test_a_wrong_example_or_part_is_refused_with_the_reason() -> None:
+def test_a_wrong_example_or_part_is_refused_with_the_reason():
     with pytest.raises(ConversionError, match=r"does not accept the example and fails at .*: correct the example"):
         convert(small(), example=torch.randn(2, 5, 8, 8))
     with pytest.raises(UnknownNameError, match="has no part 'body': choose from stem, body_, top"):
@@ -1238,15 +1220,15 @@ def test_a_wrong_example_or_part_is_refused_with_the_reason() -> None:
         convert(nn.Sequential(small()), only="0.0")
 
 
-def test_only_pytorch_s_own_wrappers_are_taken_for_such() -> None:
+def test_only_pytorch_s_own_wrappers_are_taken_for_such():
     assert isinstance(convert(nn.DataParallel(small()), only="module").module, Converted)
 
     class DataParallel(nn.Module):  # of whoever wrote the network
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.body = small()
 
-        def forward(self, model: Tensor) -> Tensor:
+        def forward(self, model):
             return self.body(model)
 
     network, images = DataParallel().eval(), torch.randn(2, 3, 8, 8)
@@ -1254,8 +1236,8 @@ def test_only_pytorch_s_own_wrappers_are_taken_for_such() -> None:
 
 
 @pytest.mark.parametrize("name", ["report", "foldable", "statistics_batch_size", "default_statistics"])
-def test_names_of_a_converted_network_are_refused(name: str) -> None:
-    given: tuple[Any, ...] = (nn.Identity(), nn.Parameter(torch.ones(1)), "a word")
+def test_names_of_a_converted_network_are_refused(name):
+    given = (nn.Identity(), nn.Parameter(torch.ones(1)), "a word")
     for value in given:
         model = Block(lambda m, x: m.body(x), body=small())
         setattr(model, name, value)
@@ -1278,8 +1260,8 @@ class Output:
     note: str = "a word"
 
 
-def test_outputs_of_any_kind_are_proved_from_a_seed() -> None:
-    def forward(m: Any, x: Tensor) -> Any:
+def test_outputs_of_any_kind_are_proved_from_a_seed():
+    def forward(m, x):
         y = m.body(x) + torch.rand(1)  # in evaluation, too
         return Output(y, (y.mean((2, 3)),)) if x.dtype == torch.float32 else y.bad
 
@@ -1295,7 +1277,7 @@ def test_outputs_of_any_kind_are_proved_from_a_seed() -> None:
 
 
 @pytest.mark.parametrize("change", ["running_var", "gradient"])
-def test_a_wrong_conversion_is_not_proved(change: str) -> None:
+def test_a_wrong_conversion_is_not_proved(change):
     model = small()
     converted = convert(model)
     if change == "running_var":
@@ -1307,14 +1289,7 @@ def test_a_wrong_conversion_is_not_proved(change: str) -> None:
         prove(model, converted, torch.randn(4, 3, 8, 8))
 
 
-def test_values_that_are_not_finite_are_not_proved() -> None:
-    """Whichever tensor has them: the first, or one behind a good one."""
-    good, bad = torch.ones(2), torch.tensor([1.0, torch.nan])
-    for given in ({"a": good, "b": bad}, {"a": bad, "b": good}, {"a": good, "b": good[:1]}):
-        assert _difference({"a": good, "b": good}, given) == float("inf")
-
-
-def test_amplified_rounding_is_no_difference_but_a_mistake_is() -> None:
+def test_amplified_rounding_is_no_difference_but_a_mistake_is():
     """Images that hardly differ, and norms that make their differences large, in the original as well."""
     images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
     model = nn.Sequential(
@@ -1328,7 +1303,3 @@ def test_amplified_rounding_is_no_difference_but_a_mistake_is() -> None:
         converted.get_submodule("4").weight.mul_(1.001)
     with pytest.raises(ConversionError, match="differs from the original by more than"):
         prove(model, converted, images)
-
-
-def test_outputs_of_another_memory_layout_are_the_same() -> None:
-    plan_of(lambda m, x: m.n1(m.c1(x).transpose(2, 3)), c1=conv(3, 4), n1=norm(4))

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from image_trees import write_image, write_noise, write_tree
 from PIL import Image
 from torch.testing import assert_close
@@ -19,9 +18,8 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.training import official
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
-from bkn_zoo.training.data import evaluation_batches, normalize, training_batches
+from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
-from bkn_zoo.training.decoded import Squares
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -383,16 +381,7 @@ def test_too_many_files_for_memory_are_decoded_again(tmp_path, monkeypatch):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     kept = batches(data)
     monkeypatch.setattr("bkn_zoo.training.decoded.MOST_BYTES", 0)
-    other = load_data("folder", tmp_path, size=16)
-    assert same(batches(other), kept)
-    assert [squares.pixels for squares in other.train.squares.values()] == [None]
-
-
-def test_squares_are_not_sent_to_other_processes():
-    squares = Squares(4, 8)
-    squares.put(1, torch.ones(3, 8, 8))
-    assert torch.equal(squares.get(1), torch.ones(3, 8, 8))
-    assert pickle.loads(pickle.dumps(squares)).get(1) is None
+    assert same(batches(load_data("folder", tmp_path, size=16)), kept)
 
 
 def test_too_few_images_for_a_batch_are_an_error():
@@ -401,29 +390,6 @@ def test_too_few_images_for_a_batch_are_an_error():
 
 
 # Preprocessing
-
-
-def test_evaluation_of_files_takes_the_central_square(tmp_path):
-    write_tree(tmp_path, per_class=2)
-    wide = np.zeros((20, 40, 3), dtype=np.uint8)
-    wide[:, 10:30] = 255
-    Image.fromarray(wide).save(tmp_path / "apple" / "0.png")
-    data = load_data("folder", tmp_path, size=10, validation=0.5)
-    everything = data.split("all")
-    row = everything.paths.index(tmp_path / "apple" / "0.png")
-    found = torch.cat([batch.images for batch in evaluation_batches(data, everything, 1, CPU)])[row]
-    white = normalize(torch.ones(1, 3, 10, 8), data.preprocessing)[0]
-    assert_close(found[:, :, 1:-1], white)  # the outermost columns are smoothed with what lies beside the square
-
-
-def test_files_are_brought_to_a_native_size_first(tmp_path):
-    data = load_data("folder", write_noise(tmp_path, (32, 32), a=2, b=2), size=16, validation=0.5)
-    data = dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, native_size=8))
-    found = next(evaluation_batches(data, data.validation, 2, CPU)).images
-    small = [Image.open(path).resize((8, 8), Image.Resampling.BILINEAR) for path in data.validation.paths]
-    pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 for image in small])
-    enlarged = F.interpolate(pixels, (16, 16), mode="bilinear", align_corners=False)
-    assert_close(found, normalize(enlarged, data.preprocessing))
 
 
 @pytest.mark.parametrize("kind", ["array", "enlarged", "files"])
@@ -459,6 +425,14 @@ def of_file(image, count, size=16, **change):
     return torch.stack(found)
 
 
+def varied(kind, image, count, **change):
+    """Many variations of one image, on the device or of a file."""
+    if kind == "device":
+        return on_device(image.expand(count, *image.shape), **change)
+    return of_file(image, count, size=image.shape[-1], **change)
+
+
+each_kind = pytest.mark.parametrize("kind", ["device", "file"])
 VARIATIONS = [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4}, {"crop": 0.25}]
 
 
@@ -483,23 +457,24 @@ def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     assert len({tuple(one.flatten().tolist()) for one in found}) > 5  # two may fall on the same place
 
 
-def test_crop_shifts_by_whole_pixels():
-    before = pixels(64)
-    padded = F.pad(before, (2, 2, 2, 2), mode="replicate")  # a stand-in for the border, which is not compared
-    places, shifts = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)], set()
-    for image, source in zip(on_device(before, crop=0.125), padded, strict=True):
-        inner = image[:, 2:-2, 2:-2]
-        shifted = {(dy, dx): source[:, 4 + dy : 16 + dy, 4 + dx : 16 + dx] for dy, dx in places}
+@each_kind
+def test_crop_shifts_by_whole_pixels(kind):
+    image = pixels(1)[0]
+    places = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)]
+    shifted = {(dy, dx): image[:, 4 + dy : 12 + dy, 4 + dx : 12 + dx] for dy, dx in places}
+    shifts = set()
+    for one in varied(kind, image, 64, crop=0.125):
+        inner = one[:, 4:12, 4:12]  # without the border, where something is filled in
         (found,) = (place for place, part in shifted.items() if torch.allclose(inner, part, atol=1e-4))
         shifts.add(found)
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
 
 
-def test_flip_mirrors_about_half_of_the_images():
-    before = pixels(200)
-    after = on_device(before, flip=True)
-    mirrored = (after - before.flip(3)).abs().amax((1, 2, 3)) < 1e-4
-    kept = (after - before).abs().amax((1, 2, 3)) < 1e-4
+@each_kind
+def test_flip_mirrors_about_half_of_the_images(kind):
+    image = pixels(1)[0]
+    after = varied(kind, image, 200, flip=True)
+    mirrored, kept = ((after - one).abs().amax((1, 2, 3)) < 1e-4 for one in (image.flip(2), image))
     assert (mirrored ^ kept).all()
     assert 70 < mirrored.sum() < 130
 
@@ -519,45 +494,30 @@ def test_scale_never_shows_less_than_it_says():
     assert found.max() > 0.9
 
 
-@pytest.mark.parametrize("kind", ["device", "file"])
+@each_kind
 def test_rotation_turns_about_the_centre(kind):
     """By no more than it says, and without black corners."""
     line = torch.zeros(3, 33, 33)
     line[:, 16] = 1
-    many = line.expand(50, 3, 33, 33)
-    found = on_device(many, rotate=20.0) if kind == "device" else of_file(line, 50, size=33, rotate=20.0)
+    found = varied(kind, line, 50, rotate=20.0)
     assert (found[:, 0, 16, 16] > 0.9).all()
     ends = found[:, 0, :, 30].argmax(1) - 16  # fourteen columns off the centre
     angles = torch.rad2deg(torch.atan(ends / 14.0))
     assert -23 < angles.min() < -10
     assert 10 < angles.max() < 23
-    white = torch.ones(3, 33, 33)
-    turned = on_device(white[None], rotate=30.0) if kind == "device" else of_file(white, 20, size=33, rotate=30.0)
-    assert (turned > 0.99).all()
+    assert (varied(kind, torch.ones(3, 33, 33), 20, rotate=30.0) > 0.99).all()
 
 
-def test_erase_blanks_a_square_with_the_mean():
-    before = pixels(16)
-    after = on_device(before, erase=0.5)
+@each_kind
+def test_erase_blanks_a_square_with_the_mean(kind):
+    before = pixels(1)[0]
+    after = varied(kind, before, 20, erase=0.5)
     blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
     untouched = (after - before).abs().amax(1) < 1e-4
     assert (blank | untouched).all()
     areas = blank.sum((1, 2))
     assert areas.max() in (49, 56, 64, 72, 81)  # 8 x 8, a pixel more or less
-    assert areas.min() >= 9  # a corner is the least that can be inside
-
-
-def test_file_is_shifted_mirrored_and_blanked_as_on_the_device():
-    image = pixels(1)[0]
-    padded = F.pad(image[None], (2, 2, 2, 2), mode="reflect")[0]
-    shifts = [padded[:, dy : dy + 16, dx : dx + 16] for dy in range(5) for dx in range(5)]
-    for one in of_file(image, 20, crop=0.125):
-        assert sum(torch.equal(one, shifted) for shifted in shifts) == 1
-    assert 15 < sum(torch.equal(one, image.flip(2)) for one in of_file(image, 60, flip=True)) < 45
-    for one in of_file(image, 20, erase=0.5):
-        blank = (one - torch.tensor(PLAIN.mean).view(3, 1, 1)).abs().amax(0) < 1e-6
-        assert blank.sum() == 64
-        assert torch.equal(one[:, ~blank], image[:, ~blank])
+    assert areas.min() >= (9 if kind == "device" else 64)  # a corner is the least that can be inside
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():

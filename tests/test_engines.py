@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_model, recalibrate
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
-from bkn_zoo.inference.folding import ImageNorm, fold, prepare
+from bkn_zoo.inference.folding import ImageNorm, fold
 from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
@@ -113,13 +113,6 @@ def test_folding_takes_in_norms_and_keeps_the_logits(model):
         assert_agrees(folded, model, photographs(*shape), "population")
     kept = [module for module in folded.modules() if isinstance(module, RunningNorm | GroupNorm2d)]
     assert len(kept) == sum(isinstance(module, GroupNorm2d) for module in model.modules())
-
-
-def test_branches_that_differ_in_a_number_are_not_joined(own):
-    own.inception_b.branches[1][0].norm.eps = 0.5
-    prepared = prepare(own, SAMPLE)
-    assert (len(prepared.inception_a.widths), len(prepared.inception_b.widths)) == (3, 2)
-    assert_agrees(prepared, own, photographs(2, 16), "sample")
 
 
 def test_folding_keeps_the_bias_of_a_convolution(own):
@@ -319,14 +312,6 @@ def test_pytorch_on_a_gpu_agrees_with_the_network(model, mode):
 # Preparations, and models that change
 
 
-def test_a_preparation_shares_the_weights_that_it_runs(small):
-    """Or a network would be in memory twice."""
-    mine = {weight.data_ptr(): name for name, weight in small.named_parameters()}
-    shared = {mine.get(weight.data_ptr(), "") for weight in prepare(small, SAMPLE).parameters()}
-    assert {"conv.conv.weight", "fc.weight"} <= shared
-    assert any(name.endswith("norm.transition") for name in shared)
-
-
 @each_engine
 @pytest.mark.parametrize("mode", ["population", "expected"])  # which shares its preparation with `sample`
 def test_a_model_that_has_changed_is_prepared_anew(own, name, mode):
@@ -363,17 +348,6 @@ def test_a_model_whose_tensors_are_replaced_is_prepared_anew(small, own):
         assert_agrees(engine, own, images, "sample")
 
 
-@each_engine
-def test_oldest_preparation_gives_way_and_modes_share_one(small, name, monkeypatch):
-    monkeypatch.setattr(engines, "KEPT", 2)
-    engine = create_engine(small, name)
-    assert_agrees(engine, small, photographs(1, 16), "expected", "sample")
-    assert len(engine._prepared) == 1
-    for height in (16, 17, 18, 16):
-        assert_agrees(engine, small, photographs(1, height, 16), "population")
-    assert len(engine._prepared) == 2
-
-
 # Precision
 
 
@@ -388,11 +362,6 @@ def test_f16_is_close(small, mode, name, share):
     assert name == "openvino" or not torch.equal(logits, exact)
 
 
-def used_precision(engine):
-    (graph,) = engine._prepared.values()
-    return graph.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-
-
 @needs_openvino
 def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(own, monkeypatch):
     """And with "auto", such a network runs in f32."""
@@ -404,7 +373,8 @@ def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(own, monkeypatch
     monkeypatch.setattr(OpenVINOEngine, "_fastest_precision", lambda self: "f16")
     automatic = create_engine(own, "openvino", precision="auto")
     automatic(photographs(1, 16), "sample")
-    assert used_precision(automatic) == "f32"
+    (graph,) = automatic._prepared.values()
+    assert graph.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
     assert automatic.precision == "f16"  # of all else
 
 
@@ -491,24 +461,6 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(shape, ceil_mode,
         options = {"kernel_size": kernel, "stride": stride, "padding": padding, "ceil_mode": ceil_mode}
         found = by_openvino(lambda x, options=options: F.max_pool2d(x, **options), x)
         assert_close(found, F.max_pool2d(x, **options), atol=0, rtol=0)
-
-
-@needs_openvino
-def test_a_pooling_of_openvino_s_own_frontend_does_not_round_up():
-    class Pools(nn.Module):
-        def forward(self, x):
-            cases = [(images, padding) for images in (x, x[:, :, 1:]) for padding in (0, 1)]
-            return tuple(F.max_pool2d(images, 3, 2, padding, ceil_mode=True) for images, padding in cases)
-
-    x, pools = torch.randn(1, 3, 8, 8), Pools()
-    model = engines.ov.convert_model(torch.export.export(pools, (x,)))
-    model.reshape(list(x.shape))
-    openvino_graph.round_up_by_padding(model)
-    nodes = [node for node in model.get_ops() if node.get_type_name() == "MaxPool"]
-    assert [node.get_attributes()["rounding_type"] for node in nodes] == ["floor"] * 4
-    run = openvino_graph.compiled(model, {engines.ov.properties.hint.inference_precision: "f32"})
-    for found, wanted in zip(run([x.numpy()]).values(), pools(x), strict=True):
-        assert_close(torch.from_numpy(found.copy()), wanted, atol=0, rtol=0)
 
 
 # What is refused

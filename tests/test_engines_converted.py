@@ -43,9 +43,9 @@ def network(model, away_from_start, side=9):
 
 
 @torch.no_grad()
-def assert_agrees(engine, model, side=9):
+def assert_agrees(engine, model, side=9, modes=MODES):
     images = photographs(2, side)
-    for mode in MODES:
+    for mode in modes:
         wanted = model(images, statistics=mode)
         assert_close(engine(images, mode), wanted, atol=1e-3 * wanted.abs().max().item(), rtol=0)
 
@@ -114,7 +114,7 @@ UNKNOWN = {
 def test_other_code_goes_through_openvino_s_frontend(name, away_from_start):
     model = network(Between(UNKNOWN[name]), away_from_start)
     engine = OpenVINOEngine(model)
-    assert_agrees(engine, model)
+    assert_agrees(engine, model, modes=["expected"])  # which has all that others have, and takes seconds
     assert engine.translated
 
 

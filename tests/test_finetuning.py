@@ -1,8 +1,6 @@
 """The study of fine-tuning: the small data sets that it packs, its runs, and its table."""
 
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from image_trees import write_noise
@@ -13,7 +11,7 @@ from studies.finetuning_data import SEEDS, tree_of
 
 
 @pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packed(tmp_path, monkeypatch):
     """What the study takes of two data sets, for a network that a processor trains in seconds: few, small images."""
     monkeypatch.setattr(finetuning, "CHECKPOINT", "inception_cifar_bkn.cifar10")
     for name, value in {"PER_CLASS": 10, "TESTED": 4, "SIDE": 16}.items():
@@ -25,7 +23,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "small"
 
 
-def test_every_seed_trains_on_images_of_its_own(packed: Path, tmp_path: Path) -> None:
+def test_every_seed_trains_on_images_of_its_own(packed, tmp_path):
     assert Image.open(packed / "imagewoof" / "train" / "cat" / "000.jpg").size == (16, 16)
     trees = [tree_of(packed / "imagewoof", seed, tmp_path / str(seed)) for seed in SEEDS]
     trained = [{path.resolve() for path in tree.glob("train/*/*")} for tree in trees]
@@ -34,7 +32,7 @@ def test_every_seed_trains_on_images_of_its_own(packed: Path, tmp_path: Path) ->
     assert len({path.resolve() for tree in trees for path in tree.glob("val/*/*")}) == 8
 
 
-def test_sets_without_test_images_are_divided(tmp_path: Path) -> None:
+def test_sets_without_test_images_are_divided(tmp_path):
     write_noise(tmp_path / "official" / "PACS" / "sketch", dog=70, house=62)
     STUDY.pack(Namespace(data=tmp_path / "official", pack=tmp_path / "small"))
     counts = {str(path.relative_to(tmp_path / "small" / "pacs_sketch")): len([*path.iterdir()])
@@ -42,8 +40,8 @@ def test_sets_without_test_images_are_divided(tmp_path: Path) -> None:
     assert counts == {"train/dog": 60, "train/house": 60, "val/dog": 10, "val/house": 2}
 
 
-def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
-    def record(dataset: str, arm: str) -> dict[str, Any]:
+def test_runs_are_of_defaults_probe_and_original_head(packed):
+    def record(dataset, arm):
         found = STUDY.train(planned(dataset, arm, 0), Namespace(data=packed, device="cpu", changes={"epochs": 2}))
         assert found.items() >= {"dataset": dataset, "arm": arm, "checkpoint": finetuning.CHECKPOINT}.items()
         assert STUDY.key({**found, "seed": 0}) == planned(dataset, arm, 0).key
@@ -63,8 +61,8 @@ def test_runs_are_of_defaults_probe_and_original_head(packed: Path) -> None:
     assert record("imagenette", ORIGINAL)["reason"] == "the checkpoint does not know these classes"
 
 
-def test_table_tells_what_was_not_run_from_what_cannot_be() -> None:
-    def record(arm: str, dataset: str, top1: float) -> dict[str, Any]:
+def test_table_tells_what_was_not_run_from_what_cannot_be():
+    def record(arm, dataset, top1):
         about = {"arm": arm, "dataset": dataset, "checkpoint": "mine", "chosen_statistics": "sample"}
         return {**about, "device": "cpu", "cpu_seconds": 90.0, "test": {"sample": {"top1": top1}}}
 

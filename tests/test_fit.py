@@ -11,14 +11,13 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import two_processes
 from image_trees import write_noise
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from two_processes import CPU, data, network
 
@@ -37,8 +36,8 @@ from bkn_zoo.training.evaluation import calibration_error, evaluate, measure, wi
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
-from bkn_zoo.training.recipes import Augmentation, Recipe, read_recipe
-from bkn_zoo.training.state import SAVED, Training, begin, kept_line, load_state, refuse_to_replace, save_state
+from bkn_zoo.training.recipes import Augmentation, read_recipe
+from bkn_zoo.training.state import SAVED, begin, kept_line, load_state, refuse_to_replace, save_state
 from bkn_zoo.training.step import make_step, parallel
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -49,29 +48,27 @@ SPREAD = {"rtol": 0.05, "atol": 1e-3}  # of image_spread: passes share a mean th
 MODES = {"population", "sample", "expected"}
 
 
-def with_(**changes: Any) -> Recipe:
+def with_(**changes):
     return dataclasses.replace(RECIPE, **changes)
 
 
-def batch(count: int = 8, classes: int = 2) -> Batch:
+def batch(count=8, classes=2):
     labels = torch.arange(count) % classes
     return Batch(torch.randn(count, 3, 4, 4), F.one_hot(labels, classes).float())
 
 
-def started(recipe: Recipe = RECIPE, device: torch.device = CPU, **facts: Any) -> Training:
+def started(recipe=RECIPE, device=CPU, **facts):
     torch.manual_seed(0)
     return dataclasses.replace(begin(recipe, create_model(recipe.model, 2), device), **facts)
 
 
-def loaded(folder: Path, recipe: Recipe = RECIPE, **facts: Any) -> Training:
+def loaded(folder, recipe=RECIPE, **facts):
     state = started(recipe, **facts)
     load_state(state, recipe, folder, CPU)
     return state
 
 
-def run(
-    folder: Path, recipe: Recipe = RECIPE, resume: bool = False, save_minutes: float = 1e4, device: torch.device = CPU
-) -> Training:
+def run(folder, recipe=RECIPE, resume=False, save_minutes=1e4, device=CPU):
     state = started(recipe, device)
     if resume:
         load_state(state, recipe, folder, device)
@@ -79,43 +76,33 @@ def run(
     return state
 
 
-def weights(state: Training) -> dict[str, Tensor]:
+def weights(state):
     averaged = {} if state.averaged is None else state.averaged.state_dict()
     return state.model.state_dict() | {f"averaged.{name}": tensor for name, tensor in averaged.items()}
 
 
-def assert_identical(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+def assert_identical(first, second):
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def untimed(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def untimed(history):
     return [{name: line[name] for name in line if name not in ("seconds", "images_per_s")} for line in history]
 
 
-def log_of(folder: Path) -> list[dict[str, Any]]:
+def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def uninterrupted(tmp_path_factory):
     return run(tmp_path_factory.mktemp("uninterrupted"))
-
-
-@pytest.mark.parametrize(("micro", "sizes", "share"), [(None, [8, 8], 4), (2, [2] * 8, 2)])
-def test_images_per_pass(micro: int, sizes: list[int], share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = with_(gradient_batch=8, micro_batch=micro, train_size=6)
-    found = list(loop.further_images(recipe, data(), CPU, batches=2))
-    assert [len(images) for images in found] == sizes
-    assert {tuple(images.shape[1:]) for images in found} == {(3, 6, 6)}
-    monkeypatch.setattr(loop, "processes", lambda: 2)
-    assert loop.images_at_a_time(recipe) == share
 
 
 # Evaluation
 
 
-def test_top1_and_top5_count_labels_among_the_best_logits() -> None:
+def test_top1_and_top5_count_labels_among_the_best_logits():
     logits = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3], [1.0, 2, 3, 4, 5, 6, 7], [0.0, 0, 0, 9, 0, 0, 1]])
     found = measure(logits, torch.tensor([0, 2, 3]))  # the best, the fifth best, the best
     assert (found["top1"], found["top5"]) == pytest.approx((200 / 3, 100))
@@ -124,7 +111,7 @@ def test_top1_and_top5_count_labels_among_the_best_logits() -> None:
     assert measure(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))["top5"] == 100  # fewer than five classes
 
 
-def test_calibration_error_is_the_weighted_gap_per_bin() -> None:
+def test_calibration_error_is_the_weighted_gap_per_bin():
     """Fifteen bins: 0.70 and 0.72 share one (mean 0.71, one of two right), 0.95 is alone and right."""
     confidence, right = torch.tensor([0.70, 0.72, 0.95]), torch.tensor([True, False, True])
     expected = 2 / 3 * abs(0.71 - 0.5) + 1 / 3 * abs(0.95 - 1)
@@ -137,7 +124,7 @@ def test_calibration_error_is_the_weighted_gap_per_bin() -> None:
 @pytest.mark.parametrize(
     ("right", "count", "low", "high"), [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (50, 100, 0.40383, 0.59617)]
 )
-def test_interval_of_an_accuracy_is_wilsons(right: int, count: int, low: float, high: float) -> None:
+def test_interval_of_an_accuracy_is_wilsons(right, count, low, high):
     """The values of his formula, at 1.96 deviations."""
     assert wilson_interval(right / count, count) == pytest.approx((low, high), abs=1e-4)
     logits = torch.eye(2)[[0] * right + [1] * (count - right)]
@@ -146,26 +133,21 @@ def test_interval_of_an_accuracy_is_wilsons(right: int, count: int, low: float, 
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_modes_and_tensors_alone(mode: bool) -> None:
+def test_evaluation_leaves_modes_and_tensors_alone(mode):
     model = network().train(mode)
+    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
+    others = [module for module in model.modules() if module is not frozen]
     before = copy.deepcopy(model.state_dict())
     evaluate(model, [batch()])
-    assert model.training is mode
     with pytest.raises(InputError):
         evaluate(model, [Batch(torch.zeros(1, 1, 8, 8), torch.eye(1))])
-    assert model.training is mode
     assert_identical(model.state_dict(), before)
+    recalibrate(model, [batch().images])
+    assert {module.training for module in others} == {mode}
+    assert not frozen.training
 
 
-@pytest.mark.parametrize("ask", [lambda m, b: evaluate(m, [b]), lambda m, b: recalibrate(m, [b.images])])
-def test_frozen_layers_stay_frozen(ask: Any) -> None:
-    model = started().model.train()
-    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
-    ask(model, two_processes.batch())
-    assert [module for module in model.modules() if not module.training] == [frozen]
-
-
-def test_evaluation_does_not_depend_on_its_batch_size(away_from_start: Any) -> None:
+def test_evaluation_does_not_depend_on_its_batch_size(away_from_start):
     model = network()
     away_from_start(model)
     model.statistics_batch_size = 2
@@ -177,7 +159,7 @@ def test_evaluation_does_not_depend_on_its_batch_size(away_from_start: Any) -> N
     assert first["population"]["loss"] != pytest.approx(first["sample"]["loss"], abs=1e-3)
 
 
-def test_modes_are_measured_once_and_no_images_is_an_error() -> None:
+def test_modes_are_measured_once_and_no_images_is_an_error():
     model, batches = network(), [batch()]
     assert evaluate(model, batches, ["sample"]) == evaluate(model, batches, ["sample", "sample"])
     with pytest.raises(InputError, match="no images to evaluate"):
@@ -188,7 +170,7 @@ def test_modes_are_measured_once_and_no_images_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("whole_network")
-def test_weight_decay_and_rates_of_parameter_groups() -> None:
+def test_weight_decay_and_rates_of_parameter_groups():
     model = network()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made = parameter_groups(model, with_(kalman_lr=0.3, weight_decay=0.01))
@@ -203,7 +185,7 @@ def test_weight_decay_and_rates_of_parameter_groups() -> None:
         assert found == ((0, 0.3) if name in kalman else (0.01, 1) if name in decayed else (0, 1)), name
 
 
-def test_training_images_may_have_another_size(tmp_path: Path) -> None:
+def test_training_images_may_have_another_size(tmp_path):
     recipe = with_(train_size=6, ema=0.0, epochs=1)
     state, seen = started(recipe), set()
     state.model.register_forward_pre_hook(lambda model, args: seen.add((model.training, *args[0].shape[2:])))
@@ -216,7 +198,7 @@ def test_training_images_may_have_another_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"), [(3, 1, 1), (5, 2, 0), (5, 2, 2), ((3, 5), (2, 3), (1, 2)), (1, 2, 0)]
 )
-def test_fast_depthwise_gradients_are_the_convolutions(kernel: Any, stride: Any, padding: Any) -> None:
+def test_fast_depthwise_gradients_are_the_convolutions(kernel, stride, padding):
     """On every processor, though only ARM's use them."""
     conv = nn.Conv2d(6, 6, kernel, stride, padding, groups=6, bias=False)
     x = torch.randn(3, 6, 12, 11, requires_grad=True)
@@ -233,7 +215,7 @@ def test_fast_depthwise_gradients_are_the_convolutions(kernel: Any, stride: Any,
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_kalman_learning_rate_reaches_the_step(optimizer: str, tmp_path: Path) -> None:
+def test_kalman_learning_rate_reaches_the_step(optimizer, tmp_path):
     state = run(tmp_path, with_(optimizer=optimizer, kalman_lr=0.0, epochs=1, ema=0.0))
     before = dict(network().named_parameters())
     moved = {name for name, parameter in state.model.named_parameters() if not torch.equal(parameter, before[name])}
@@ -241,7 +223,7 @@ def test_kalman_learning_rate_reaches_the_step(optimizer: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cosine"])
-def test_learning_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> None:
+def test_learning_rate_rises_to_its_peak_and_falls_to_zero(schedule):
     recipe = with_(schedule=schedule, lr=0.4, warmup=0.2)
     rates = [learning_rate(recipe, step, 100) for step in range(100)]
     quarter = 0.3 if schedule == "one_cycle" else 0.2 * (1 + math.cos(math.pi / 4))
@@ -254,7 +236,7 @@ def test_learning_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> Non
     assert extremes == (learning_rate(RECIPE, 0, 1),) * 3
 
 
-def test_evaluated_weights_are_the_exponential_average() -> None:
+def test_evaluated_weights_are_the_exponential_average():
     """And so are their running averages; steps are counted as the model counts them."""
     state = started()
     values = {name: tensor for name, tensor in state.model.state_dict().items() if tensor.is_floating_point()}
@@ -276,13 +258,13 @@ def test_evaluated_weights_are_the_exponential_average() -> None:
 # Steps
 
 
-def gradients(recipe: Recipe, chosen: Batch) -> tuple[dict[str, Tensor], float]:
+def gradients(recipe, chosen):
     state = started(recipe)
     loss = make_step(state, recipe, CPU)(chosen)
     return {name: parameter.grad for name, parameter in state.model.named_parameters()}, loss.item()
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+def test_accumulated_gradients_are_those_of_the_whole_batch():
     chosen = batch()
     whole, whole_loss = gradients(RECIPE, chosen)
     parts, parts_loss = gradients(with_(micro_batch=4), chosen)
@@ -293,7 +275,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("model", list_models("inception_cifar_*"))
-def test_running_averages_move_once_per_step(model: str) -> None:
+def test_running_averages_move_once_per_step(model):
     recipe = with_(model=model)
     whole, parts = started(recipe), started(recipe)
     for number in range(2):
@@ -308,7 +290,7 @@ def test_running_averages_move_once_per_step(model: str) -> None:
     assert {int(found) for name, found in theirs.items() if name.endswith("num_batches_tracked")} <= {2}
 
 
-def test_label_smoothing_and_clipping_reach_the_step() -> None:
+def test_label_smoothing_and_clipping_reach_the_step():
     chosen = batch()
     logits = started().model(chosen.images)
     smoothed = -(0.85 * chosen.targets + 0.15 * (1 - chosen.targets)) * logits.log_softmax(1)
@@ -320,7 +302,7 @@ def test_label_smoothing_and_clipping_reach_the_step() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "lr", "precision"), [("sgd", 0.02, "bfloat16"), ("adamw", 1e-3, "float32")])
-def test_both_optimizers_reduce_the_loss(optimizer: str, lr: float, precision: str) -> None:
+def test_both_optimizers_reduce_the_loss(optimizer, lr, precision):
     recipe = with_(optimizer=optimizer, precision=precision)
     state, chosen = started(recipe), batch(4)
     for group in state.optimizer.param_groups:
@@ -330,7 +312,7 @@ def test_both_optimizers_reduce_the_loss(optimizer: str, lr: float, precision: s
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_statistics_batch_reaches_the_model_and_its_average() -> None:
+def test_statistics_batch_reaches_the_model_and_its_average():
     state = started()
     assert state.model.statistics_batch_size == state.averaged.statistics_batch_size == 2
     assert started(with_(statistics_batch=None)).model.statistics_batch_size is None
@@ -342,14 +324,14 @@ def test_statistics_batch_reaches_the_model_and_its_average() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_names_a_registered_model(path: Path) -> None:
+def test_every_recipe_names_a_registered_model(path):
     recipe = read_recipe(path)
     assert recipe.model in list_models()
     assert path.stem.startswith(f"{recipe.model}.")
     assert recipe.gradient_batch % (recipe.statistics_batch or 1) == 0
 
 
-def test_overrides_go_on_top_of_the_file_and_its_tables(tmp_path: Path) -> None:
+def test_overrides_go_on_top_of_the_file_and_its_tables(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(
         'model = "inception_cifar_brn"\ndataset = "cifar10"\nepochs = 3\ngradient_batch = 8\n'
@@ -382,7 +364,7 @@ BAD_FIELDS = [
         ("augmentation", 1, "augmentation"),
     ],
 )
-def test_bad_field_of_a_recipe_is_one_sentence(field: str, value: Any, says: str) -> None:
+def test_bad_field_of_a_recipe_is_one_sentence(field, value, says):
     good = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 1, "gradient_batch": 8}
     with pytest.raises(InputError, match=says) as caught:
         read_recipe(None, good | {field: value})
@@ -398,7 +380,7 @@ def test_bad_field_of_a_recipe_is_one_sentence(field: str, value: Any, says: str
         (b'model = "resnet101_bkn"', "x.toml: the field dataset is missing"),
     ],
 )
-def test_recipe_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_recipe_file_that_cannot_be_read_is_named(tmp_path, content, says):
     if content is not None:
         (tmp_path / "x.toml").write_bytes(content)
     with pytest.raises(InputError, match=says):
@@ -408,7 +390,7 @@ def test_recipe_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes
 # Fitting
 
 
-def test_training_learns_logs_and_leaves_a_state(tmp_path: Path) -> None:
+def test_training_learns_logs_and_leaves_a_state(tmp_path):
     state = run(tmp_path, with_(epochs=3, ema=0.0, augmentation=Augmentation(), lr=0.05))
     lines = log_of(tmp_path)
     assert lines == state.history
@@ -420,11 +402,11 @@ def test_training_learns_logs_and_leaves_a_state(tmp_path: Path) -> None:
     assert state.model.training
 
 
-def validated(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> list[dict[str, Tensor]]:
+def validated(monkeypatch, losses):
     """Let the epochs have these losses on the validation images, ± 0.1; the weights after each of them."""
-    seen: list[dict[str, Tensor]] = []
+    seen = []
 
-    def scripted(model: Any, batches: Any, **shown: Any) -> dict[str, dict[str, float]]:
+    def scripted(model, batches, **shown):
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": losses[len(seen) - 1], "loss_error": 0.1}
         return {"population": {"top1": 50.0, **metrics}, "sample": {"top1": 0.0, **metrics, "loss": 0.0}}
@@ -434,9 +416,7 @@ def validated(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> list[dict
 
 
 @pytest.mark.parametrize(("last", "kept"), [(0.65, 2), (0.55, 3)])  # above the lowest by more than its error, or less
-def test_weights_of_the_best_epoch_are_kept_and_saved(
-    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, kept: int
-) -> None:
+def test_weights_of_the_best_epoch_are_kept_and_saved(uninterrupted, tmp_path, monkeypatch, last, kept):
     seen = validated(monkeypatch, [1.0, 0.5, last])
     recipe = with_(epochs=3, keep="best")
     state = run(tmp_path, recipe)
@@ -448,7 +428,7 @@ def test_weights_of_the_best_epoch_are_kept_and_saved(
     assert uninterrupted.best is None  # a recipe that keeps the last has no need of it
 
 
-def test_capturable_optimizer_follows_the_device(tmp_path: Path) -> None:
+def test_capturable_optimizer_follows_the_device(tmp_path):
     recipe = with_(optimizer="adamw", epochs=1)
     run(tmp_path, recipe)
     resumed = started(recipe)
@@ -458,7 +438,7 @@ def test_capturable_optimizer_follows_the_device(tmp_path: Path) -> None:
     assert all(group["capturable"] for group in resumed.optimizer.param_groups)
 
 
-def test_training_out_of_patience_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_out_of_patience_is_finished(tmp_path, monkeypatch):
     validated(monkeypatch, [0.9, 0.5, 0.55, 0.55, 0.1])
     recipe = with_(epochs=5, keep="best", patience=2)
     state = run(tmp_path, recipe)
@@ -469,21 +449,21 @@ def test_training_out_of_patience_is_finished(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("norm", ["bkn", "bn"])
-def test_only_the_classifier_of_a_frozen_network_moves(tmp_path: Path, norm: str) -> None:
+def test_only_the_classifier_of_a_frozen_network_moves(tmp_path, norm):
     recipe = with_(model=f"inception_cifar_{norm}", freeze=True, ema=0.0)
     before = {name: tensor.clone() for name, tensor in started(recipe).model.state_dict().items()}
     after = run(tmp_path, recipe).model.state_dict()
     assert [name for name in after if not torch.equal(after[name], before[name])] == ["fc.weight", "fc.bias"]
 
 
-def test_loss_is_shown_in_epochs_of_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_is_shown_in_epochs_of_a_few_steps(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(loop.tqdm, "set_postfix", lambda self, values: shown.append(values))
     fit(started(), RECIPE, data(), tmp_path, CPU)
     assert ["loss" in values for values in shown] == [True] * 6  # after each of three steps, in two epochs
 
 
-def test_same_recipe_gives_the_same_weights(uninterrupted: Training, tmp_path: Path) -> None:
+def test_same_recipe_gives_the_same_weights(uninterrupted, tmp_path):
     torch.manual_seed(5)
     assert_identical(weights(run(tmp_path)), weights(uninterrupted))
     other = run(tmp_path, with_(seed=1))
@@ -497,12 +477,12 @@ def test_same_recipe_gives_the_same_weights(uninterrupted: Training, tmp_path: P
         ({"micro_batch": 3}, "cannot be split into micro-batches of 3"),
     ],
 )
-def test_batches_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, int], says: str) -> None:
+def test_batches_that_do_not_fit_are_refused(tmp_path, change, says):
     with pytest.raises(InputError, match=says):
         run(tmp_path, with_(**change))
 
 
-def test_corrupt_image_is_counted_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_image_is_counted_in_the_log(tmp_path, capsys):
     found = load_data("folder", write_noise(tmp_path / "tree", dark=10, light=10), size=8, validation=0.2)
     found.train.paths[5].write_bytes(b"not an image")
     state = started()
@@ -515,7 +495,7 @@ def test_corrupt_image_is_counted_in_the_log(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
-def gpu() -> Any:
+def gpu():
     """The device, with cuDNN as a training sets it."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         yield torch.device("cuda")
@@ -534,9 +514,7 @@ GRAPHED = with_(
     ("model", "optimizer", "group"),
     [("bkn", "sgd", 2), ("bkn", "adamw", 2), ("bn", "sgd", None), ("bn", "adamw", 2), ("brn", "sgd", 2)],
 )
-def test_steps_from_a_graph_equal_steps_from_python(
-    gpu: torch.device, tmp_path: Path, model: str, optimizer: str, group: int | None, micro_batch: int | None
-) -> None:
+def test_steps_from_a_graph_equal_steps_from_python(gpu, tmp_path, model, optimizer, group, micro_batch):
     """Twelve, of which nine are replayed: with another learning rate each, averages, mixing and clipping."""
     changes = {"model": f"inception_cifar_{model}", "optimizer": optimizer, "lr": 0.02 if optimizer == "sgd" else 1e-3}
     recipe = dataclasses.replace(GRAPHED, **changes, statistics_batch=group, micro_batch=micro_batch)
@@ -554,9 +532,7 @@ def test_steps_from_a_graph_equal_steps_from_python(
 
 @gpu_only
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_resuming_on_a_gpu_gives_identical_weights(
-    gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_resuming_on_a_gpu_gives_identical_weights(gpu, tmp_path, monkeypatch, optimizer):
     """Though the steps after the interruption are launched from Python again, until they are captured anew."""
     recipe = dataclasses.replace(GRAPHED, optimizer=optimizer)
     whole = run(tmp_path / "whole", recipe, device=gpu)
@@ -565,7 +541,7 @@ def test_resuming_on_a_gpu_gives_identical_weights(
 
 
 @gpu_only
-def test_host_does_not_wait_for_the_gpu_between_batches(gpu: torch.device) -> None:
+def test_host_does_not_wait_for_the_gpu_between_batches(gpu):
     state, where = started(GRAPHED, gpu), data().to(gpu)
     step = make_step(state, GRAPHED, gpu)
     for epoch in range(4):
@@ -584,11 +560,11 @@ def test_host_does_not_wait_for_the_gpu_between_batches(gpu: torch.device) -> No
 # Interruptions
 
 
-def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
+def at_batch(monkeypatch, number, act):
     """Let `act` see, and change, the batch of that number, counted over all epochs that follow."""
     plain, seen = loop.training_batches, 0
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments):
         nonlocal seen
         for found in plain(*arguments):
             yield act(found) if seen == number else found
@@ -597,10 +573,10 @@ def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     monkeypatch.setattr(loop, "training_batches", watched)
 
 
-def killed(monkeypatch: pytest.MonkeyPatch, number: int, folder: Path, *arguments: Any, **options: Any) -> None:
+def killed(monkeypatch, number, folder, *arguments, **options):
     """Run until the batch of that number, and end without a word; the state is saved after every step."""
 
-    def die(found: Batch) -> Batch:
+    def die(found):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -610,19 +586,17 @@ def killed(monkeypatch: pytest.MonkeyPatch, number: int, folder: Path, *argument
 
 
 @pytest.fixture
-def main_thread() -> None:
+def main_thread():
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("a signal handler can be set in the main thread only")
 
 
 @pytest.mark.usefixtures("main_thread")
 @pytest.mark.parametrize(("number", "sent"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (3, signal.SIGINT)])
-def test_signal_saves_and_resuming_gives_identical_weights(
-    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sent: signal.Signals
-) -> None:
+def test_signal_saves_and_resuming_gives_identical_weights(uninterrupted, tmp_path, monkeypatch, number, sent):
     """Within an epoch, in its last step (2 of 0, 1, 2) and in the first of the next."""
 
-    def terminate(found: Batch) -> Batch:
+    def terminate(found):
         # As if the signal had come; a real one would end the whole test run if it were not handled.
         handler = signal.getsignal(sent)
         assert handler != before
@@ -642,20 +616,9 @@ def test_signal_saves_and_resuming_gives_identical_weights(
     assert log_of(tmp_path) == resumed.history
 
 
-def test_speed_of_an_interrupted_epoch_counts_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed(monkeypatch, 1, tmp_path)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert len(saved["losses"]) == 1
-    torch.save(saved | {"seconds": saved["seconds"] + 1000}, tmp_path / "state.pt")
-    history = run(tmp_path, resume=True).history
-    assert [line["images_per_s"] < 0.024 for line in history] == [True, False]  # 24 in more than 1000 s
-
-
 @pytest.mark.usefixtures("main_thread")
-def test_second_ctrl_c_stops_at_once_and_keeps_the_last_state(
-    uninterrupted: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(found: Batch) -> Batch:
+def test_second_ctrl_c_stops_at_once_and_keeps_the_last_state(uninterrupted, tmp_path, monkeypatch):
+    def interrupt(found):
         signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
         signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
         raise AssertionError("it went on")
@@ -670,7 +633,7 @@ def test_second_ctrl_c_stops_at_once_and_keeps_the_last_state(
 
 
 @pytest.mark.usefixtures("main_thread")
-def test_ignored_ctrl_c_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_ctrl_c_stays_ignored(tmp_path, monkeypatch):
     """A shell starts what runs in the background with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     found = []
@@ -682,8 +645,8 @@ def test_ignored_ctrl_c_stays_ignored(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == [signal.SIG_IGN]
 
 
-def test_stopped_or_other_training_is_not_replaced(uninterrupted: Training, tmp_path: Path) -> None:
-    def refused(says: str, recipe: Recipe = RECIPE, **facts: Any) -> None:
+def test_stopped_or_other_training_is_not_replaced(uninterrupted, tmp_path):
+    def refused(says, recipe=RECIPE, **facts):
         with pytest.raises(InputError, match=says):
             refuse_to_replace(tmp_path, recipe, started(**facts))
 
@@ -705,23 +668,11 @@ def test_stopped_or_other_training_is_not_replaced(uninterrupted: Training, tmp_
         refused(r"contains another finished training \(init differs\)", init=other)
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(30.0, [0, 3, 9]), (0.0, [0, 3, 6, 9])])
-def test_short_epochs_are_not_saved_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
-) -> None:
-    saved: list[int] = []
-    monkeypatch.setattr(loop, "save_state", lambda training, *_: saved.append(training.step))
-    monkeypatch.setattr(loop, "EPOCH_SECONDS", seconds)
-    validated(monkeypatch, 3 * [0.0])  # which only takes time here
-    run(tmp_path, with_(epochs=3))
-    assert saved == steps
-
-
-def test_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_all_parts_of_a_training_count(tmp_path, monkeypatch):
     """By a clock that moves on by a second whenever it is asked, and by 1000 while the training is interrupted."""
     now = 0.0
 
-    def clock() -> float:
+    def clock():
         nonlocal now
         now += 1
         return now
@@ -730,20 +681,15 @@ def test_seconds_of_all_parts_of_a_training_count(tmp_path: Path, monkeypatch: p
     killed(monkeypatch, 5, tmp_path)  # in the second epoch
     killed_at, now = now, now + 1000
     resumed = run(tmp_path, resume=True)
-    assert [line["epoch"] for line in resumed.history] == [1, 2]
-    assert sum(line["seconds"] for line in resumed.history) == resumed.seconds
+    first, second = resumed.history
+    assert (first["epoch"], second["epoch"]) == (1, 2)
+    assert first["seconds"] + second["seconds"] == resumed.seconds
+    assert 1 <= second["images_per_s"] * second["seconds"] / 24 < 1.5  # all but its validation
     assert killed_at < resumed.seconds + 10 < now - 950
     assert resumed.seconds < now - 1000 + 10
 
 
-def test_resuming_a_finished_training_changes_nothing(uninterrupted: Training, tmp_path: Path) -> None:
-    save_state(uninterrupted, RECIPE, tmp_path)
-    again = run(tmp_path, resume=True)
-    assert_identical(weights(again), weights(uninterrupted))
-    assert again.history == uninterrupted.history
-
-
-def test_repeated_steps_leave_one_line_per_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_steps_leave_one_line_per_epoch(tmp_path, monkeypatch):
     """Killed after the first epoch's line was written, and resumed from a state from before."""
     save_state(started(), RECIPE, tmp_path)
     earlier = (tmp_path / "state.pt").read_bytes()
@@ -755,14 +701,12 @@ def test_repeated_steps_leave_one_line_per_epoch(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
-def test_full_disk_keeps_the_last_good_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch, failure):
     state = started()
     save_state(state, RECIPE, tmp_path)
     good = (tmp_path / "state.pt").read_bytes()
 
-    def full(_: Any, file: Any) -> None:
+    def full(_, file):
         file.write(b"half of it")
         raise failure
 
@@ -774,64 +718,40 @@ def test_full_disk_keeps_the_last_good_state(
     assert not (tmp_path / ".state.pt.tmp").exists()
     with pytest.raises(TrainingError, match=r"free disk space\.$"):  # of the first there is no last one
         save_state(state, RECIPE, tmp_path / "elsewhere")
-    (tmp_path / "log.jsonl").unlink()
-    (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(TrainingError, match=r"log.jsonl could not be written \(Is a directory\): free disk space"):
-        run(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:a training batch was not finite")
 @pytest.mark.parametrize("save_minutes", [0, 1e4])
-def test_non_finite_loss_keeps_the_last_good_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_minutes: float
-) -> None:
+def test_non_finite_loss_keeps_the_last_good_state(tmp_path, monkeypatch, save_minutes):
     at_batch(monkeypatch, 1, lambda found: Batch(found.images * math.nan, found.targets))
     with pytest.raises(NonFiniteLossError, match="loss was not finite at step 1: start again with a lower learning"):
         run(tmp_path, save_minutes=save_minutes)
     kept = loaded(tmp_path)
     assert kept.step == (1 if save_minutes == 0 else 0)
     assert all(tensor.isfinite().all() for tensor in weights(kept).values())
-
-
-def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
-    state = started()
-    save_state(state, RECIPE, tmp_path)
-    good = (tmp_path / "state.pt").read_bytes()
     with torch.no_grad():
-        state.model.fc.bias[0] = math.inf
+        kept.model.fc.bias[0] = math.inf
     with pytest.raises(NonFiniteLossError, match=r"fc\.bias was not finite"):
-        save_state(state, RECIPE, tmp_path)
-    assert (tmp_path / "state.pt").read_bytes() == good
-
-
-def test_gain_of_one_can_be_saved(tmp_path: Path) -> None:
-    state = started()
-    layers = [next(m for m in n.modules() if getattr(m, "prior_features", 0)) for n in (state.model, state.averaged)]
-    for layer in layers:
-        layer.set_gain(1.0)
-    make_step(state, RECIPE, CPU)(batch())
-    save_state(state, RECIPE, tmp_path)
-    load_state(state, RECIPE, tmp_path, CPU)
-    assert [layer.gain.item() for layer in layers] == [1, 1]
+        save_state(kept, RECIPE, tmp_path)
+    assert loaded(tmp_path).model.fc.bias.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("field", "value", "says"),
     [
-        ({"model": "inception_cifar_bn"}, "model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
-        ({"lr": 0.5}, "lr = 0.02, not 0.5"),
-        ({"augmentation": Augmentation(erase=0.5)}, "augmentation = "),
-        ({"ema": 0.0}, "ema = 0.9, not 0.0"),
-        ({"seed": 4}, "seed = 0, not 4: pass the same options, or another --name."),
+        ("model", "inception_cifar_bn", "model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
+        ("augmentation", Augmentation(erase=0.5), "augmentation = "),
+        ("ema", 0.0, "ema = 0.9, not 0.0"),
+        ("seed", 4, "seed = 0, not 4: pass the same options, or another --name."),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_resuming_with_another_recipe_is_refused(tmp_path, field, value, says):
     save_state(started(), RECIPE, tmp_path)
-    state = started(with_(**change))
+    recipe = with_(**{field: value})
+    state = started(recipe)
     before = copy.deepcopy(weights(state))
     with pytest.raises(CheckpointError) as caught:
-        load_state(state, with_(**change), tmp_path, CPU)
+        load_state(state, recipe, tmp_path, CPU)
     assert says in str(caught.value)
     assert_identical(weights(state), before)
 
@@ -845,7 +765,7 @@ def test_resuming_with_another_recipe_is_refused(tmp_path: Path, change: dict[st
         ({"fingerprint": "other"}, "on other images, or with some images in other classes: resume with the same"),
     ],
 )
-def test_resuming_with_other_data_or_start_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_resuming_with_other_data_or_start_is_refused(tmp_path, change, says):
     ours = {"images": [36, 4], "label_names": ["ant", "bee"], "init": "runs/a", "fingerprint": "ours"}
     save_state(started(), RECIPE, tmp_path)
     loaded(tmp_path, **ours)  # the state does not say
@@ -856,10 +776,10 @@ def test_resuming_with_other_data_or_start_is_refused(tmp_path: Path, change: di
         loaded(tmp_path, **ours | change)
 
 
-def test_unusable_state_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_unusable_state_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "state.pt"
 
-    def refused(match: str, classes: int = 2) -> None:
+    def refused(match, classes=2):
         with pytest.raises(CheckpointError, match=match) as caught:
             load_state(begin(RECIPE, create_model(RECIPE.model, classes), CPU), RECIPE, tmp_path, CPU)
         assert "\n" not in str(caught.value)
@@ -883,7 +803,7 @@ def test_unusable_state_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(tmp_path_factory):
     """What two processes left in a folder: a training as docs/imagenet.md has it, and cases of their own.
 
     That training is of a smaller network, smaller images and batches, and a tree of two classes.
@@ -915,12 +835,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(pair: Path) -> list[dict[str, Any]]:
+def found(pair):
     return [torch.load(pair / f"found_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.parametrize("part", ["step", "accumulated"])
-def test_gradient_of_two_processes_is_that_of_one(found: list[dict[str, Any]], part: str) -> None:
+def test_gradient_of_two_processes_is_that_of_one(found, part):
     steps = [process[part] for process in found]
     alone, loss = gradients(two_processes.RECIPE, two_processes.batch())
     for step in steps:
@@ -931,7 +851,7 @@ def test_gradient_of_two_processes_is_that_of_one(found: list[dict[str, Any]], p
     assert [step["passes_alone"] for step in steps] == ([0, 0] if part == "step" else [1, 1])
 
 
-def test_two_processes_share_running_averages(pair: Path, found: list[dict[str, Any]]) -> None:
+def test_two_processes_share_running_averages(pair, found):
     halves = []
     for images in two_processes.batch().images.split(4):
         model = network()
@@ -947,7 +867,7 @@ def test_two_processes_share_running_averages(pair: Path, found: list[dict[str, 
     assert "broadcast_buffers" not in (pair / "log").read_text()  # a warning that it is deprecated
 
 
-def test_sharded_training_equals_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_sharded_training_equals_that_of_one_process(found):
     """With FSDP2, after two steps on the same groups."""
     first, second = (process["sharded"] for process in found)
     assert_identical(first, second)
@@ -958,7 +878,7 @@ def test_sharded_training_equals_that_of_one_process(found: list[dict[str, Any]]
         assert_close(first[name], tensor, **tolerance, msg=name)
 
 
-def test_two_processes_stop_and_resume_together(found: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_two_processes_stop_and_resume_together(found, tmp_path):
     """One of them heard SIGTERM and the other's clock asked for a save, yet neither waits for the other forever."""
     ends = [process["fit"] for process in found]
     assert [end["message"] for end in ends] == ["stopped at step 2 of 6; continue with --resume"] * 2
@@ -968,7 +888,7 @@ def test_two_processes_stop_and_resume_together(found: list[dict[str, Any]], tmp
         assert_close(ends[0]["weights"][name], parameter.detach(), rtol=1e-3, atol=1e-4)
 
 
-def test_resuming_needs_as_many_processes(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_needs_as_many_processes(pair, tmp_path, monkeypatch):
     recipe = two_processes.RECIPE
     with pytest.raises(CheckpointError, match=r"by 2 processes, not 1: resume by torchrun, with 2 in all\.$"):
         loaded(pair / "fit", recipe)
@@ -979,7 +899,7 @@ def test_resuming_needs_as_many_processes(pair: Path, tmp_path: Path, monkeypatc
         loaded(tmp_path, recipe)
 
 
-def test_ddp_takes_frozen_norms_as_the_page_says(found: list[dict[str, Any]]) -> None:
+def test_ddp_takes_frozen_norms_as_the_page_says(found):
     page = " ".join((ROOT / "docs" / "layer.md").read_text().split())
     freezing = page[page.index("**Freeze norms.**") : page.index("**Weight decay**")]
     assert all(word in freezing for word in ("DDP", "`norm.no_weight_decay()`", "`find_unused_parameters=True`"))
@@ -989,16 +909,16 @@ def test_ddp_takes_frozen_norms_as_the_page_says(found: list[dict[str, Any]]) ->
         assert "Expected to have finished reduction" in untold  # else the page asks for more than it takes
 
 
-def test_older_versions_of_ddp_leave_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_versions_of_ddp_leave_buffers_alone(monkeypatch):
     class Older:
-        def __init__(self, module: Any, broadcast_buffers: bool = True) -> None:
+        def __init__(self, module, broadcast_buffers=True):
             self.broadcast_buffers = broadcast_buffers
 
     monkeypatch.setattr("bkn_zoo.training.step.DistributedDataParallel", Older)
     assert parallel(network()).broadcast_buffers is False
 
 
-def test_processes_of_torchrun_train_by_the_imagenet_recipe(pair: Path) -> None:
+def test_processes_of_torchrun_train_by_the_imagenet_recipe(pair):
     # One of them leaves the checkpoint.
     config = bkn_zoo.from_pretrained(pair / "run" / "pair").config
     assert config.label_names == ("dark", "light")

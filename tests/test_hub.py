@@ -9,18 +9,15 @@ import os
 import re
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hub_server import HubServer
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from PIL import Image
-from service_process import DIRECT, ServiceProcess
+from service_process import ServiceProcess
 from shallow import shallow
 
 import bkn_zoo
@@ -36,7 +33,6 @@ TOKEN = "hf_aVerySecretTokenOfTheTests"
 NAME = "shallow_bkn.test"
 ZOO_NAME = "inception_cifar_bkn.cifar10"
 CASES = Path(__file__).parent / "hub_cases.py"
-Result = dict[str, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,17 +109,6 @@ def test_a_token_is_not_shown_and_does_not_leave_the_hub(online, server):
     assert not [request for request in storage if "+token" in request]
 
 
-def test_strangers_files_in_folders_are_left_alone(folder, monkeypatch):
-    class Api:
-        def list_repo_tree(self, repository, recursive=False):
-            names = ["model-old.safetensors", "notes.txt"] + ["model_fp16/weights.safetensors"] * recursive
-            return [RepoFile(path=name, size=1, oid="0" * 40) for name in names]
-
-    monkeypatch.setattr(hub, "_api", Api)
-    found = hub.changes(folder, "owner/name")
-    assert [change.file for change in found if change.kind == "removed"] == ["model-old.safetensors"]
-
-
 @pytest.mark.parametrize(
     "name", ["A_b.c-1", "_a", "a" * 96, "a" * 97, "a=b", "a b", "\u00e9t\u00e9", "-a", "a.", "a--b", "a.git", ""]
 )
@@ -167,7 +152,7 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch):
 
 
 def test_service_answers_from_a_repository_as_from_a_folder(tmp_path):
-    """Bit for bit, of a trained checkpoint: scores travel as JSON, which keeps every digit of a float."""
+    """Bit for bit, of a trained checkpoint, and started again without the Hub: JSON keeps every digit of a float."""
     folder = Path(__file__).parent.parent / "checkpoints" / ZOO_NAME
     photo = io.BytesIO()
     Image.radial_gradient("L").save(photo, "PNG")
@@ -177,14 +162,14 @@ def test_service_answers_from_a_repository_as_from_a_folder(tmp_path):
     commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
     server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
     name = f"owner/{ZOO_NAME}@v1"
-    wanted = bkn_zoo.Classifier.from_pretrained(folder, engine="torch")(photo.getvalue(), top_k=10)
+    found = bkn_zoo.Classifier.from_pretrained(folder, engine="torch")(photo.getvalue(), top_k=10)
+    wanted = [{"label": p.label, "score": p.score} for p in found.predictions]
     variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*", "HF_ENDPOINT": server.endpoint}
-    flags = ("--models", name, "--engine", "torch")
-    with ServiceProcess(tmp_path, *flags, environment=variables, ready_within=180) as process:
-        request = urllib.request.Request(f"{process.url}/v1/classify?top_k=10", photo.getvalue())
-        with DIRECT.open(request, timeout=60) as response:
-            answer = json.load(response)
-        assert TOKEN not in process.log()
-    server.shutdown()
-    assert (answer["model"], answer["revision"]) == (name, commit)
-    assert answer["predictions"] == [{"label": p.label, "score": p.score} for p in wanted.predictions]
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        flags = ("--models", name, "--engine", "torch")
+        with ServiceProcess(tmp_path, *flags, environment=variables | offline, ready_within=180) as process:
+            answer = process.ask("/v1/classify?top_k=10", photo.getvalue()).json()
+            assert TOKEN not in process.log()
+        assert (answer["model"], answer["revision"], answer["predictions"]) == (name, commit, wanted)
+        server.shutdown()
+        server.server_close()

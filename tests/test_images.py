@@ -9,7 +9,6 @@ import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,7 +126,7 @@ def test_what_is_no_source_is_refused(tmp_path, monkeypatch):
     """A string is a path and never an address."""
     for thing in (None, 3, [1, 2], torch.zeros(3, 4, 4), io.BytesIO(b"")):
         with pytest.raises(ImageFormatError, match=f"a {type(thing).__name__} is not an image"):
-            open_image(thing)  # type: ignore[arg-type]
+            open_image(thing)
     os.mkfifo(tmp_path / "pipe")
     large, secret = tmp_path / "large.png", tmp_path / "secret.png"
     large.touch()
@@ -253,12 +252,6 @@ def test_of_what_a_camera_says_only_its_orientation_is_read():
                 warnings.simplefilter("error")
                 assert open_image(data).size == size
             assert time.process_time() - start < 1  # a few milliseconds; Pillow takes seconds
-    inner = tiff(
-        31, (34665, 4, 1, 200), (273, 4, 1, 0), data=exif_of((0x011A, 5, 1_000_000, 240))[8:] + bytes(8_000_000)
-    )
-    start = time.process_time()
-    open_image(inner)
-    assert time.process_time() - start < 1
 
 
 def exif_of(*entries):
@@ -431,24 +424,6 @@ def test_bombs_are_refused_in_little_time_and_memory(data, kind):
         assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + 5_000_000
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no other way to see its memory")
-def test_bombs_take_no_memory_outside_of_python_either():
-    def resident(_=None):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def refuse(data):
-        with pytest.raises(ImageTooLargeError):
-            open_image(data)
-
-    before = resident()
-    with ThreadPoolExecutor(1) as threads:
-        refusals = [threads.submit(refuse, data) for data in list(TOO_LARGE.values()) * 20]
-        largest = max(map(resident, iter(refusals[-1].done, True)))
-    assert [refusal.result() for refusal in refusals] == [None] * len(refusals)
-    assert largest - before < 30e6
 
 
 @pytest.mark.parametrize("name", HIDDEN)

@@ -2,22 +2,19 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
-from fastapi.testclient import TestClient
+from image_trees import write_noise
+from local_service import LocalService
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.checkpoints.folder import verify_golden
-from bkn_zoo.cli import train
 from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
 from bkn_zoo.conversion.libraries import named_network, preprocessing_of
 from bkn_zoo.errors import CheckpointError, HubUnavailableError, InputError, UnknownNameError
@@ -25,20 +22,15 @@ from bkn_zoo.images import Preprocessing, normalize
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms import BatchKalmanNorm
-from service.app import create_app
-from service.settings import read_settings
 
 pytest.importorskip("timm")
-from bkn_zoo.training.fine_tuning import FINE_TUNING
-from bkn_zoo.training.network import build
-from bkn_zoo.training.recipes import read_recipe
 
 NETWORK = "timm:test_resnet"
-ABOUT: dict[str, Any] = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
+ABOUT = {"label_names": list("abcd"), "preprocessing": Preprocessing(64, (0.4,) * 3, (0.2,) * 3)}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     torch.manual_seed(0)
     model = bkn_zoo.create_model(NETWORK, 4)
     model.statistics_batch_size = 2
@@ -49,14 +41,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
+def checkpoint(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "mine"))
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [(NETWORK, {"drop_rate": 0.1}), ("torchvision:resnet18", {"zero_init_residual": True})]
 )
-def test_a_checkpoint_gives_the_network_back(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_gives_the_network_back(name, options, tmp_path):
     model = bkn_zoo.create_model(name, 4, **options)
     model.statistics_batch_size = 2
     model.train()(torch.randn(4, 3, 64, 64))
@@ -74,9 +66,7 @@ def test_a_checkpoint_gives_the_network_back(name: str, options: dict[str, Any],
     assert set(verify_golden(tmp_path / "mine")) == set(MODES)
 
 
-def test_classifier_command_and_service_take_it(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classifier_command_and_service_take_it(checkpoint, tmp_path, capsys):
     photo = tmp_path / "photo.png"
     Image.radial_gradient("L").convert("RGB").save(photo)
     best = bkn_zoo.Classifier.from_pretrained(checkpoint)(photo, top_k=1).predictions[0]
@@ -86,28 +76,16 @@ def test_classifier_command_and_service_take_it(
     ):
         assert cli.main(command) == 0
         assert words in capsys.readouterr().out
-    for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoint.parent))
-    with TestClient(create_app(read_settings(["--models", "mine"]))) as client:
-        deadline = time.monotonic() + 60
-        while client.get("/health/ready").status_code != 200 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        answer = client.post("/v1/classify", content=photo.read_bytes(), headers={"Content-Type": "image/png"})
-        assert answer.status_code == 200
-        assert client.get("/v1/models").json()["models"][0]["architecture"] == NETWORK
+    with LocalService("--models", str(checkpoint)) as service:
+        assert service.ask(body=photo.read_bytes()).json()["predictions"][0]["label"] == best.label
+        assert service.ask("/v1/models").json()["models"][0]["architecture"] == NETWORK
 
 
-def few_layers() -> nn.Module:
+def few_layers():
     """Of one's own, and no network of the zoo."""
-    layers = [
-        nn.Conv2d(3, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=8),
-        nn.BatchNorm2d(8),
-    ]
-    layers += [nn.ReLU(), nn.Conv2d(8, 12, 1), nn.BatchNorm2d(12), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8)]
+    layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 1), nn.BatchNorm2d(12)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     converted = bkn_zoo.convert(nn.Sequential(*layers), statistics_batch_size=2)
     with torch.no_grad():
         converted.train()(torch.randn(4, 3, 64, 64))
@@ -115,7 +93,7 @@ def few_layers() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None:
+def test_engines_give_the_network_s_outputs(checkpoint, name):
     """In OpenVINO of few layers, which takes seconds for each; test_export.py has a whole network there."""
     if name == "openvino":
         pytest.importorskip("openvino")
@@ -136,15 +114,15 @@ def test_engines_give_the_network_s_outputs(checkpoint: Path, name: str) -> None
 
 
 class Several(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"out": self.layers(x)}
 
 
-def test_engines_take_images_and_outputs_of_any_shape() -> None:
+def test_engines_take_images_and_outputs_of_any_shape():
     converted = bkn_zoo.convert(Several().layers).eval()
     images = torch.randn(2, 1, 8, 8)
     engine = create_engine(converted)
@@ -160,59 +138,37 @@ def test_engines_take_images_and_outputs_of_any_shape() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])
-def test_networks_without_an_engine_or_a_file_are_refused(name: str) -> None:
+def test_networks_without_an_engine_or_a_file_are_refused(name):
     if name == "openvino":
         pytest.importorskip("openvino")
     with pytest.raises(InputError, match="engines do not support a Several"):
-        create_engine(bkn_zoo.convert(Several(), only="layers"), name)  # type: ignore[arg-type]
+        create_engine(bkn_zoo.convert(Several(), only="layers"), name)
     with pytest.raises(InputError, match="but this one returns a dict"):
-        create_engine(bkn_zoo.convert(Several()).eval(), name)(torch.randn(2, 1, 8, 8))  # type: ignore[arg-type]
+        create_engine(bkn_zoo.convert(Several()).eval(), name)(torch.randn(2, 1, 8, 8))
     with pytest.raises(InputError, match="the name or the folder of a checkpoint, not a Several"):
-        bkn_zoo.export(bkn_zoo.convert(Several()))  # type: ignore[arg-type]
+        bkn_zoo.export(bkn_zoo.convert(Several()))
 
 
-def test_the_average_of_a_map_in_f16_is_that_in_f32() -> None:
-    pytest.importorskip("openvino")
-    layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.AvgPool2d(112), nn.Flatten())
-    model = named_network(bkn_zoo.convert(layers), "averages", 8, {}, 1).eval()
-    bright = torch.ones(1, 3, 112, 112)
-    with torch.no_grad():
-        wanted = model(bright, "population")
-    found = create_engine(model, "openvino", precision="f16")(bright, "population")
-    torch.testing.assert_close(found, wanted, atol=5e-3 * wanted.abs().max().item(), rtol=0)
-
-
-def test_training_starts_from_the_library_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    for label, name in enumerate(("dark", "light")):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for k in range(8):
-            pixels = rng.integers(120 * label, 120 * label + 120, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{k}.jpg")
+def test_training_starts_from_the_library_s_weights(tmp_path, monkeypatch):
     published = from_library(NETWORK).state_dict()
     builder = libraries._builder
     monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], lambda: published))
     monkeypatch.chdir(tmp_path)
-    source = build(read_recipe(None, {"model": NETWORK, **FINE_TUNING}), NETWORK, ["a", "b"])
-    assert torch.equal(source.state_dict()["conv1.0.weight"], published["conv1.0.weight"])
-    more = ["--epochs", "1", "--validation", "0.3", "--gradient_batch", "4", "--device", "cpu", "--size", "32"]
-    train.main(["--data", "photos", "--init", NETWORK, *more, "--name", "mine"])
-    model = bkn_zoo.from_pretrained(tmp_path / "runs" / "mine" / "mine")
+    write_noise(tmp_path / "photos", (32, 32), dark=8, light=8)
+    options = {"epochs": 1, "validation": 0.3, "gradient_batch": 4, "size": 32, "device": "cpu"}
+    model = bkn_zoo.fine_tune("photos", init=NETWORK, freeze=False, quiet=True, **options).model
     assert (model.name, model.num_classes) == (NETWORK, 2)
     assert model.statistics_batch_size is None  # whole batches, as it was trained
     trained = model.state_dict()["conv1.0.weight"]
     assert 0 < (trained - published["conv1.0.weight"]).abs().max() < 0.1  # from where the library's weights were
 
 
-def test_images_are_normalized_as_the_weights_want_them() -> None:
+def test_images_are_normalized_as_the_weights_want_them():
     import timm
 
-    for name in ("inception_v4", "resnet18"):
-        about = timm.create_model(name).pretrained_cfg
-        found = preprocessing_of(f"timm:{name}", 64)
-        wanted = 64, about["mean"], about["std"], about["interpolation"]
-        assert (found.size, found.mean, found.std, found.interpolation) == wanted
-    assert preprocessing_of("timm:inception_v4", 64).mean == (0.5, 0.5, 0.5)
+    about, found = timm.create_model("inception_v4").pretrained_cfg, preprocessing_of("timm:inception_v4", 64)
+    wanted = 64, (0.5, 0.5, 0.5), about["std"], about["interpolation"]
+    assert (found.size, found.mean, found.std, found.interpolation) == wanted
     usual = preprocessing_of("torchvision:resnet18", 64)
     assert (usual.mean, usual.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     # Ours are built without weights, and then torchvision leaves out the change to what these were trained with.
@@ -222,8 +178,8 @@ def test_images_are_normalized_as_the_weights_want_them() -> None:
     torch.testing.assert_close(ours, theirs._transform_input(normalize(pixels, usual)))
 
 
-def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline() -> dict[str, Tensor]:
+def test_weights_out_of_reach_are_an_error(monkeypatch):
+    def offline():
         raise OSError("no route to host")
 
     builder = libraries._builder
@@ -248,9 +204,7 @@ def test_weights_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         (NETWORK, {"num_classes": 0}, InputError, "num_classes"),
     ],
 )
-def test_nothing_but_plain_names_and_numbers_is_built(
-    name: str, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_nothing_but_plain_names_and_numbers_is_built(name, options, error, words):
     with pytest.raises(error, match=words):
         libraries.build(name, **options)  # as checkpoints do, whose config may be a stranger's
 
@@ -263,7 +217,7 @@ def test_nothing_but_plain_names_and_numbers_is_built(
         ({"norm": "bn"}, "norm"),
     ],
 )
-def test_a_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, words: str) -> None:
+def test_a_config_that_asks_for_more_is_refused(checkpoint, change, words):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -271,29 +225,29 @@ def test_a_config_that_asks_for_more_is_refused(checkpoint: Path, change: Any, w
     assert "\n" not in str(caught.value)
 
 
-def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path: Path) -> None:
+def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path):
     model = bkn_zoo.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)))
     with pytest.raises(InputError, match="save the state_dict"):
-        bkn_zoo.save_pretrained(model, tmp_path / "mine")  # type: ignore[arg-type]
+        bkn_zoo.save_pretrained(model, tmp_path / "mine")
 
 
 class Odd(torch.nn.Module):
     """A convolution that only one norm follows, one that others see too, and one that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = (torch.nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(3))
         self.one, self.two, self.three = (torch.nn.BatchNorm2d(3) for _ in range(3))
         self.bare = torch.nn.BatchNorm2d(3, affine=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.one(self.first(x)).relu()
         shared = self.second(x)
         x = self.two(shared) + shared
         return self.bare(self.third(self.three(self.third(x)))).mean((2, 3))
 
 
-def test_a_norm_folds_only_into_a_convolution_of_its_own() -> None:
+def test_a_norm_folds_only_into_a_convolution_of_its_own():
     converted = bkn_zoo.convert(Odd())
     assert converted.foldable == {"one": "first"}
     model = named_network(converted, "mine:odd", 3, {}, 8)

@@ -42,7 +42,7 @@ class Peak(TorchDispatchMode):
 def shorten(model):
     """Take out blocks that are like others, which only cost time here."""
     if isinstance(model, ResNet):
-        del model.layer1[2:], model.layer2[2:], model.layer3[2:], model.layer4[2:]
+        del model.layer1[2:], model.layer2[1:], model.layer3[1:], model.layer4[1:]
     else:
         del model.inception_4b, model.inception_4d, model.inception_5b
 

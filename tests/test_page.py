@@ -79,8 +79,7 @@ class Visit:
     def widths(self, mode):
         """How long the bars are, as fractions of the longest possible."""
         measure = "(fills) => fills.map((one) => one.offsetWidth / one.parentElement.offsetWidth)"
-        found = self.page.get_by_test_id(f"bars-{mode}").locator(".bar-fill").evaluate_all(measure)
-        return found
+        return self.page.get_by_test_id(f"bars-{mode}").locator(".bar-fill").evaluate_all(measure)
 
     def forget(self, status):
         """Drop the console's note of answers with a status that the test has provoked."""

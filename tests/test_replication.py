@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
 from studies import replication
-from studies.base import DOCS, RESULTS
-from studies.chance import Deviation, Difference, between, student, typical
-from studies.replication_cells import Cell, difference, read_records
-from studies.replication_plan import PLAN, listed, read_plan
+from studies.base import RESULTS
+from studies.chance import Deviation, Difference, between, student
+from studies.replication_cells import read_records
+from studies.replication_plan import listed, read_plan
 from studies.runner import main
 
-from bkn_zoo.errors import InputError
 from bkn_zoo.modes import MODES
 from bkn_zoo.training import datasets
 
@@ -42,13 +40,6 @@ def test_records_are_of_planned_runs_and_published_ones_count():
     assert "tiny_full.bkn.256-4.seed=0" in done
     # Not published; and of fewer epochs than the published run's.
     assert done.isdisjoint({"tiny_full.bkn.256-4.seed=1", "cifar100.bkn.128-2.seed=0"})
-
-
-def test_a_plan_says_what_a_row_does_not_take(tmp_path):
-    text = PLAN.read_text().replace('norm = "gn", groups', 'norm = "gn", colour = 1, groups', 1)
-    (tmp_path / "plan.toml").write_text(text)
-    with pytest.raises(InputError, match="controls: a row has the unknown field 'colour'"):
-        read_plan(tmp_path / "plan.toml")
 
 
 @pytest.mark.parametrize(
@@ -106,48 +97,6 @@ def test_an_interval_is_students():
     exact = {0.5: 12.71, 1.06: 11.13, 1.18: 8.93, 1.35: 7.05, 1.75: 4.95, 1.9: 4.53, 2.25: 3.88, 2.59: 3.49}
     for freedom, quantile in {**exact, 5: 2.57, 8: 2.31, 30: 2.04, 1e6: 1.96}.items():
         assert quantile - 0.01 <= student(freedom) <= 1.02 * quantile
-
-
-def test_few_wild_arms_do_not_make_a_settings_deviation():
-    torch.manual_seed(0)
-    values = torch.randn(4000, 3, dtype=torch.float64) * 0.3
-    arms = values.tolist()
-    wild = (values * torch.where(torch.arange(4000) < 200, 20, 1)[:, None]).tolist()
-    freedoms = [2 / (values[:, :seeds].var(1).log().var().item() / 4000) for seeds in (2, 3)]
-    for sample, deviates, freedom in (
-        # As many as a variance has whose logarithm scatters as little as the mean of theirs.
-        ([arm[:2] for arm in arms], 0.3, freedoms[0]),
-        (arms, 0.3, freedoms[1]),
-        (wild, 0.3 * 20**0.05, freedoms[1]),  # by the variances' mean, four and a half times as much
-        (arms[:1], values[0].std().item() / math.exp(-0.5772 / 2), 2),  # less Euler's constant, on average
-    ):
-        found = typical(sample)
-        assert found is not None
-        assert (found.value, found.freedom) == (pytest.approx(deviates, rel=0.05), pytest.approx(freedom, rel=0.1))
-    alike = [[1.0, 1.0, 1.0], [50.0]]
-    assert typical([*alike, *arms[:9]]) == typical(arms[:9])
-    assert typical(alike) is None
-
-
-# The page.
-
-
-def test_the_page_names_what_a_late_rule_decided(monkeypatch):
-    """One that was made with results in view."""
-    text = " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
-    assert "the one over BN with two images with EvalNorm's rule, and the one over BN with whole batches" in text
-    found = read_records(RESULTS / "reproduce", RESULTS / "runs")
-    setting = next(each for each in PLANNED.experiments if each.name == "cifar10_full")
-
-    def gains():
-        points = {claim["says"]: difference(claim, PLANNED, found) for claim in setting.differences}
-        return {says for says, each in points.items() if each and each.verdict() == "held"}
-
-    with_it = gains()
-    monkeypatch.setattr(Cell, "learned", lambda *_: True)
-    assert with_it - gains() == {
-        "BKN against BN with two, with EvalNorm's rule for both", "BKN with two, against BN with whole batches",
-    }  # fmt: skip
 
 
 # A run.

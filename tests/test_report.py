@@ -39,18 +39,3 @@ def test_conclusions_of_the_page_of_runs_hold():
     lines = [line.strip("| ").split(" | ") for line in regions["aim"].splitlines()[2:]]
     assert len(lines) == 2
     assert not any(float(bn) >= 66.5 and float(difference) >= -0.5 for _, bn, _, difference, _ in lines)
-
-
-def test_imagenet_cost_follows_from_the_measured_speeds():
-    """90 epochs of 99 % of the training images, at 1,000 images per second by Python and 2,000 as a graph."""
-    row = {"norm": "bkn", "mode": "eager", "gradient_batch": 256}
-    rows = [
-        row | {"model": model, "statistics_batch": group, "launch": launch, "images_per_s": speed}
-        for model in ("inception_v2", "resnet101")
-        for group in (32, 4, 1)
-        for launch, speed in (("python", 1000.0), ("graph", 2000.0))
-    ]
-    lines = report.imagenet({"train": {"rows": rows}, "train_inception": {"rows": []}}).splitlines()[2:]
-    costs = "2000 | 1000 | 15.9 h | 31.7 h (254 GPU-hours) | 4.0 h (32 GPU-hours) |"
-    assert lines[0] == f"| `inception_v2_bkn` | (256,32) | {costs}"
-    assert [line.endswith(costs) for line in lines] == [True] * 6

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import Mock, patch
 
 import attackers
@@ -26,14 +24,14 @@ from service.slow_decoder import SlowDecoder
 ABOUT = Preprocessing(32, (0.5,) * 3, (0.25,) * 3)
 
 
-def test_large_json_is_parsed_in_a_thread_and_small_is_not() -> None:
+def test_large_json_is_parsed_in_a_thread_and_small_is_not():
     sizes = []
 
-    async def work(size: int, parse: Any, *arguments: Any) -> Any:
+    async def work(size, parse, *arguments):
         sizes.append(size)
         return parse(*arguments)
 
-    def read(image: bytes) -> bytes:
+    def read(image):
         body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
         message = {"type": "http.request", "body": body}
         asked = Mock(headers={"content-type": "application/json"}, query_params={}, scope={"query_string": b""})
@@ -45,14 +43,14 @@ def test_large_json_is_parsed_in_a_thread_and_small_is_not() -> None:
     assert (read(large), len(sizes)) == (large, 1)
 
 
-async def _parts(body: bytes) -> Any:
+async def _parts(body):
     yield body
 
 
 @pytest.mark.parametrize(
     "text", ["QQ==QQ==", "A" * 65_534 + "==" + "AAAA", "A" * 65_536 + "!AAA", "=AAA", "A===", "AAAAA", "A" * 300 + "é"]
 )
-def test_base64_with_padding_or_letters_out_of_place_is_refused(text: str) -> None:
+def test_base64_with_padding_or_letters_out_of_place_is_refused(text):
     data, strings = base64_json.parse(json.dumps(text).encode())
     assert len(strings) == (len(text) > base64_json.LONG)
     with pytest.raises(MalformedRequestError, match="not base64"):
@@ -61,7 +59,7 @@ def test_base64_with_padding_or_letters_out_of_place_is_refused(text: str) -> No
 
 @pytest.mark.parametrize("size", [0, 1, 2, 191, 192, 193, 194, 49_151, 49_152, 200_003])
 @pytest.mark.parametrize("letter", ["/", "+", "A", "\n"])
-def test_base64_with_escapes_is_read_at_any_length(size: int, letter: str) -> None:
+def test_base64_with_escapes_is_read_at_any_length(size, letter):
     image = os.urandom(size)
     text = base64.encodebytes(image).decode() if letter == "\n" else base64.b64encode(image).decode()
     body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}", "images": [text]})
@@ -82,18 +80,18 @@ def test_base64_with_escapes_is_read_at_any_length(size: int, letter: str) -> No
         b"[" + b'"' + b"a" * 300 + b'",' * 10**5,
     ],
 )
-def test_json_of_many_parts_is_refused_without_parsing(body: bytes) -> None:
+def test_json_of_many_parts_is_refused_without_parsing(body):
     with patch("service.base64_json.json.loads") as loads, pytest.raises(MalformedRequestError, match="too many parts"):
         base64_json.parse(body)
     loads.assert_not_called()
 
 
-def test_json_and_base64_are_read_in_small_steps() -> None:
+def test_json_and_base64_are_read_in_small_steps():
     """Every call that holds Python's lock gets a slice."""
     body = json.dumps({"image": "A" * 9_900_000, "more": "\n" * 40_000}).encode()
     sizes = []
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(function):
         return lambda data, **options: (sizes.append(len(data)), function(data, **options))[1]
 
     with (
@@ -106,7 +104,7 @@ def test_json_and_base64_are_read_in_small_steps() -> None:
     assert sum(sizes) > 2 * 9_900_000
 
 
-def test_parameter_names_are_limited_before_they_are_compared() -> None:
+def test_parameter_names_are_limited_before_they_are_compared():
     with patch("service.uploads.get_close_matches") as compare:
         with pytest.raises(BadParameterError, match="more than 32 parameters"):
             uploads._chosen({f"modal{k}": 1 for k in range(33)})
@@ -138,7 +136,7 @@ def test_parameter_names_are_limited_before_they_are_compared() -> None:
         (lambda: attackers.png(9, 9, *[(b"eXIf", b"")] * 300, pixels=bytes(90)), False),
     ],
 )  # fmt: skip
-def test_costly_images_are_known_by_their_header(make: Callable[[], bytes], is_cheap: bool) -> None:
+def test_costly_images_are_known_by_their_header(make, is_cheap):
     data = make()
     begun = time.process_time()
     cost = estimate(data, 50_000_000)
@@ -146,7 +144,7 @@ def test_costly_images_are_known_by_their_header(make: Callable[[], bytes], is_c
     assert (cost.image is not None, cost.seconds <= CHEAP) == (is_cheap, is_cheap)
 
 
-def test_pixels_are_counted_without_opening_the_file() -> None:
+def test_pixels_are_counted_without_opening_the_file():
     sizes = {"strips": 8 * 32_768, "planar": 4000 * 4000, "large_webp": 49_000_000, "large_png": 49_000_000}
     assert {name: estimate(getattr(attackers, name)(), 50_000_000).pixels for name in sizes} == sizes
     with pytest.raises(ImageTooLargeError):
@@ -154,14 +152,14 @@ def test_pixels_are_counted_without_opening_the_file() -> None:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Iterator[SlowDecoder]:
+def decoder():
     decoder = SlowDecoder(60)
     yield decoder
     decoder.stop()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_slow_decoder_gives_the_same_pixels(decoder: SlowDecoder, kind: str) -> None:
+def test_slow_decoder_gives_the_same_pixels(decoder, kind):
     from bkn_zoo.images import open_image, preprocess
 
     data, about = encoded(picture(side=90).resize((90, 70)), kind), ABOUT
@@ -169,7 +167,7 @@ def test_slow_decoder_gives_the_same_pixels(decoder: SlowDecoder, kind: str) -> 
     assert preprocess(square, about).equal(preprocess(open_image(data), about))
 
 
-def test_slow_decoder_passes_errors_on_and_survives_them(decoder: SlowDecoder) -> None:
+def test_slow_decoder_passes_errors_on_and_survives_them(decoder):
     with pytest.raises(BrokenImageError, match="cannot be decoded"):
         decoder.decode(encoded(picture())[:200], ABOUT, 10_000)
     with pytest.raises(ImageTooLargeError, match="40 x 40 pixels, but 1,000 are allowed"):
@@ -178,7 +176,7 @@ def test_slow_decoder_passes_errors_on_and_survives_them(decoder: SlowDecoder) -
 
 
 @pytest.mark.parametrize(("sent", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 0.5)])
-def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent: signal.Signals, seconds: float) -> None:
+def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent, seconds):
     decoder = SlowDecoder(seconds)
     os.kill(decoder._process.pid, sent)
     with pytest.raises(BrokenImageError, match="crashes the decoder or takes too long"):
@@ -186,12 +184,12 @@ def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent: signal.Signals,
     assert not decoder.is_alive
 
 
-def test_small_input_overtakes_and_a_cancelled_one_gives_way() -> None:
-    async def run() -> list[str]:
+def test_small_input_overtakes_and_a_cancelled_one_gives_way():
+    async def run():
         lane, order, gate = Lane("it", 1, 1, 10), [], asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def work(name: str) -> None:
+        def work(name):
             order.append(name)
             if name == "first":
                 asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()

@@ -1,13 +1,8 @@
 """Settings of the service, API keys, and models that can or cannot be loaded."""
 
 import base64
-import json
-import os
 import shutil
 import socket
-from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from attackers import encoded, picture
@@ -18,9 +13,8 @@ from starlette.testclient import TestClient
 import bkn_zoo
 from bkn_zoo import InputError
 from bkn_zoo.images import Preprocessing
-from service.app import Service, create_app
+from service.app import create_app
 from service.command import main
-from service.server import Server
 from service.settings import Settings, read_settings
 
 IMAGE = encoded(picture(1, side=50))
@@ -28,8 +22,8 @@ TEXT = base64.b64encode(IMAGE).decode()
 JSON = "application/json"
 
 
-@pytest.fixture
-def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def bundled(checkpoints, monkeypatch):
     for name in ("BKN_ZOO_API_KEYS", "BKN_ZOO_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
@@ -37,28 +31,11 @@ def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.command.set_up_logs", lambda: None)  # it would go on writing where a test captures
 
 
-@pytest.mark.usefixtures("bundled")
-def test_one_failing_image_of_a_batch_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, images = Service._answer, []
-
-    async def fails_once(self: Service, loaded: Any, image: bytes, options: Any) -> Any:
-        images.append(image)
-        if len(images) == 2:
-            raise ValueError("as a score that is no number would")
-        return await answer(self, loaded, image, options)
-
-    monkeypatch.setattr(Service, "_answer", fails_once)
-    with LocalService("--models", "first") as service:
-        body = json.dumps({"images": [TEXT] * 3}).encode()
-        results = service.ask("/v1/classify/batch", body, Content_Type=JSON).json()["results"]
-    assert [result.get("error", {}).get("code") for result in results] == [None, "internal", None]
-
-
-def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path, caplog):
     pytest.importorskip("openvino")
     model = bkn_zoo.create_model("inception_cifar_bkn", 10).eval()
     model.conv.norm.running_var.fill_(1e4)  # too large for sums in f16
-    about: dict[str, Any] = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.25,) * 3)}
+    about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.25,) * 3)}
     bkn_zoo.save_pretrained(model, tmp_path / "odd", default_statistics="population", **about)
     engine = ["--engine", "openvino", "--precision", "f16"]
     with LocalService("--models", str(tmp_path / "odd"), *engine) as service:
@@ -69,8 +46,7 @@ def test_statistics_the_engine_refuses_are_the_clients_error(tmp_path: Path, cap
     assert "failed" not in caplog.text
 
 
-@pytest.mark.usefixtures("bundled")
-def test_api_keys_leave_only_health_metrics_and_pages_open() -> None:
+def test_api_keys_leave_only_health_metrics_and_pages_open():
     with LocalService("--models", "first", "--api-keys", "one,another") as service:
         assert [service.ask(path).status for path in ("/", "/health/live", "/metrics", "/openapi.json")] == [200] * 4
         paths = service.ask("/openapi.json").json()["paths"]
@@ -84,8 +60,7 @@ def test_api_keys_leave_only_health_metrics_and_pages_open() -> None:
             assert service.ask(body=b"x", **bad).status == 401
 
 
-@pytest.mark.usefixtures("bundled")
-def test_other_origins_are_refused_unless_named() -> None:
+def test_other_origins_are_refused_unless_named():
     origin = {"Origin": "https://example.org"}
     for origins, allowed in (("", None), ("https://example.org", "https://example.org")):
         client = TestClient(create_app(read_settings(["--models", "first", "--cors-origins", origins])))
@@ -96,8 +71,7 @@ def test_other_origins_are_refused_unless_named() -> None:
     assert client.options("/v1/classify", headers=asked | origin).status_code == 200
 
 
-@pytest.mark.usefixtures("bundled")
-def test_starting_or_stopping_service_says_so() -> None:
+def test_starting_or_stopping_service_says_so():
     app = create_app(read_settings(["--models", "first"]))
     client = TestClient(app)  # without its lifespan, so that nothing is loaded
     assert (client.get("/health/live").status_code, client.get("/health/ready").status_code) == (200, 503)
@@ -107,20 +81,10 @@ def test_starting_or_stopping_service_says_so() -> None:
     assert client.get("/health/ready").json() == {"status": "draining"}
 
 
-@pytest.mark.usefixtures("bundled")
-def test_service_serves_though_nobody_reads_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = read_settings(["--models", "first"])
-    server = Server(create_app(settings), settings)
-    gone, pipe = os.pipe()
-    os.close(gone)
-    with socket.create_server(("127.0.0.1", 0)) as listening, os.fdopen(pipe, "w") as stdout:
-        server.servers = [Mock(sockets=[listening])]
-        monkeypatch.setattr("sys.stdout", stdout)
-        server._announce()
-        stdout.flush()  # nor is anything left that fails at the end
-
-
-def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_wins_over_environment(monkeypatch):
+    for name in ("MODEL", "MODELS"):
+        monkeypatch.setenv(name, "a stranger's, without the prefix")
+    assert read_settings([]).models == []
     for name, value in {"QUEUE_LENGTH": "3", "MODELS": "one, owner/two@main", "API_KEYS": "secret"}.items():
         monkeypatch.setenv(f"BKN_ZOO_{name}", value)
     settings = read_settings(["--deadline", "2.5"])
@@ -134,14 +98,8 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings().host == "127.0.0.1"
 
 
-def test_environment_names_without_prefix_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MODEL", "MODELS"):
-        monkeypatch.setenv(name, "a stranger's")
-    assert read_settings([]).models == []
-
-
 @pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
-def test_keys_that_nobody_could_send_are_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+def test_keys_that_nobody_could_send_are_refused(monkeypatch, keys):
     """Rather than leave the service open because a secret was not filled in."""
     monkeypatch.setenv("BKN_ZOO_API_KEYS", keys)
     with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
@@ -155,14 +113,13 @@ SECONDS = [f"--{name.replace('_', '-')}" for name, field in Settings.model_field
     "flags",
     [["--port", "70000"], ["--engine", "magic"], *([name, value] for name in SECONDS for value in ("x", "inf", "nan"))],
 )
-def test_bad_setting_is_named(flags: list[str]) -> None:
+def test_bad_setting_is_named(flags):
     with pytest.raises(InputError, match=flags[0]):
         read_settings(flags)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.usefixtures("bundled")
-def test_port_in_use_is_named(capsys: pytest.CaptureFixture[str], workers: str) -> None:
+def test_port_in_use_is_named(capsys, workers):
     """Also where a stranger would share it."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(workers) - 1)
@@ -174,15 +131,14 @@ def test_port_in_use_is_named(capsys: pytest.CaptureFixture[str], workers: str) 
 
 
 @pytest.fixture
-def broken(checkpoints: Path, tmp_path: Path) -> Path:
+def broken(checkpoints, tmp_path):
     """A checkpoint without weights."""
     shutil.copytree(checkpoints / "first", tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
     return tmp_path / "broken"
 
 
-@pytest.mark.usefixtures("bundled")
-def test_model_that_cannot_be_loaded_evicts_no_other(broken: Path) -> None:
+def test_model_that_cannot_be_loaded_evicts_no_other(broken):
     with LocalService("--models", f"first,{broken},nowhere", "--loaded-models", "1") as service:
         for _ in range(2):
             assert service.ask("/v1/classify?model=nowhere", IMAGE).error == (503, "unavailable")
@@ -192,9 +148,8 @@ def test_model_that_cannot_be_loaded_evicts_no_other(broken: Path) -> None:
         assert service.ask(body=IMAGE).status == 200
 
 
-@pytest.mark.usefixtures("bundled")
 @pytest.mark.parametrize(("arguments", "loaded"), [([], 1), (["--models", "first,second,third"], 2)])
-def test_named_models_or_the_bundled_default_are_loaded_first(arguments: list[str], loaded: int) -> None:
+def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded):
     with LocalService(*arguments) as service:
         models = service.ask("/v1/models").json()["models"]
         assert len(models) >= 3
@@ -210,18 +165,14 @@ def test_named_models_or_the_bundled_default_are_loaded_first(arguments: list[st
         ("nonesuch", "unknown checkpoint 'nonesuch'"),
     ],
 )
-@pytest.mark.usefixtures("bundled")
-def test_missing_model_ends_the_command_before_it_serves(
-    models: str, words: str, broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_model_ends_the_command_before_it_serves(models, words, broken, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
     shown = capsys.readouterr()
     assert (shown.out, words in shown.err) == ("", True)
 
 
-@pytest.mark.usefixtures("bundled")
-def test_all_modes_are_warmed_without_being_asked_for() -> None:
+def test_all_modes_are_warmed_without_being_asked_for():
     with LocalService("--models", "first") as service:
         engine = service.service.pool._loaded["first"].classifier.engine
         until(lambda: len(engine._prepared) == 2, "the population's and the image's statistics prepared")

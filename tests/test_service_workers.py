@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,19 +24,19 @@ IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
-def running(checkpoints: Path) -> Iterator[ServiceProcess]:
+def running(checkpoints):
     with ServiceProcess(checkpoints, "--models", "first", "--workers", "2", "--drain-seconds", "1") as process:
         until(lambda: len(process.workers()) == 2, "two workers")
         yield process
 
 
-def ticks(pid: int) -> int:
+def ticks(pid):
     """Of the processor, in ticks of its clock."""
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
 @contextmanager
-def clients(client: Callable[[int], None], count: int = 4) -> Iterator[None]:
+def clients(client, count=4):
     """So many that run until they return, at the end of the block at the latest."""
     threads = [threading.Thread(target=client, args=(turn,)) for turn in range(count)]
     for thread in threads:
@@ -49,19 +48,19 @@ def clients(client: Callable[[int], None], count: int = 4) -> Iterator[None]:
             thread.join()
 
 
-def total(process: ServiceProcess, name: str, *labels: str) -> float:
+def total(process, name, *labels):
     lines = process.ask("/metrics").body.decode().splitlines()
     chosen = [line for line in lines if re.match(rf"{name}(\{{| )", line) and all(label in line for label in labels)]
     return sum(float(line.rpartition(" ")[2]) for line in chosen)
 
 
-def test_workers_answer_equally_and_count_together(running: ServiceProcess) -> None:
+def test_workers_answer_equally_and_count_together(running):
     cases = [(encoded(picture(number)), mode) for number in range(4) for mode in MODES]
-    found: dict[int, set[str]] = {case: set() for case in range(len(cases))}
+    found = {case: set() for case in range(len(cases))}
     idle = {pid: ticks(pid) for pid in running.workers()}
     before = total(running, "bkn_requests_total", "/v1/classify")
 
-    def client(turn: int) -> None:
+    def client(turn):
         for step in range(2 * len(cases)):
             case = (turn * 5 + step) % len(cases)
             reply = running.ask(f"/v1/classify?top_k=10&statistics={cases[case][1]}", cases[case][0])
@@ -81,7 +80,7 @@ def test_workers_answer_equally_and_count_together(running: ServiceProcess) -> N
     assert total(running, "process_resident_memory_bytes") == pytest.approx(resident * 4096, rel=0.5)
 
 
-def test_folder_of_counts_is_locked_against_cleaners(running: ServiceProcess) -> None:
+def test_folder_of_counts_is_locked_against_cleaners(running):
     """By the rule of systemd's tmpfiles.d(5); without the folder no worker could be replaced."""
     environment = Path(f"/proc/{min(running.workers())}/environ").read_text().split("\0")
     folder = os.open(dict(line.split("=", 1) for line in environment if line)[FOLDER], os.O_RDONLY)
@@ -92,11 +91,11 @@ def test_folder_of_counts_is_locked_against_cleaners(running: ServiceProcess) ->
         os.close(folder)
 
 
-def test_killed_worker_is_replaced_and_one_retry_is_enough(running: ServiceProcess) -> None:
+def test_killed_worker_is_replaced_and_one_retry_is_enough(running):
     over, calm = threading.Event(), threading.Event()
-    outcomes: list[tuple[int, int]] = []
+    outcomes = []
 
-    def client(_: int) -> None:
+    def client(_):
         while not over.is_set():
             over.wait(0.1 if calm.is_set() else 0)
             first = running.ask(body=IMAGE).status
@@ -123,11 +122,11 @@ def test_killed_worker_is_replaced_and_one_retry_is_enough(running: ServiceProce
     until(lambda: total(running, "bkn_model_loaded") == 2, "the dead one is not counted")
 
 
-def test_all_workers_drain_when_told_to_stop(running: ServiceProcess) -> None:
+def test_all_workers_drain_when_told_to_stop(running):
     """The last with this service, since it ends."""
     pids, outcomes = running.workers(), []
 
-    def client(_: int) -> None:
+    def client(_):
         while not outcomes or outcomes[-1] == 200:
             outcomes.append(running.ask(body=IMAGE).status)
 
@@ -139,7 +138,7 @@ def test_all_workers_drain_when_told_to_stop(running: ServiceProcess) -> None:
     assert "Traceback" not in running.log()
 
 
-def spawned(process: ServiceProcess) -> set[int]:
+def spawned(process):
     """Workers from the moment that they are there, still busy with their imports."""
     children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text().split()
     found = set()
@@ -149,11 +148,11 @@ def spawned(process: ServiceProcess) -> set[int]:
     return found
 
 
-def has_two(process: ServiceProcess) -> bool:
+def has_two(process):
     return len(spawned(process)) == 2
 
 
-def test_workers_end_with_their_parent(checkpoints: Path) -> None:
+def test_workers_end_with_their_parent(checkpoints):
     """Neither one that serves nor one that only starts outlives it."""
     with ServiceProcess(
         checkpoints, "--models", "first", "--workers", "2", "--engine", "torch", is_ready=has_two
@@ -172,7 +171,7 @@ def test_workers_end_with_their_parent(checkpoints: Path) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_ctrl_c_while_workers_start_leaves_no_traceback(checkpoints: Path) -> None:
+def test_ctrl_c_while_workers_start_leaves_no_traceback(checkpoints):
     with ServiceProcess(checkpoints, "--models", "first", "--workers", "2", is_ready=has_two) as process:
         maps = [Path(f"/proc/{pid}/maps") for pid in spawned(process)]
         until(lambda: all("libtorch" in one.read_text() for one in maps), "they import torch")
@@ -182,6 +181,6 @@ def test_ctrl_c_while_workers_start_leaves_no_traceback(checkpoints: Path) -> No
         assert "bkn_zoo serves" not in process.log(), "nothing was loaded first"
 
 
-def test_workers_that_cannot_start_end_the_command() -> None:
+def test_workers_that_cannot_start_end_the_command():
     serves_nothing = bool  # True of any settings, as of an exit code that is not 0
     assert supervise(read_settings(["--workers", "2", "--port", "0"]), serves_nothing) == 1

@@ -6,9 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import bkn_zoo
 from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
-from bkn_zoo.cli.train import how_to_go_on, main, parse, stamp
+from bkn_zoo.cli.train import main, parse
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
@@ -38,18 +36,17 @@ NETWORK = "inception_cifar_bkn"
 NEW = ("--model", NETWORK, "--size", "8", "--device", "cpu", "--epochs", "1")
 MODES = {"population", "sample", "expected"}
 SIZE_8 = Preprocessing(8, (0.4,) * 3, (0.2,) * 3)
-Refused = Callable[..., str]
 
 
-def command(*arguments: Any) -> None:
+def command(*arguments):
     assert cli.main([str(word) for word in arguments]) == 0
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(capsys):
     """The sentence in which a command says what it cannot do."""
 
-    def refuse(*arguments: Any) -> str:
+    def refuse(*arguments):
         capsys.readouterr()
         assert cli.main([str(word) for word in arguments]) in (1, 2)
         sentence = capsys.readouterr().err.removesuffix("\n")
@@ -60,13 +57,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 @pytest.fixture(autouse=True)
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(tmp_path, monkeypatch):
     """Two classes of photographs, told apart by their brightness, in the working directory."""
     monkeypatch.chdir(tmp_path)
     return write_noise(tmp_path / "photos", dark=12, light=12)
 
 
-def saved(folder: Path, *label_names: str, preprocessing: Preprocessing = SIZE_8) -> Path:
+def saved(folder, *label_names, preprocessing=SIZE_8):
     """A new network for these classes."""
     model = bkn_zoo.create_model(NETWORK, len(label_names))
     model.statistics_batch_size = 2
@@ -76,23 +73,23 @@ def saved(folder: Path, *label_names: str, preprocessing: Preprocessing = SIZE_8
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     return saved(tmp_path / "start", *"abcde")
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     return saved(tmp_path / "mine", "dark", "light")
 
 
-def read(*parts: str) -> dict[str, Any]:
+def read(*parts):
     return json.loads(Path(*parts).read_text())
 
 
 # The functions
 
 
-def test_fine_tune_returns_network_record_and_folder(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tune_returns_network_record_and_folder(checkpoint, capsys):
     options = {"epochs": 1, "augmentation": {"mixup": 0.2}, "device": torch.device("cpu"), "quiet": True}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, **options)
     assert "".join(capsys.readouterr()) == ""
@@ -107,7 +104,7 @@ def test_fine_tune_returns_network_record_and_folder(checkpoint: Path, capsys: p
     assert "its training and its accuracy" in (result.folder / "README.md").read_text()
 
 
-def test_train_takes_a_recipe_by_path_name_or_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_takes_a_recipe_by_path_name_or_object(tmp_path, monkeypatch):
     fields = {"dataset": "folder", "epochs": 1, "gradient_batch": 8, "size": 8, "precision": "float32"}
     recipe = bkn_zoo.Recipe(model=NETWORK, **fields)
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
@@ -127,7 +124,7 @@ def test_train_takes_a_recipe_by_path_name_or_object(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:a training batch was not finite")
-def test_diverged_training_raises_its_own_error() -> None:
+def test_diverged_training_raises_its_own_error():
     with pytest.raises(bkn_zoo.NonFiniteLossError):
         bkn_zoo.fine_tune("photos", model=NETWORK, size=8, lr=1e30, warmup=0.0, epochs=2, device="cpu", quiet=True)
 
@@ -135,7 +132,7 @@ def test_diverged_training_raises_its_own_error() -> None:
 # The phases of fine-tuning
 
 
-def test_frozen_fine_tuning_computes_features_once(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_fine_tuning_computes_features_once(checkpoint, capsys):
     result = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine")
     said = capsys.readouterr().out
     assert "classifier on the frozen network: validation top-1 100.00 %" in said
@@ -147,7 +144,7 @@ def test_frozen_fine_tuning_computes_features_once(checkpoint: Path, capsys: pyt
     assert torch.equal(again.model.fc.weight, after["fc.weight"])
 
 
-def test_features_that_hardly_vary_get_no_large_weights() -> None:
+def test_features_that_hardly_vary_get_no_large_weights():
     """They do vary in other images: divided by their own deviation, they would outweigh all others there."""
     labels = torch.arange(40) % 2
     features = torch.randn(40, 8) + 2 * labels[:, None]
@@ -159,7 +156,7 @@ def test_features_that_hardly_vary_get_no_large_weights() -> None:
     assert loss < 0.3  # at the end: it began at 0.69
 
 
-def test_fit_starts_from_a_classifier_that_is_right() -> None:
+def test_fit_starts_from_a_classifier_that_is_right():
     """One training image of each class says little: what the checkpoint knows of the classes is better."""
     labels = torch.arange(40) % 2
     features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 3 * (labels[:, None] - 0.5)
@@ -172,7 +169,7 @@ def test_fit_starts_from_a_classifier_that_is_right() -> None:
     assert (found[0] - known.weight).norm() < 0.1 * known.weight.norm()
 
 
-def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lower_layers_are_frozen_on_a_cpu(checkpoint, capsys):
     options = {"device": "cpu", "epochs": 1, "keep": "last", "lr": 0.01}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, **options)
     assert "batches of 16, the first 67% of the layers frozen" in capsys.readouterr().out
@@ -186,13 +183,11 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("better", [False, True])
-def test_body_is_kept_only_if_validation_improves(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
-) -> None:
+def test_body_is_kept_only_if_validation_improves(checkpoint, monkeypatch, better):
     """Three epochs without a lower loss end the training, and the frozen network is kept."""
     losses = iter([0.5, *([0.4, 0.3] if better else [0.7, 0.8, 0.9])])
 
-    def evaluate(*_: Any, **__: Any) -> Any:
+    def evaluate(*_, **__):
         metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece"), 50.0)
         return dict.fromkeys(MODES, metrics | {"loss": next(losses, 0.1), "loss_error": 0.1})
 
@@ -206,11 +201,11 @@ def test_body_is_kept_only_if_validation_improves(
     assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
 
 
-def test_no_epochs_without_a_pretrained_network_are_refused(refused: Refused) -> None:
+def test_no_epochs_without_a_pretrained_network_are_refused(refused):
     assert "epochs is 0" in refused("train", "photos", *NEW[:-1], "0")
 
 
-def test_pace_tells_the_whole_time_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_tells_the_whole_time_and_advises(monkeypatch):
     clock, lines = iter(range(0, 10_000, 20)), []
     monkeypatch.setattr("bkn_zoo.training.pace.time.monotonic", lambda: next(clock))
     pace = Pace(lines.append, 0, steps=50, extra=0.0, advice="shorter: --freeze")
@@ -222,7 +217,7 @@ def test_pace_tells_the_whole_time_and_advises(monkeypatch: pytest.MonkeyPatch) 
     assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told)
 
 
-def test_redirected_bars_print_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirected_bars_print_lines(capsys, monkeypatch):
     monkeypatch.setattr("bkn_zoo.progress.EVERY", 0.01)
     with bar(7, "validation", "image", lines=True) as done:
         done(3)
@@ -233,9 +228,7 @@ def test_redirected_bars_print_lines(capsys: pytest.CaptureFixture[str], monkeyp
 # What a run leaves
 
 
-def test_fine_tuning_leaves_what_evaluate_confirms(
-    tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, monkeypatch, capsys):
     more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.001")
     more += ("--keep", "last", "--freeze", "0", "--ema", "0", "--optimizer", "sgd")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
@@ -251,24 +244,18 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
     assert config.accuracy.keys() == config.uncertain_below.keys() == MODES
     card = (output / output.name / "README.md").read_text()
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
-    assert (config.training["init"], config.training["recipe"]["statistics_batch"]) == ("start", 2)
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
     assert 0 < (model.conv.conv.weight - before).norm() / before.norm() < 0.3
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len((output / "log.jsonl").read_text().splitlines()) == 3
 
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
-    # Weights that are not averaged keep their statistics.
-    facts |= {"validation_anew": None, "statistics_anew": False}
+    facts |= {"validation_anew": None, "statistics_anew": False}  # of weights that are not averaged
     assert {name: record[name] for name in facts} == facts
-    assert record["seconds"] > 0
-    assert record["hardware"]
-    assert "torch" in record["versions"]
+    assert {"seconds", "hardware", "versions"} <= record.keys()
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
-    assert record["test"].keys() == MODES
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
     assert record["validation"] == validation
     assert validation[chosen]["top1"] == max(metrics["top1"] for metrics in validation.values())
@@ -278,10 +265,8 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
 
     for engine in ("eager", "torch"):
         command("evaluate", output, "--data", tree, "--device", "cpu", "--engine", engine, "--output", "measured.json")
-        measured = read("measured.json")
-        assert {"command", "hardware", "versions", "rows"} <= measured.keys()
-        rows = {row["statistics"]: row for row in measured["rows"]}
-        assert rows.keys() == record["test"].keys()
+        rows = {row["statistics"]: row for row in read("measured.json")["rows"]}
+        assert rows.keys() == record["test"].keys() == MODES
         for mode, metrics in record["test"].items():
             assert rows[mode]["images"] == 8  # the same share was held out
             assert rows[mode]["loss"] == pytest.approx(metrics["loss"], abs=1e-3)
@@ -291,9 +276,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(
 
 
 @pytest.mark.parametrize("better", [False, True])
-def test_averaged_weights_get_better_statistics_of_their_own(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, better: bool
-) -> None:
+def test_averaged_weights_get_better_statistics_of_their_own(checkpoint, monkeypatch, better):
     goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
     monkeypatch.setattr("bkn_zoo.training.finish.top1", lambda metrics: next(goodness))
     options = {"validation": 0.3, "gradient_batch": 8, "epochs": 1, "ema": 0.9, "freeze": False}
@@ -309,21 +292,7 @@ def test_averaged_weights_get_better_statistics_of_their_own(
     assert torch.allclose(result.model.conv.conv.weight, averaged["conv.conv.weight"], atol=1e-2)
 
 
-def test_bn_over_whole_batches_needs_no_recipe_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "net.toml").write_text(
-        f'model = "{NETWORK}"\ndataset = "folder"\nepochs = 1\ngradient_batch = 8\nstatistics_batch = 2\n'
-        'size = 8\nprecision = "float32"\n[augmentation]\nscale = 0.5\n'
-    )
-    twin = ("--model", "inception_cifar_bn", "--statistics_batch", "None", "--name", "net.bn", "--results", "shown")
-    command("train", "net.toml", "--data", "photos", "--device", "cpu", *twin)
-    record = read("shown", "net.bn.json")
-    assert (record["norm"], record["statistics_batch"], record["name"]) == ("bn", None, "net.bn")
-    assert record["seconds"] == sum(line["seconds"] for line in record["curve"])
-    model = bkn_zoo.from_pretrained("runs/net.bn")
-    assert (model.name, model.statistics_batch_size) == ("inception_cifar_bn", None)
-
-
-def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path, capsys):
     odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0), interpolation="bicubic")
     saved(tmp_path / "odd", "dark", "light", preprocessing=odd)
     start = ("train", "--data", "photos", "--init", "./odd", "--device", "cpu", "--epochs", "1", "--name", "mine")
@@ -342,7 +311,7 @@ def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path: Path, capsys: pyte
     assert state["fingerprint"] == read("runs/mine/results/runs/mine.json")["data_sha256"] != ""
 
 
-def test_patience_is_told_in_output_record_config_and_card(capsys) -> None:
+def test_patience_is_told_in_output_record_config_and_card(capsys):
     start = ("train", "--data", "photos", *NEW[:-1], "9", "--lr", "0", "--patience", "1", "--freeze")
     command(*start, "--name", "mine")
     written = capsys.readouterr()
@@ -355,7 +324,7 @@ def test_patience_is_told_in_output_record_config_and_card(capsys) -> None:
     assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
 
-def test_options_of_brn_reach_its_layers() -> None:
+def test_options_of_brn_reach_its_layers():
     result = bkn_zoo.fine_tune(
         "photos", model="inception_cifar_brn", size=8, epochs=1, device="cpu", gradient_batch=8, statistics_batch=4,
         output="out", ema=0.5, norm_options={"warmup": 3, "r_steps": 9, "d_steps": 7}, name="mine", quiet=True,
@@ -366,9 +335,7 @@ def test_options_of_brn_reach_its_layers() -> None:
     assert result.model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
 
 
-def test_unwritable_results_and_signals_lose_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, capsys, refused):
     in_the_way = tmp_path / "out" / "curves.png"
     in_the_way.mkdir(parents=True)
     start = ("train", "--data", "photos", *NEW, "--output", "out", "--name", "mine")
@@ -380,7 +347,7 @@ def test_unwritable_results_and_signals_lose_no_training(
     assert told.endswith("The training is saved: then repeat the command with --resume.")
     (tmp_path / "out" / "mine" / "notes.txt").unlink()
 
-    def measure(*_: Any, **__: Any) -> None:
+    def measure(*_, **__):
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end these tests"
         signal.raise_signal(signal.SIGTERM)
 
@@ -397,28 +364,22 @@ def test_unwritable_results_and_signals_lose_no_training(
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
-def test_curves_have_whole_epochs_and_hide_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
+def test_curves_have_whole_epochs_and_hide_nothing(count, monkeypatch):
+    drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0}
-    validation = dict.fromkeys(MODES, metrics)  # all the same
+    validation = {mode: {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0} for mode in MODES}
     history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
     draw_curves(Path("curves.png"), history, count, "a run")
     for axes in drawn[0].axes:
         ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
         assert ticks
         assert all(tick == round(tick) >= 1 for tick in ticks)
-        drawn[0].draw_without_rendering()  # where things come to lie
-        for line in axes.lines[:-1]:  # but for the dotted one
-            top = axes.transData.transform((1, max(line.get_ydata())))[1]
-            assert top + line.get_markersize() / 2 * drawn[0].dpi / 72 <= axes.bbox.y1
-    lines = [line for line in drawn[0].axes[1].lines if line.get_label() in validation]
-    widths = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+    widths = [line.get_linewidth() for line in drawn[0].axes[1].lines if line.get_label() in validation]
     assert len(widths) == 3
-    assert widths == sorted(set(widths), reverse=True)  # those that are drawn later are narrower
+    assert widths == sorted(set(widths), reverse=True)  # equal curves: those that are drawn later are narrower
 
 
-def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_test_images_are_not_chosen_by_and_have_intervals(mine, capsys):
     for split, count in (("train", 10), ("val", 3), ("test", 5)):
         write_noise(Path("split", split), dark=count, light=count)
     options = ("--init", mine, "--device", "cpu", "--epochs", "3", "--patience", "1", "--freeze")
@@ -443,7 +404,7 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine: Path, capsys: py
 # Options, names, and what a training starts from
 
 
-def test_options_override_the_recipe_wherever_they_stand() -> None:
+def test_options_override_the_recipe_wherever_they_stand():
     line = "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --weight_decay .003"
     line += " --statistics_batch None --seed 01 --graph False --model m --augmentation.flip true --ema 0 --freeze"
     args, overrides = parse(line.split())
@@ -459,18 +420,18 @@ def test_options_override_the_recipe_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        *(
-            ([*words], words[0])
-            for words in (["--learning", "1"], ["--augmentation.crop"], ["--epochs"], ["--private"])
-        ),
-        (["one", "two"], "two"),
-        *(([f"--{name}", ""], f"--{name} needs a value") for name in ("lr", "augmentation.crop", "freeze")),
-        (["--lr="], "--lr needs a value"),
+        ("--learning 1", "--learning"),
+        ("--augmentation.crop", "--augmentation.crop"),
+        ("--epochs", "--epochs"),
+        ("--private", "--private"),
+        ("one two", "two"),
+        ("--freeze=", "--freeze needs a value"),
+        ("--augmentation.crop=", "--augmentation.crop needs a value"),
     ],
 )
-def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, capsys: Any) -> None:
+def test_unknown_or_incomplete_option_is_refused(wrong, says, capsys):
     with pytest.raises(SystemExit) as caught:
-        parse(["--data", "D", *wrong])
+        parse(["--data", "D", *wrong.split()])
     assert caught.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
 
@@ -489,7 +450,7 @@ def test_unknown_or_incomplete_option_is_refused(wrong: list[str], says: str, ca
         (180, {"freeze": True}, (16, 4, 0)),  # the classifier is fitted before the first epoch
     ],
 )
-def test_batches_groups_and_epochs_of_small_data_sets(images: int, given: dict[str, Any], sizes: Any) -> None:
+def test_batches_groups_and_epochs_of_small_data_sets(images, given, sizes):
     recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
     found = fitted(recipe, images, given)
     assert fitted(recipe, images, given, pretrained=False).epochs >= 1
@@ -511,9 +472,7 @@ def test_batches_groups_and_epochs_of_small_data_sets(images: int, given: dict[s
         ("--data . --model resnet101_bn", "resnet101_bn.My_photos"),
     ],
 )
-def test_run_is_named_after_what_is_overridden(
-    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_is_named_after_what_is_overridden(line, name, tmp_path, monkeypatch):
     """So that the twin of a run does not take its place; a folder, the service and a repository take the name."""
     (tmp_path / "My photos").mkdir()
     monkeypatch.chdir(tmp_path / "My photos")
@@ -525,7 +484,7 @@ def test_run_is_named_after_what_is_overridden(
 @pytest.mark.parametrize(
     ("names", "kept"), [(["dark", "light"], True), (["rust", "scratch"], False), (["dark", "light", "eel"], False)]
 )
-def test_classifier_is_kept_for_classes_of_the_same_names(mine: Path, names: list[str], kept: bool) -> None:
+def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, kept):
     model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
     assert bool(model.get_parameter("fc.weight").any()) == kept
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
@@ -533,14 +492,14 @@ def test_classifier_is_kept_for_classes_of_the_same_names(mine: Path, names: lis
     assert changed == (set() if kept else {"fc.weight", "fc.bias"})
 
 
-def test_rows_of_known_classes_are_kept(mine: Path) -> None:
+def test_rows_of_known_classes_are_kept(mine):
     model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
     source = bkn_zoo.from_pretrained(mine)
     assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight")[[1, 0]])
     assert torch.equal(model.get_parameter("fc.bias"), source.get_parameter("fc.bias")[[1, 0]])
 
 
-def test_origin_has_a_name_for_others(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
     monkeypatch.chdir(checkpoint)
     assert {find_origin(str(path)).name for path in (".", "../start", checkpoint)} == {"start"}
     commit = "0123456789" * 4
@@ -551,38 +510,40 @@ def test_origin_has_a_name_for_others(checkpoint: Path, monkeypatch: pytest.Monk
 # Interruptions, and several processes
 
 
-def test_older_state_is_not_said_to_be_resumable(tmp_path: Path) -> None:
-    plan = make_plan(None, "D", {"model": NETWORK}, output=tmp_path)
-    (tmp_path / "state.pt").write_bytes(b"an older one")
-    found = stamp(plan)
-    assert "begin again" in how_to_go_on(KeyboardInterrupt(), "train", plan, found)
-    (tmp_path / "new").write_bytes(b"its own")
-    (tmp_path / "new").replace(tmp_path / "state.pt")
-    assert how_to_go_on(KeyboardInterrupt(), "train", plan, found).endswith("continue with:\ntrain --resume")
-
-
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
+        (0, "begin again with the same command\n"),  # before it saved a state
         (1, "continue with:\nbkn-zoo train {options} --resume\n"),
         (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
         (4, "continue with the same torchrun command and --resume, on each machine\n"),
     ],
 )
-def test_stopped_training_says_how_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int, told: str
-) -> None:
-    def stopped(plan: Any) -> None:
-        (tmp_path / "state.pt").touch()
-        raise Stopped(signal.SIGINT, "stopped at step 2 of 6; continue with --resume")
+def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, processes, told):
+    """Even if Ctrl-C is pressed again before it has said so, and a folder has the state of an older training."""
 
+    def stopped(plan):
+        if processes:
+            (tmp_path / "new").write_text("its own")
+            (tmp_path / "new").replace(tmp_path / "state.pt")
+        raise Stopped(signal.SIGTERM, "stopped at step 2 of 6; continue with --resume")
+
+    def count():
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler, "it would end these tests"
+        signal.raise_signal(signal.SIGINT)
+        return max(processes, 1)
+
+    (tmp_path / "state.pt").write_text("an older one")
     monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
-    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(processes, 2)))
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", count)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         main(options)
-    assert capsys.readouterr().err == f"\nstopped at step 2 of 6; {told.format(options=' '.join(options))}"
+    assert end.value.code == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert said.startswith("\nstopped at step 2 of 6; " if processes else "\nstopped before the first step: ")
+    assert said.endswith(told.format(options=" ".join(options)))
 
 
 @pytest.mark.parametrize(
@@ -597,9 +558,7 @@ def test_stopped_training_says_how_to_resume(
         ("/home/me/.venv/bin/bkn-zoo", 2, 2, "torchrun --nproc-per-node=2 --no-python bkn-zoo"),
     ],
 )
-def test_result_says_how_its_command_was_started(
-    monkeypatch: pytest.MonkeyPatch, started: str, processes: int, here: int | None, told: str
-) -> None:
+def test_result_says_how_its_command_was_started(monkeypatch, started, processes, here, told):
     monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos"])
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     if here is not None:
@@ -609,10 +568,8 @@ def test_result_says_how_its_command_was_started(
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_only_the_first_process_prints(
-    rank: str, tree: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fit(*_: Any) -> None:
+def test_only_the_first_process_prints(rank, tree, checkpoint, capsys, monkeypatch):
+    def fit(*_):
         raise InputError("enough")
 
     (tree / "dark" / "notes.heic").touch()
@@ -630,31 +587,23 @@ def test_only_the_first_process_prints(
 # What is refused
 
 
-OPTIONS = ("--workers", "-1", 0), ("--batch-size", "-3", 1), ("--batch-size", "0", 1)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--publish", "me", "--results", "mine"], "must be in a folder called runs: use --results mine/runs"),
-        (["--statistics_batch", "3"], "statistics_batch is 3, but 16 images at a time cannot be split"),
-        (["--statistics_batch", "3", "--gradient_batch", "8", "--micro_batch", "4"], "but 4 images at a time cannot"),
-        (["--device", "cuda:99"], "device 'cuda:99' is not available"),
+        ("--publish me --results mine", "must be in a folder called runs: use --results mine/runs"),
+        ("--statistics_batch 3", "statistics_batch is 3, but 16 images at a time cannot be split"),
+        ("--statistics_batch 3 --gradient_batch 8 --micro_batch 4", "but 4 images at a time cannot"),
+        ("--device cuda:99", "device 'cuda:99' is not available"),
     ],
 )
-def test_bad_options_are_refused_before_data_are_read(options: list[str], says: str, refused: Refused) -> None:
+def test_bad_options_are_refused_before_data_are_read(options, says, refused):
     Path("empty").mkdir()
-    assert says in refused("train", "--data", "empty", *NEW, *options)
+    assert says in refused("train", "--data", "empty", *NEW, *options.split())
     assert not Path("runs").exists()
 
 
-def test_frozen_norms_need_no_groups_that_divide_batches(refused: Refused) -> None:
-    Path("empty").mkdir()
-    assert "empty has no subfolders" in refused("train", "empty", *NEW, "--statistics-batch", "3", "--freeze")
-
-
-def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
-    def unreachable(repository: str) -> None:
+def test_publication_is_refused_before_data_are_read(monkeypatch, refused):
+    def unreachable(repository):
         raise HubError(f"{repository} is out of reach")
 
     monkeypatch.setattr("bkn_zoo.cli.train.check_reachable", unreachable)
@@ -663,14 +612,13 @@ def test_publication_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("command", "option", "value", "least"),
-    [("train", *OPTIONS[0]), *(("evaluate", *option) for option in OPTIONS)],
+    [("train", "--workers", "-1", 0), ("evaluate", "--workers", "-1", 0), ("evaluate", "--batch-size", "0", 1)],
 )
-def test_numbers_of_options_have_a_least_value(command: str, option: str, value: str, least: int, capsys: Any) -> None:
+def test_numbers_of_options_have_a_least_value(command, option, value, least, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "x", "--data", "photos", option, value])
     assert end.value.code == 2
-    old = "/--batch" if option == "--batch-size" else ""
-    assert f"argument {option}{old}: '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
+    assert f": '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -683,6 +631,7 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
         (["--model", "alexnet"], "unknown model 'alexnet'"),
         (["--epochs", "x"], "epochs is 'x'"),
         (["--gradient_batch", "64"], "do not fill a batch of 64"),
+        (["--gradient_batch", "64", "--statistics_batch", "3", "--freeze"], "do not fill a batch of 64"),  # no groups
         (["--resume"], "there is no training to resume"),
         (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
         (["--norm_options.warmup", "1"], "does not have the options 'warmup'"),
@@ -690,20 +639,18 @@ def test_numbers_of_options_have_a_least_value(command: str, option: str, value:
         (["--norm_options.shared_process_noise", "false"], "do not fit inception_cifar_bkn"),
     ],
 )
-def test_bad_input_ends_train_with_one_sentence(
-    options: list[str], says: str, checkpoint: Path, refused: Refused
-) -> None:
+def test_bad_input_ends_train_with_one_sentence(options, says, checkpoint, refused):
     assert says in refused("train", "--data", "photos", "--init", checkpoint, "--device", "cpu", *options)
     assert not list(Path().glob("runs/*/state.pt"))
 
 
-def test_train_without_checkpoints_says_what_to_name(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_train_without_checkpoints_says_what_to_name(monkeypatch, refused):
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.SOURCE_TREE", Path("nowhere"))
     said = refused("train", "--data", "photos")
     assert all(words in said for words in ("add --checkpoint NAME", "--model NAME"))
 
 
-def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path, refused: Refused) -> None:
+def test_bad_input_ends_evaluate_with_one_sentence(tree, checkpoint, refused):
     start = ("evaluate", checkpoint, "--device", "cpu", "--data")
     assert "there is no folder" in refused(*start, "nowhere")
     assert "has 2 classes" in refused(*start, tree)
@@ -720,9 +667,7 @@ def test_bad_input_ends_evaluate_with_one_sentence(tree: Path, checkpoint: Path,
         assert "file cannot be created for the results" in refused(*start, tree, *options)
 
 
-def test_nothing_is_written_among_the_classes(
-    tree: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_nothing_is_written_among_the_classes(tree, checkpoint, tmp_path, monkeypatch, refused):
     train = ("train", "--data", ".", "--init", checkpoint, "--device", "cpu", "--epochs", "1", "--name", "mine")
     evaluate = ("evaluate", checkpoint, "--data", ".", "--device", "cpu")
     monkeypatch.chdir(tree)
@@ -744,9 +689,7 @@ def test_nothing_is_written_among_the_classes(
     assert "there is no training to resume" in refused(*train, "--resume")
 
 
-def test_other_images_neither_resume_nor_replace_a_run(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_other_images_neither_resume_nor_replace_a_run(tree, tmp_path, monkeypatch, refused):
     start = ("train", *NEW, "--name", "mine", "--output", tmp_path / "out", "--data")
     command(*start, tree)
     monkeypatch.chdir(tree)
@@ -758,9 +701,7 @@ def test_other_images_neither_resume_nor_replace_a_run(
     assert "contains another finished training (data differs)" in refused(*start, ".")
 
 
-def test_unusable_places_are_refused_before_data_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_unusable_places_are_refused_before_data_are_read(tmp_path, monkeypatch, refused):
     (tmp_path / "file").touch()
     start = ("train", "--data", tmp_path, "--dataset", "cifar10", *NEW, "--name", "mine")
     assert "file cannot be created for the results (File exists)" in refused(*start, "--output", "file")
@@ -779,9 +720,7 @@ def test_unusable_places_are_refused_before_data_are_read(
 # Evaluation
 
 
-def test_evaluate_preprocesses_and_measures_as_asked(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch, refused):
     odd = Preprocessing(8, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 2).eval(), tmp_path / "odd", preprocessing=odd)
     start = ("evaluate", "./odd", "--data", tree, "--device", "cpu")
@@ -789,7 +728,7 @@ def test_evaluate_preprocesses_and_measures_as_asked(
     seen = []
     plain = bkn_zoo.Network.forward
 
-    def forward(self: Any, images: torch.Tensor, statistics: str | None = None) -> torch.Tensor:
+    def forward(self, images, statistics=None):
         seen.append((images, statistics))
         return plain(self, images, statistics)
 
@@ -806,9 +745,7 @@ def test_evaluate_preprocesses_and_measures_as_asked(
     assert (pixels * 255 - (pixels * 255).round()).abs().max() < 1e-3  # bytes, once the mean and std are undone
 
 
-def test_all_images_may_be_one_of_each_class(
-    tree: Path, mine: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_all_images_may_be_one_of_each_class(tree, mine, capsys, refused):
     for folder in tree.iterdir():
         for path in sorted(folder.iterdir())[1:]:
             path.unlink()
@@ -818,7 +755,7 @@ def test_all_images_may_be_one_of_each_class(
     assert "too few images to hold out any" in refused(*start)
 
 
-def test_measured_accuracy_is_shown_though_not_written(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_accuracy_is_shown_though_not_written(mine, capsys):
     start = ("evaluate", str(mine), "--data", "photos", "--device", "cpu", "--split", "all", "--output")
     assert cli.main([*start, "photos"]) == 2
     said = capsys.readouterr()

@@ -122,7 +122,6 @@ def test_serving_needs_a_checkpoint_and_serves_one(environment):
     checkpoint = ROOT / "checkpoints" / "inception_cifar_bkn.cifar10"
     process = environment.start("bkn-zoo", "serve", "--port", 0, "--engine", "torch", "--models", checkpoint)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("bkn_zoo serves inception_cifar_bkn.cifar10 at http://"), line
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(line.split()[-1], timeout=30) as page:

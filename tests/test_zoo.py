@@ -123,7 +123,7 @@ def test_imported_checkpoint_agrees_with_its_record(folder):
 
 
 @each
-def test_every_checkpoint_says_when_it_is_uncertain(folder: Path) -> None:
+def test_every_checkpoint_says_when_it_is_uncertain(folder):
     config, card = Config.read(folder / "config.json"), (folder / "README.md").read_text()
     assert config.uncertain_below.keys() == set(MODES)
     assert "### Images of unknown classes" in card

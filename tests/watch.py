@@ -33,7 +33,6 @@ class Watch:
     def __enter__(self):
         command = [sys.executable, __file__, self._port, json.dumps(self._asked)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "begun\n"
         return self
 
