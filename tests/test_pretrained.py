@@ -20,7 +20,7 @@ from studies.pretrained_data import READERS, SEQUENCES, cvc_files, splits, vary_
 from studies.pretrained_networks import built, norms, reset_head
 from studies.pretrained_networks import pretrained as pretrained_network
 from studies.pretrained_page import contents, figures
-from studies.pretrained_plan import ARMS, BELIEVING, Arm, Training, finals, finished, next_rates
+from studies.pretrained_plan import ARMS, BELIEVING, Arm, Training, best_rate, finals, finished, next_rates
 from studies.pretrained_training import Work, mean_iou, parameter_groups, schedule
 from torch import nn
 
@@ -252,6 +252,7 @@ def test_rates_continue_where_the_best_is_at_an_end():
     assert next_rates(rates, {1e-4: 5.0, 3e-4: 6.0, 1e-3: 7.0}) == [*rates, 3e-3]
     assert next_rates(rates, {1e-4: 9.0, 3e-4: 6.0, 1e-3: 7.0}) == [3e-5, *rates]
     assert next_rates(rates, {3e-5: 8.0, 1e-4: 9.0, 3e-4: 6.0, 1e-3: 7.0}) == [3e-5, *rates]
+    assert next_rates(rates, dict.fromkeys(rates, 5.0)) == [*rates, 3e-3]
 
 
 def validated(training, arm):
@@ -309,7 +310,7 @@ def test_no_chosen_rate_is_at_an_end_of_its_list():
     for arm in (run for run in STUDY.planned({}, {}) if isinstance(run, Arm) and run.key in records):
         for target in arm.experiment.targets:
             tried = arm.tried(target, finished(records[arm.key]))
-            assert min(tried) < max(tried, key=tried.__getitem__) < max(tried)
+            assert min(tried) < best_rate(tried) < max(tried)
 
 
 # The page.

@@ -16,6 +16,7 @@ from studies.pretrained_plan import (
     TUNED_BATCH,
     Arm,
     Experiment,
+    best_rate,
     best_validation,
     chosen_mode,
     finals,
@@ -304,7 +305,7 @@ def _rates(experiment: Experiment, records: Records) -> str:
     rates = sorted({*experiment.rates, *(rate for tried in found.values() for rate in tried)})
     rows = []
     for (title, target), tried in found.items():
-        best = max(tried, key=tried.__getitem__) if tried else None
+        best = best_rate(tried) if tried else None
         texts = {rate: f"{tried[rate]:.1f}" if tried.get(rate, -1) >= 0 else "diverged" for rate in tried}
         shown = {f"{rate:g}": f"**{texts[rate]}**" if rate == best else texts.get(rate, "-") for rate in rates}
         rows.append({"validation, by learning rate": title, **({"without": target} if target else {}), **shown})

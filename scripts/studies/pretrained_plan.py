@@ -155,7 +155,7 @@ class Arm(Run):
         tried = self.tried(target, done)
         if set(next_rates(self.experiment.rates, tried)) - set(tried):
             return None
-        return max(tried, key=tried.__getitem__)
+        return best_rate(tried)
 
     def final(self, target: str, batch: int, done: Mapping[str, Record]) -> list[Training]:
         rate = self.rate(target, done)
@@ -215,11 +215,16 @@ def best_validation(record: Record) -> float:
     return max(record["validation"].values()) if "validation" in record else -1.0
 
 
+def best_rate(tried: Mapping[float, float]) -> float:
+    """Of equal results the highest rate: a network that learned nothing needs a higher one."""
+    return max(tried, key=lambda rate: (tried[rate], rate))
+
+
 def next_rates(rates: Sequence[float], tried: Mapping[float, float]) -> list[float]:
     """The learning rates to try: the list and, where the best of those tried is at an end, the next one there."""
     wanted = sorted({*rates, *tried})
     if tried and set(tried) >= set(wanted):
-        best = max(tried, key=tried.__getitem__)
+        best = best_rate(tried)
         if best == wanted[0] > LIMITS[0]:
             wanted.insert(0, neighbour(best, -1))
         elif best == wanted[-1] < LIMITS[1]:
