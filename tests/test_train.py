@@ -135,7 +135,8 @@ def test_diverged_training_raises_its_own_error():
 def test_frozen_fine_tuning_computes_features_once(checkpoint, capsys):
     result = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine")
     said = capsys.readouterr().out
-    assert "classifier on the frozen network: validation top-1 100.00 %" in said
+    assert "top-1 100.00 %" in said
+    assert not result.model.config.uncertain_below  # too few validation images to know
     assert (result.record["epochs"], result.record["kept_epoch"], len(result.record["curve"])) == (0, 0, 1)
     before, after = bkn_zoo.from_pretrained(checkpoint).state_dict(), result.model.state_dict()
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
@@ -232,6 +233,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     more = ("--epochs", "2", "--validation", "0.3", "--gradient_batch", "8", "--device", "cpu", "--lr", "0.001")
     more += ("--keep", "last", "--freeze", "0", "--ema", "0", "--optimizer", "sgd")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
+    monkeypatch.setattr("bkn_zoo.training.evaluation.FEWEST_RIGHT", 1)
     command("train", "--data", tree, "--init", checkpoint, *more)
 
     fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
@@ -367,7 +369,7 @@ def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, 
 def test_curves_have_whole_epochs_and_hide_nothing(count, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    validation = {mode: {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0} for mode in MODES}
+    validation = {mode: {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0, "loss": 0.1} for mode in MODES}
     history = [{"epoch": k + 1, "loss": 1.0 - 0.001 * k, "validation": validation} for k in range(count)]
     draw_curves(Path("curves.png"), history, count, "a run")
     for axes in drawn[0].axes:

@@ -174,8 +174,8 @@ def _how_to_load(config: Config, name: str) -> str:
     installed = f"""\
 ## Load it
 
-Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. Load the checkpoint by its
-name or by its id on the Hub, "owner/{name}":"""
+Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. Load a checkpoint of bkn_zoo
+by its name, and one of your own by the path of its folder or its id on the Hub, "owner/{name}":"""
     if config.preprocessing is None:  # unknown how to preprocess an image
         return f"""\
 {installed}

@@ -18,13 +18,14 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    losses = [
-        math.nan if line["loss"] is None else line["loss"] for line in history
-    ]  # None for a classifier that was kept
-    left.plot(epochs, losses, "o-", color="black", markersize=4)
-    left.set(
-        ylabel="training loss", ylim=(0, 1.05 * max((loss for loss in losses if loss == loss), default=0) or 1)
-    )  # space for the marker at the top
+    # The loss of epoch 0, a classifier alone, is without augmentation and smoothing: it does not compare.
+    losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
+    held = [min(metrics["loss"] for metrics in line["validation"].values()) for line in history]
+    left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
+    left.plot(epochs, held, "o--", color="C3", markersize=4, label="validation")
+    highest = max((loss for loss in (*losses, *held) if math.isfinite(loss)), default=1)
+    left.set(ylabel="loss", ylim=(0, 1.05 * highest))  # space for the marker at the top
+    left.legend(loc="upper right")
     # Modes often agree, so lower lines are drawn wider.
     looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
     for mode, colour, width, marker in looks:

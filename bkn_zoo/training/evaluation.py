@@ -120,8 +120,17 @@ RIGHT_ABOVE = 0.95
 """The share of correct answers with at least the probability `uncertain_below`."""
 
 
-def uncertain_below(logits: Tensor, labels: Tensor) -> float:
-    """The probability of the likeliest class that 95 % of the correct answers reach; 0 if no answer is correct."""
+FEWEST_RIGHT = 20
+"""With fewer correct answers, what 95 % of them reach is unknown."""
+
+SURE = 0.99
+"""An answer with this probability is never called uncertain."""
+
+
+def uncertain_below(logits: Tensor, labels: Tensor) -> float | None:
+    """The probability of the likeliest class that 95 % of the correct answers reach; None if too few are correct."""
     scores, best = logits.float().softmax(1).max(1)
     right = scores[best == labels]
-    return round(torch.quantile(right, 1 - RIGHT_ABOVE).item(), 4) if len(right) else 0.0
+    if len(right) < FEWEST_RIGHT:
+        return None
+    return min(round(torch.quantile(right, 1 - RIGHT_ABOVE).item(), 4), SURE)

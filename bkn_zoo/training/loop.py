@@ -86,7 +86,7 @@ def fit(
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
-            told = f"loss {line['loss']:.3f}, validation top-1 {shown(mode)}"
+            told = f"loss {line['loss']:.3f}, validation loss {validation_loss(line):.3f}, top-1 {shown(mode)}"
             write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best is line else ''}")
             if first:
                 write_log(training.history, folder)
