@@ -95,7 +95,7 @@ class ServiceProcess(Running):
 
     def __init__(self, checkpoints, *flags, command=(), environment=None, ready_within=3 * LONG, is_ready=None):
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
-        models = () if "--models" in flags else ("--models", ",".join(names))
+        models = () if {"--models", "--checkpoint"} & {*flags} else ("--models", ",".join(names))
         self.port, self._is_ready, self._ready_within = free_port(), is_ready or Running.ready, ready_within
         self._command = [*(command or self.command), "--port", str(self.port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}

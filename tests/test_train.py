@@ -246,6 +246,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     assert config.accuracy.keys() == config.uncertain_below.keys() == MODES
     card = (output / output.name / "README.md").read_text()
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
+    assert "license:" not in card
     # It went on from the checkpoint rather than from new weights, which would be about as far off as they are large.
     before = bkn_zoo.from_pretrained(checkpoint).conv.conv.weight
     assert 0 < (model.conv.conv.weight - before).norm() / before.norm() < 0.3

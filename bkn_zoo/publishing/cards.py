@@ -159,7 +159,7 @@ def _metadata(config: Config, name: str) -> str:
         if metric in METRICS and data.shown and "measured_on" not in config.training
     ]
     return ModelCardData(
-        license="apache-2.0",
+        license=None if config.recipe.get("dataset") == "folder" else "apache-2.0",  # your network is yours to license
         library_name="bkn_zoo",
         pipeline_tag="image-classification",
         tags=["batch-kalman-normalization", config.architecture],
