@@ -5,7 +5,9 @@ READY := $(VENV)/.installed
 
 .PHONY: test lint types unit coverage docs dist serve clean
 
-test: lint types unit
+# Types are checked beside the tests, since mypy uses one core.
+test: lint
+	$(MAKE) --jobs=2 types unit
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +24,8 @@ types: $(READY)
 
 # Without the plugins of schemathesis and hypothesis, which no test uses and every process would take seconds to import.
 # With bytecode written, whatever the shell says: the tests start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest
+# Three workers for two cores: tests often wait for the processes that they start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest
 
 unit: $(READY)
 	$(PYTEST)

@@ -171,9 +171,9 @@ def test_trainings_start_from_the_same_state_again(weights):
 
 
 def test_trainings_at_a_time_do_not_disturb_each_other(weights):
-    alone, together = (Work(Arm.of(DOGS, "learned"), images_of(DOGS), weights, CPU, count) for count in (1, 3))
-    planned = [training(batch=batch, seed=seed) for batch, seed in ((2, 1), (1, 1), (2, 2), (1, 2))]
-    with ThreadPoolExecutor(3) as threads:
+    alone, together = (Work(Arm.of(DOGS, "learned"), images_of(DOGS), weights, CPU, count) for count in (1, 2))
+    planned = [training(batch=batch, seed=seed) for batch, seed in ((2, 1), (1, 1), (2, 2))]
+    with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(together.train, planned))
     for each, record in zip(planned, found, strict=True):
         assert {**record, "seconds": 0} == {**alone.train(each), "seconds": 0}

@@ -299,7 +299,7 @@ def test_checkpoint_with_nan_ends_the_command(checkpoints, tmp_path):
 
 def test_chaos_loses_no_healthy_request_and_leaves_nothing(checkpoints):
     """A short run of `python tests/attack.py --minutes 30`."""
-    found = chaos(checkpoints, seconds=12, clients=4, every=4)
+    found = chaos(checkpoints, seconds=8, clients=4, every=3)
     print(json.dumps(found))
     assert problems(found) == []
     assert min(found["asked"]) > 10

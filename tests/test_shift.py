@@ -314,7 +314,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path, monkeypatch):
     write_cifar(tmp_path)
     corruptions = few_sets(monkeypatch)
     arguments = [
-        "--data", str(tmp_path), "--arms", "bn128", "gn", "bkn2", "--seeds", "0", "--epochs", "1", "--device", "cpu",
+        "--data", str(tmp_path), "--arms", "bn128", "bkn2", "--seeds", "0", "--epochs", "1", "--device", "cpu",
         "--images", "20", "--chunk", "10", "--tuning", "10", "--fitted", "20", "--published",
         "--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results"),
     ]  # fmt: skip
