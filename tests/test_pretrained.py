@@ -179,6 +179,14 @@ def test_trainings_at_a_time_do_not_disturb_each_other(weights):
         assert {**record, "seconds": 0} == {**alone.train(each), "seconds": 0}
 
 
+def test_failed_training_does_not_block_the_next(weights, monkeypatch):
+    made = work(DOGS, "frozen", weights)
+    monkeypatch.setattr(Work, "trained", lambda *_: torch.zeros(2) + torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        made.train(training())
+    assert not made.idle.empty()
+
+
 @pytest.mark.parametrize("experiment", [DOGS, ROADS], ids=["classification", "segmentation"])
 def test_only_the_head_is_drawn_for_a_seed(experiment, weights):
     model = pretrained_network(experiment, 3, weights)

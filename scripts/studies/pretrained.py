@@ -24,7 +24,7 @@ import bkn_zoo
 from bkn_zoo.conversion import start_near_population
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.pretrained_data import as_input, load, pack
-from studies.pretrained_networks import adapted_statistics, frozen_norms, norms, pretrained, weights_file
+from studies.pretrained_networks import adapt, frozen_norms, norms, pretrained, weights_file
 from studies.pretrained_page import contents, figures
 from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, Training, read_experiments
 from studies.pretrained_training import Work, facts
@@ -144,6 +144,6 @@ def drift(run: Drift, images: Tensor, unlabelled: Tensor, weights: Path) -> list
             model.statistics_batch_size = batch
             similarity = F.cosine_similarity(features(model, batch), wanted).mean().item()
             rows.append({"batch": batch, "start": start, "similarity": similarity})
-    adapted_statistics(network, {"": as_input(unlabelled, run.experiment).split(ADAPTED)})
+    adapt(network, {"": as_input(unlabelled, run.experiment).split(ADAPTED)})
     similarity = F.cosine_similarity(features(network, 1, frozen_norms(network, "frozen")), wanted).mean().item()
     return rows + [{"batch": batch, "start": "AdaBN", "similarity": similarity} for batch in run.experiment.batches]

@@ -149,12 +149,11 @@ def into_training(model: nn.Module, arm: str) -> None:
         norm.eval()
 
 
-def adapted_statistics(model: nn.Module, images: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """AdaBN: the running statistics of a batch-normalized network, re-estimated on images of all domains together."""
+def adapt(model: nn.Module, images: Mapping[str, Sequence[Tensor]]) -> None:
+    """AdaBN: re-estimate the running statistics of a batch-normalized network on images of all domains together."""
     joined = torch.cat([batch for batches in images.values() for batch in batches])
     count = sum(map(len, images.values()))
     bkn_zoo.recalibrate(model, [joined[first::count] for first in range(count)])  # each batch has all domains
-    return {name: value.clone() for name, value in model.state_dict().items() if "running_" in name}
 
 
 @torch.no_grad()
@@ -163,18 +162,18 @@ def start(
     arm: str,
     batch: int,
     images: Mapping[str, Sequence[Tensor]],
-    adapted: Mapping[str, Tensor],
     gain: float | None = None,
 ) -> None:
     """Give the norms of an arm the values that training starts from; the others are pretrained.
 
+    BKN starts from the pretrained population, from which its gains are measured.
+
     Args:
         images: unlabelled, by domain.
-        adapted: statistics by AdaBN. BKN starts from the pretrained population, from which its gains are measured.
         gain: one for all norms, instead of the arm's.
     """
     if arm == "adabn":
-        model.load_state_dict({**adapted}, strict=False)
+        adapt(model, images)
     if arm not in BELIEVING:
         return
     least = LEARNING_GAIN if arm in ("learned", "linkless") else 0.0

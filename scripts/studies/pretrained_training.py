@@ -29,7 +29,6 @@ from bkn_zoo.training.capture import captured
 from bkn_zoo.training.evaluation import measure as measure_top1
 from studies.pretrained_data import VOID, Images, Splits, as_input, splits, training_batches, unlabelled
 from studies.pretrained_networks import (
-    adapted_statistics,
     built,
     gains,
     into_training,
@@ -168,13 +167,10 @@ class Work:
         self.arm, self.experiment, self.device = arm, arm.experiment, device
         self.splits = {target: splits(found, target) for target in arm.experiment.targets}
         classes = next(iter(self.splits.values())).classes
-        self.original = pretrained(self.experiment, classes, weights).to(device)
-        self.pretrained = {name: value.clone() for name, value in self.original.state_dict().items()}
         self.model = built(pretrained(self.experiment, classes, weights), arm.arm).to(device)
         self.model.to(memory_format=LAYOUTS[self.experiment.task])
         self.untouched = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.images = {target: unlabelled(chosen, self.experiment) for target, chosen in self.splits.items()}
-        self.adapted: dict[str, dict[str, Tensor]] = {}
         self.states: dict[Any, dict[str, Tensor]] = {}
         self.copies = [Copy(copy.deepcopy(self.model), device) for _ in range(streams)]
         self.idle: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -187,11 +183,8 @@ class Work:
         key = (target, batch, training.gain)
         with ONE:
             if key not in self.states:
-                if target not in self.adapted:
-                    self.original.load_state_dict(self.pretrained)
-                    self.adapted[target] = adapted_statistics(self.original, self.images[target])
                 self.model.load_state_dict(self.untouched)
-                start(self.model, self.arm.arm, batch, self.images[target], self.adapted[target], training.gain)
+                start(self.model, self.arm.arm, batch, self.images[target], training.gain)
                 self.states[key] = {name: value.clone() for name, value in self.model.state_dict().items()}
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # the other streams may use them now
@@ -201,9 +194,11 @@ class Work:
         """Train and measure; returns what the record says of this training."""
         begun, state, chosen = time.monotonic(), self.state(training), self.splits[training.target]
         copied = self.idle.get()
-        with copied.alone():
-            record = self.trained(copied, training, chosen, state)
-        self.idle.put(copied)
+        try:
+            with copied.alone():
+                record = self.trained(copied, training, chosen, state)
+        finally:
+            self.idle.put(copied)
         return {**record, "seconds": round(time.monotonic() - begun, 2)}
 
     def trained(self, copied: Copy, training: Training, chosen: Splits, state: Mapping[str, Tensor]) -> dict[str, Any]:
