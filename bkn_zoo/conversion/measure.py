@@ -242,8 +242,8 @@ def advise(
     pass the images by domain. The simplest choice wins whose error is at most 1.25 times the smallest error plus 0.01.
 
     The comparison ignores errors of variances, changes of the features by training, and the sensitivity of a network.
-    It also takes all of T for a disturbance, although a domain with few classes differs from the population by what it
-    shows. docs/pretrained.md has how often the recommendation was right: AdaBN and BN were recommended too often.
+    It assumes that the whole difference T is harmful, but images of a few classes also differ from the population by
+    what they show. docs/pretrained.md says how often the recommendation was right: too often it was AdaBN or BN.
 
     Args:
         model: a pretrained network from `bkn_zoo.convert`, before further training.
@@ -263,16 +263,12 @@ def recommend(norms: dict[str, Shift], batch_size: int) -> Advice:
     def mean(error: Any) -> float:
         return sum(error(norm) for norm in norms.values()) / len(norms)
 
-    def mixed(norm: Shift) -> float:
-        total = batch_size * norm.shift + norm.spread
-        return norm.shift * norm.spread / total if total > 0 else 0.0
-
     unrest = mean(lambda norm: norm.spread / norm.images)
     errors = {
         "freeze": mean(lambda norm: norm.shift),
         "AdaBN": mean(lambda norm: norm.between) + unrest,
         "BN": mean(lambda norm: norm.spread / batch_size),
-        "BKN": mean(mixed),
+        "BKN": mean(lambda norm: norm.shift * (1 - norm.share(batch_size))),  # T V / (nT + V)
     }
     enough = WORTHWHILE * min(errors.values()) + NEGLIGIBLE
     choice = next(choice for choice in CHOICES if errors[choice] <= enough)

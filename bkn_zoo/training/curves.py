@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bkn_zoo.training.state import validation_loss
+
 
 def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str) -> None:
     """Draw loss and accuracy of each epoch, and mark the epoch that is kept. Without matplotlib, print a line."""
@@ -20,10 +22,10 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     left, right = figure.subplots(1, 2)
     # The loss of epoch 0, a classifier alone, is without augmentation and smoothing: it does not compare.
     losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
-    held = [min(metrics["loss"] for metrics in line["validation"].values()) for line in history]
+    held = [validation_loss(line) for line in history]
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
     left.plot(epochs, held, "o--", color="C3", markersize=4, label="validation")
-    highest = max((loss for loss in (*losses, *held) if math.isfinite(loss)), default=1)
+    highest = max((loss for loss in (*losses, *held) if math.isfinite(loss)), default=0) or 1
     left.set(ylabel="loss", ylim=(0, 1.05 * highest))  # space for the marker at the top
     left.legend(loc="upper right")
     # Modes often agree, so lower lines are drawn wider.

@@ -17,7 +17,7 @@ from bkn_zoo.training.evaluation import batch_size, evaluate, measure, shown
 from bkn_zoo.training.image_sets import Images
 from bkn_zoo.training.pace import shown as duration
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, best_mode, classifier
+from bkn_zoo.training.state import Training, best_mode, classifier, validation_loss
 
 FEATURES = "features of the frozen network"
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -58,7 +58,7 @@ def start_classifier(
         training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
     if speaks() and not quiet:
         mode = best_mode(line["validation"])
-        told = f"validation loss {line['validation'][mode]['loss']:.3f}, top-1 {shown(line['validation'][mode])}"
+        told = f"validation loss {validation_loss(line):.3f}, top-1 {shown(line['validation'][mode])}"
         print(f"classifier on the frozen network: {told}, after {duration(line['seconds'])}", flush=True)
 
 
