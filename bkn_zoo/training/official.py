@@ -15,6 +15,13 @@ from bkn_zoo.progress import bar
 from bkn_zoo.training.image_sets import MEAN_STD, ArrayImages, FileImages, Loaded
 from bkn_zoo.training.interruption import leave_signals_to_parent
 
+SOURCES = {
+    "cifar10": "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+    "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+    "tiny_imagenet": "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+}
+"""Where the official archives are."""
+
 CHUNK = 1000  # images decoded by a process at a time
 
 
@@ -31,7 +38,7 @@ def cifar(name: str, root: Path, size: int | None) -> Loaded:
     def read(file: str, *keys: bytes) -> list[Any]:
         path = root / folder / file
         if not path.is_file():
-            raise InputError(f"{path} does not exist: put the official files of {name} (python version) there.")
+            raise InputError(f"{path} does not exist: unpack {SOURCES[name]} in {root}.")
         try:
             with path.open("rb") as stream:
                 content = _CifarUnpickler(stream, encoding="bytes").load()
@@ -66,7 +73,7 @@ def tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
         if not (root / file).is_file():
             raise InputError(
-                f"{root / file} does not exist: pass the folder tiny-imagenet-200 of the official archive."
+                f"{root / file} does not exist: unpack {SOURCES[name]}, and pass its folder tiny-imagenet-200."
             )
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
