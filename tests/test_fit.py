@@ -37,7 +37,7 @@ from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.optimizer import learning_rate, parameter_groups
 from bkn_zoo.training.recipes import Augmentation, read_recipe
-from bkn_zoo.training.state import SAVED, begin, kept_line, load_state, refuse_to_replace, save_state
+from bkn_zoo.training.state import SAVED, begin, kept_line, load_state, replaces_finished, save_state
 from bkn_zoo.training.step import make_step, parallel
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -444,7 +444,7 @@ def test_training_out_of_patience_is_finished(tmp_path, monkeypatch):
     state = run(tmp_path, recipe)
     assert [line["epoch"] for line in state.history] == [1, 2, 3, 4]
     assert state.finished
-    refuse_to_replace(tmp_path, recipe, started())
+    assert replaces_finished(tmp_path, recipe, started())
     assert run(tmp_path, recipe, resume=True).history == state.history
 
 
@@ -648,23 +648,23 @@ def test_ignored_ctrl_c_stays_ignored(tmp_path, monkeypatch):
 def test_stopped_or_other_training_is_not_replaced(uninterrupted, tmp_path):
     def refused(says, recipe=RECIPE, **facts):
         with pytest.raises(InputError, match=says):
-            refuse_to_replace(tmp_path, recipe, started(**facts))
+            replaces_finished(tmp_path, recipe, started(**facts))
 
-    refuse_to_replace(tmp_path, RECIPE, started())
+    assert not replaces_finished(tmp_path, RECIPE, started())
     state = started()
     save_state(state, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path, RECIPE, started())  # nothing was done yet
+    assert not replaces_finished(tmp_path, RECIPE, started())  # nothing was done yet
     state.step = 4
     save_state(state, RECIPE, tmp_path)
     refused("contains a training that stopped at step 4: continue with --resume, or remove")
     save_state(uninterrupted, RECIPE, tmp_path)
-    refuse_to_replace(tmp_path, RECIPE, started())
+    assert replaces_finished(tmp_path, RECIPE, started())
     refused(r"contains another finished training \(lr differs\)", with_(lr=0.123))
     refused(r"contains another finished training \(data differs\)", data="elsewhere/photos")
-    refuse_to_replace(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
+    assert replaces_finished(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
     for init, other in (("runs/a", "runs/b"), ("runs/a", None), (None, "runs/a")):
         save_state(dataclasses.replace(uninterrupted, init=init), RECIPE, tmp_path)
-        refuse_to_replace(tmp_path, RECIPE, started(init=init))
+        assert replaces_finished(tmp_path, RECIPE, started(init=init))
         refused(r"contains another finished training \(init differs\)", init=other)
 
 

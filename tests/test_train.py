@@ -29,7 +29,7 @@ from bkn_zoo.training.origin import find_origin
 from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.plan import make_plan
 from bkn_zoo.training.recipes import read_recipe
-from bkn_zoo.training.run import alone
+from bkn_zoo.training.run import _in_known_precision, alone
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 NETWORK = "inception_cifar_bkn"
@@ -129,6 +129,14 @@ def test_diverged_training_raises_its_own_error():
         bkn_zoo.fine_tune("photos", model=NETWORK, size=8, lr=1e30, warmup=0.0, epochs=2, device="cpu", quiet=True)
 
 
+@pytest.mark.parametrize("supported", [True, False])
+def test_bfloat16_falls_back_on_a_cpu_without_it(supported, monkeypatch, capsys):
+    monkeypatch.setattr("bkn_zoo.training.run._cpu_supports_bfloat16", lambda: supported)
+    plan = make_plan(None, "photos", {"model": NETWORK}, device="cpu")
+    assert _in_known_precision(plan).recipe.precision == ("bfloat16" if supported else "float32")
+    assert ("training in float32" in capsys.readouterr().out) is not supported
+
+
 # The phases of fine-tuning
 
 
@@ -141,8 +149,11 @@ def test_frozen_fine_tuning_computes_features_once(checkpoint, capsys):
     before, after = bkn_zoo.from_pretrained(checkpoint).state_dict(), result.model.state_dict()
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
     assert after["fc.weight"].any()
-    again = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine", resume=True)
-    assert torch.equal(again.model.fc.weight, after["fc.weight"])
+    for resume in (True, False):
+        again = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=True, device="cpu", name="mine", resume=resume)
+        assert torch.equal(again.model.fc.weight, after["fc.weight"])
+        replaced = "runs/mine contains a finished training with the same images and options: this one replaces it"
+        assert (replaced in capsys.readouterr().out) is not resume
 
 
 def test_features_that_hardly_vary_get_no_large_weights():
@@ -212,10 +223,11 @@ def test_pace_tells_the_whole_time_and_advises(monkeypatch):
     pace = Pace(lines.append, 0, steps=50, extra=0.0, advice="shorter: --freeze")
     for _ in range(6):
         pace.after_step("0.5")
-    assert any(line.startswith("about ") and line.endswith(" min for all epochs; shorter: --freeze") for line in lines)
+    assert any(line.startswith("about ") and line.endswith(" min for all epochs") for line in lines)
     told = [line for line in lines if line.startswith("step ")]  # where there is no terminal
     assert len(told) >= 2
-    assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told)
+    assert told[0].endswith(" to go; shorter: --freeze")  # the steps are so slow that this is the first estimate
+    assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told[1:])
 
 
 def test_redirected_bars_print_lines(capsys, monkeypatch):
@@ -456,9 +468,16 @@ def test_unknown_or_incomplete_option_is_refused(wrong, says, capsys):
 def test_batches_groups_and_epochs_of_small_data_sets(images, given, sizes):
     recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
     found = fitted(recipe, images, given)
-    assert fitted(recipe, images, given, pretrained=False).epochs >= 1
     assert fitted(recipe, images, given, cpu=True).freeze == given.get("freeze", CPU_FREEZE)
     assert (found.gradient_batch, found.statistics_batch, found.epochs) == sizes
+
+
+@pytest.mark.parametrize(("images", "epochs"), [(54, 200), (200, 84), (100_000, 60)])
+def test_new_weights_are_not_trained_like_pretrained_ones(images, epochs):
+    plan = make_plan(None, "photos", {"model": NETWORK})
+    recipe = fitted(plan.recipe, images, plan.given, pretrained=False, cpu=True)
+    assert (recipe.optimizer, recipe.lr, recipe.patience, recipe.freeze) == ("sgd", 0.05, None, False)
+    assert recipe.epochs == epochs
 
 
 @pytest.mark.parametrize(
@@ -644,7 +663,7 @@ def test_numbers_of_options_have_a_least_value(command, option, value, least, ca
 )
 def test_bad_input_ends_train_with_one_sentence(options, says, checkpoint, refused):
     assert says in refused("train", "--data", "photos", "--init", checkpoint, "--device", "cpu", *options)
-    assert not list(Path().glob("runs/*/state.pt"))
+    assert not Path("runs").exists()
 
 
 def test_train_without_checkpoints_says_what_to_name(monkeypatch, refused):
@@ -717,7 +736,10 @@ def test_unusable_places_are_refused_before_data_are_read(tmp_path, monkeypatch,
     with alone(Path("runs/mine")):
         told = "another training is using runs/mine: wait until it ends, or choose another --name or --output."
         assert told in refused(*start)
-    assert "put the official files of cifar10" in refused(*start)  # it is free again, and the data are read
+    assert not any(Path("runs").rglob("*.jsonl"))
+    said = refused(*start)  # it is free again, and the data are read
+    assert "batches.meta does not exist: unpack https://" in said
+    assert "cifar-10-python.tar.gz in " in said
 
 
 # Evaluation

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from bkn_zoo.cli.options import add_workers
 from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_device, with_dashes
 from bkn_zoo.fields import wanted
-from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING
+from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
 from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
 DESCRIPTION = """\
@@ -19,6 +19,7 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
     bkn-zoo train FOLDER_OF_CLASSES                                          # fine-tune the default checkpoint
     bkn-zoo train FOLDER_OF_CLASSES --checkpoint CHECKPOINT                  # the same with another
     bkn-zoo train FOLDER_OF_CLASSES --checkpoint torchvision:resnet50        # the same, from torchvision's weights
+    bkn-zoo train FOLDER_OF_CLASSES --model inception_cifar_bkn --size 32    # new weights, trained from scratch
     bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml CIFAR_FOLDER
     bkn-zoo train recipes/... FOLDER --resume                                # continue after an interruption
     torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
@@ -75,6 +76,12 @@ AUGMENTATION = {
     "cutmix": "alpha of its Beta distribution",
 }
 TABLES = ("--augmentation.", "--norm-options.")
+WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
+    "to fine-tune": FINE_TUNING | {"statistics_batch": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
+    "new weights without a recipe": FROM_SCRATCH,
+}
+"""Other defaults of fields, shown by --help."""
+
 OTHER_NAMES = {"gradient_batch": ("--batch-size", "--gradient-batch")}
 
 
@@ -125,10 +132,9 @@ def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> s
     missing = field.default is dataclasses.MISSING
     default = "the recipe's" if missing else str(field.default)
     name = f"{table}{field.name}"
-    if name in FINE_TUNING:
-        default += f"; without a recipe {FINE_TUNING[name]}"
-    if name == "freeze":
-        default += f"; without a recipe on a CPU {CPU_FREEZE}"
+    for kind, values in WITHOUT_RECIPE.items():
+        if name in values:
+            default += f"; {kind}: {values[name]}"
     return f"{text}; {wanted(field.type)} (default: {default})".replace("%", "%%")
 
 

@@ -9,17 +9,25 @@ from bkn_zoo.training.origin import LIBRARY_SIZE, Origin
 from bkn_zoo.training.recipes import Recipe
 
 FINE_TUNING = {
-    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "statistics_batch": 1, "optimizer": "adamw", "lr": 1e-4,
-    "label_smoothing": 0.1, "ema": 0.97, "precision": "float32", "keep": "best", "patience": 3,
-    "augmentation.crop": 0.1,
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "optimizer": "adamw", "lr": 1e-4, "label_smoothing": 0.1,
+    "ema": 0.97, "precision": "float32", "keep": "best", "patience": 3, "augmentation.crop": 0.1,
 }  # fmt: skip
-"""Defaults; the checkpoint to start from and the number of images change some of them."""
+"""Defaults to fine-tune with; the checkpoint to start from and the number of images change some of them."""
 
-LEAST_STEPS = 80
-"""A small data set is passed more often, until there are this many steps."""
+FROM_SCRATCH = {
+    "dataset": "folder", "epochs": 60, "gradient_batch": 16, "statistics_batch": 2, "lr": 0.05, "label_smoothing": 0.1,
+    "augmentation.crop": 0.125,
+}  # fmt: skip
+"""Defaults for new weights: those of the CIFAR recipes, with a batch and a learning rate for fewer images."""
 
-MOST_EPOCHS = 25
-"""But no more often than this: with a handful of images an epoch is a single step, and its validation half as long."""
+LEAST_STEPS, MOST_EPOCHS = 80, 25
+"""A small data set is passed more often, until there are this many steps, but no more often than this.
+
+With a handful of images an epoch is a single step, and its validation half as long.
+"""
+
+LEAST_STEPS_FROM_SCRATCH, MOST_EPOCHS_FROM_SCRATCH = 1000, 200
+"""The same for new weights, which need more steps."""
 
 
 def like(source: Origin, model: str | None) -> dict[str, Any]:
@@ -47,9 +55,12 @@ def fitted(recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bo
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
     fields: dict[str, Any] = {"gradient_batch": batch}
-    enough = math.ceil(LEAST_STEPS / max(images // batch, 1))
+    least, most = (
+        (LEAST_STEPS, MOST_EPOCHS) if pretrained else (LEAST_STEPS_FROM_SCRATCH, MOST_EPOCHS_FROM_SCRATCH)
+    )
+    enough = math.ceil(least / max(images // batch, 1))
     fields["freeze"] = CPU_FREEZE if cpu and pretrained else recipe.freeze
-    fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, MOST_EPOCHS))
+    fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, most))
     if recipe.statistics_batch is not None:
         fields["statistics_batch"] = math.gcd(recipe.statistics_batch, batch)
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

@@ -70,7 +70,7 @@ def fit(
             save_state(training, recipe, folder)
         postfix: dict[str, str] = {}
         write = bar.write if first and not quiet else lambda line: None
-        pace = Pace(write, training.step, steps, len(data.validation) / len(data.train), _advice(training, recipe))
+        pace = Pace(write, training.step, steps, len(data.validation) / len(data.train), _advice(training, recipe, device))
         while training.step < steps and not training.finished:
             line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix, pace)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
@@ -98,12 +98,13 @@ def fit(
             saves.after_epoch()
 
 
-def _advice(training: Training, recipe: Recipe) -> str:
-    """How to shorten a long fine-tuning."""
-    if recipe.freeze is True or not training.history or training.history[0]["epoch"] > 0:
-        return ""
-    fewer = f" or --epochs {max(recipe.epochs // 3, 1)}" if recipe.epochs > 1 else ""
-    return f"to shorten it: --freeze, which keeps only the classifier from above{fewer}"
+def _advice(training: Training, recipe: Recipe, device: torch.device) -> str:
+    """How to shorten a long training."""
+    ways = ["use a GPU (many times faster)"] if device.type == "cpu" else []
+    if training.history and training.history[0]["epoch"] == 0 and recipe.freeze is not True:
+        ways = ["--freeze (keeps the classifier above and stops)"]
+    fewer = [f"--epochs {max(recipe.epochs // 3, 1)}"] if recipe.epochs > 1 else []
+    return f"to shorten it: {' or '.join(ways + fewer)}" if ways else ""
 
 
 def _train_epoch(

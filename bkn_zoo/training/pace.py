@@ -34,13 +34,20 @@ class Pace:
             self.begun = now
         elif self.step == self.start + 1 + FIRST_STEPS:
             total = self._left(self.steps - self.start)
-            more = f"; {self.advice}" if self.advice and total > LONG else ""
             if total > EVERY:
-                self.write(f"about {shown(total)} for all epochs{more}")
+                self.write(f"about {shown(total)} for all epochs{self._advice(total)}")
         if not sys.stderr.isatty() and now > self.told + EVERY and self.step > self.start + 1:
-            left = shown(self._left(self.steps - self.step))
-            self.write(f"step {self.step} of {self.steps}{loss and f', loss {loss}'}, about {left} to go")
+            left = self._left(self.steps - self.step)
+            told = f"step {self.step} of {self.steps}{loss and f', loss {loss}'}, about {shown(left)} to go"
+            self.write(f"{told}{self._advice(left)}")
             self.told = now
+
+    def _advice(self, seconds: float) -> str:
+        """The advice, once and only for a long training. Slow steps are reported before the first estimate."""
+        if not self.advice or seconds <= LONG:
+            return ""
+        advice, self.advice = self.advice, ""
+        return f"; {advice}"
 
     def _left(self, steps: int) -> float:
         taken = time.monotonic() - self.begun

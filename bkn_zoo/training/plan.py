@@ -13,7 +13,7 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.preferred import default_checkpoint
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.progress import speaks
-from bkn_zoo.training.fine_tuning import FINE_TUNING, like
+from bkn_zoo.training.fine_tuning import FINE_TUNING, FROM_SCRATCH, like
 from bkn_zoo.training.origin import Origin, find_origin
 from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
 
@@ -84,7 +84,7 @@ def make_plan(
     """Read the recipe, find the start, and choose name and folders. Nothing is written.
 
     Args:
-        recipe: None to fine-tune, with `FINE_TUNING` as the recipe.
+        recipe: None to use `FINE_TUNING` as the recipe, or `FROM_SCRATCH` if only a model is given.
         overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
         options: further fields of `Plan`. All other arguments are those of `bkn_zoo.train`.
     """
@@ -97,7 +97,8 @@ def make_plan(
     if isinstance(recipe, Recipe):
         fields = _flat(dataclasses.asdict(recipe)) | given
     elif fine_tuning:
-        fields = FINE_TUNING | (like(source, given.get("model")) if source else {}) | given
+        defaults = FINE_TUNING | like(source, given.get("model")) if source else FROM_SCRATCH
+        fields = defaults | given
     else:
         fields = given
     chosen = read_recipe(path, fields)

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.network import build
 from bkn_zoo.training.plan import Plan, make_plan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import LOG, Training, begin, find_state, load_state, refuse_to_replace
+from bkn_zoo.training.state import LOG, STATE, Training, begin, find_state, load_state, replaces_finished
 from bkn_zoo.training.tree import keep_apart
 
 
@@ -88,7 +88,8 @@ def train(
 def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
     """Train a pretrained network on your own images, without a recipe.
 
-    Batch size, group size and the number of epochs depend on the checkpoint and the number of images.
+    Batch size, group size and the number of epochs depend on the checkpoint and the number of images. New weights are
+    trained from scratch, with other defaults (SGD, a higher learning rate, more epochs, no early stopping).
 
     Args:
         data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
@@ -103,6 +104,7 @@ def carry_out(plan: Plan) -> TrainingResult:
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
     check_device(plan.device)
+    plan = _in_known_precision(plan)
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
     if not plan.fine_tuning or "statistics_batch" in plan.given:  # otherwise `fitted` chooses a suitable batch
@@ -111,7 +113,7 @@ def carry_out(plan: Plan) -> TrainingResult:
         keep_apart(plan.data, {"--output": plan.folder, "--results": plan.results / plan.name})
     if plan.resume:
         find_state(plan.output)
-    with _repeatable(), alone(plan.output):
+    with _repeatable(), _without_empty_folders(plan.output, plan.results), alone(plan.output):
         make_folder(plan.results)
         result = _train(plan)
     if joined:
@@ -129,8 +131,8 @@ def _train(plan: Plan) -> TrainingResult:
     training = _begin(plan, recipe, data, device)
     if plan.resume:
         load_state(training, recipe, plan.output, device)
-    else:
-        refuse_to_replace(plan.output, recipe, training)
+    elif replaces_finished(plan.output, recipe, training) and speaks() and not plan.quiet:
+        print(f"{plan.output} contains a finished training with the same images and options: this one replaces it")
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     if plan.fine_tuning and speaks() and not plan.quiet:
         print(_described(recipe, data))
@@ -152,6 +154,22 @@ def _train(plan: Plan) -> TrainingResult:
         ) from error
     except CheckpointError as error:  # its message says what to do first
         raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
+
+
+def _in_known_precision(plan: Plan) -> Plan:
+    """The plan in float32 if the CPU does not support bfloat16, which would be slow and print warnings."""
+    if plan.device != "cpu" or plan.recipe.precision == "float32" or _cpu_supports_bfloat16():
+        return plan
+    if speaks() and not plan.quiet:
+        print("this CPU does not support bfloat16: training in float32")
+    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
+
+
+def _cpu_supports_bfloat16() -> bool:
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # PyTorch was built without oneDNN
+        return False
 
 
 def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Training:
@@ -226,7 +244,24 @@ def alone(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder / LOG} cannot be written ({error.strerror}): choose another --output.") from None
     with file:
         lock(file, f"another training is using {folder}: wait until it ends, or choose another --name or --output.")
+        try:
+            yield
+        finally:
+            if not (folder / STATE).exists():  # it failed before the training began
+                with suppress(OSError):
+                    (folder / LOG).unlink()
+
+
+@contextmanager
+def _without_empty_folders(*folders: Path) -> Iterator[None]:
+    """Afterwards, remove new folders in which nothing was written: these, and the folders above them."""
+    new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+    try:
         yield
+    finally:
+        for path in sorted(new, key=lambda path: len(path.parts), reverse=True):
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def _stop(number: int, frame: Any) -> None:

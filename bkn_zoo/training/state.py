@@ -253,8 +253,8 @@ def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
         )
 
 
-def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
-    """Refuse to replace a training that is not finished, or has another recipe, data or start."""
+def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
+    """Whether there is a finished training with the same recipe, data and start. Refuse to replace any other."""
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state["finished"]
@@ -264,7 +264,7 @@ def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
             *(["init"] if _other_init(state, training) else []),
         ]
     except Exception:  # no state, or none that can be resumed
-        return
+        return False
     if finished and changed:
         raise InputError(
             f"{folder} contains another finished training ({changed[0]} differs): choose another --name or "
@@ -275,6 +275,7 @@ def refuse_to_replace(folder: Path, recipe: Recipe, training: Training) -> None:
             f"{folder} contains a training that stopped at step {state['step']}: continue with --resume, or remove the "
             "folder to start again."
         )
+    return finished
 
 
 def _other_init(state: dict[str, Any], training: Training) -> bool:
