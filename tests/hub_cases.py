@@ -449,6 +449,10 @@ def training_ends_on_the_hub_if_asked():
     card = (HOME.parent / "server" / repository["commits"][first]["README.md"]).read_text()
     assert "# photos" in card
     assert "--publish owner" in card
+    assert 'from_pretrained("owner/photos")' in card
+    assert "bkn-zoo serve --models owner/photos" in card
+    local = Path("runs/photos/photos/README.md").read_text()
+    assert local == card.replace('"owner/photos"', '"./runs/photos/photos"').replace("ls owner/", "ls ./runs/photos/")
 
     # The same name again, with results elsewhere, and a Hub that refuses at the end.
     order(pattern="POST /api/models/owner/photos/commit", status=403)

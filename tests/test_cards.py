@@ -18,7 +18,7 @@ from bkn_zoo import CheckpointError
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.cards import checkpoint_card
+from bkn_zoo.publishing.cards import checkpoint_card, readdressed
 from bkn_zoo.publishing.publish import card_of, publish, validate
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +114,22 @@ def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
     assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
 
 
+def test_examples_of_a_local_card_load_its_folder(folder, results, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = Path("my runs") / NAME
+    shutil.copytree(folder, mine)
+    config = Config.read(mine / "config.json")
+    text = card_of(config, NAME, results, mine)
+    (mine / "README.md").write_text(text)
+    validate(mine, NAME, results)
+    assert f"bkn-zoo serve --models './my runs/{NAME}'\n" in text
+    Image.new("RGB", (40, 50), "red").save("photo.jpg")
+    namespace = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, namespace)
+    assert readdressed(text, config, NAME, RUN, NAME) == card_of(config, NAME, results)
+
+
 @pytest.mark.parametrize(
     ("training", "said", "unsaid"),
     [
@@ -124,6 +140,8 @@ def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
             "split:",
         ),
         ({"statistics_anew": True}, "running averages were recomputed", "official validation"),
+        ({"recipe": {"freeze": 0.67}}, "with the first 67% of the layers frozen", "per statistics group,"),
+        ({"recipe": {"freeze": True}}, "with all layers but the classifier frozen", "per statistics group,"),
     ],
 )
 def test_card_follows_the_config(folder, training, said, unsaid):

@@ -1,6 +1,8 @@
 """Model cards: README.md of a checkpoint, written from its config and the record of its training."""
 
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,25 +97,43 @@ def _measured(config: Config, run: Run) -> bool:
     )
 
 
-def checkpoint_card(config: Config, name: str, run: Run | None = None, sections: Sequence[str] = ()) -> str:
+def checkpoint_card(
+    config: Config, name: str, run: Run | None = None, sections: Sequence[str] = (), address: str | None = None
+) -> str:
     """README.md of a checkpoint, from its config and the record of its run.
 
     Args:
         run: the result of `read_record`.
         sections: your own Markdown sections with headings, which come between accuracy and training.
+        address: what loads it in the examples: a path, or its id on the Hub; by default the name, as for the zoo's own.
     """
-    first, last = _parts(config, name, run or {})
+    first, last = _parts(config, name, run or {}, address or name)
     return "\n\n".join([first, *sections, last]) + "\n"
 
 
 def is_card(text: str, config: Config, name: str, run: Run) -> bool:
-    """Whether a text is the card of a checkpoint, with or without sections of its owner."""
-    first, last = (f"{part}\n" for part in _parts(config, name, run))
+    """Whether a text is the card of a checkpoint, with or without sections of its owner, and with any address."""
+    first, last = (f"{part}\n" for part in _parts(config, name, run, _address(text, name)))
     between = text[len(first) : -len(last)]
     return text == first + between + last and (between == "\n" or between.startswith("\n#"))
 
 
-def _parts(config: Config, name: str, run: Run) -> tuple[str, str]:
+def readdressed(text: str, config: Config, name: str, run: Run, address: str) -> str:
+    """The card of a checkpoint with another address in its examples. A card with the zoo's own name keeps it."""
+    before = _address(text, name)
+    if before == name:
+        return text
+    old, new = (_parts(config, name, run, each)[0] for each in (before, address))
+    return new + text.removeprefix(old)
+
+
+def _address(text: str, name: str) -> str:
+    """What a card passes to from_pretrained; the name if it has no such call."""
+    call = re.search(r'from_pretrained\((".*?")\)', text)
+    return json.loads(call[1]) if call else name
+
+
+def _parts(config: Config, name: str, run: Run, address: str) -> tuple[str, str]:
     """The parts of a card before and after the sections of its owner."""
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
@@ -122,8 +142,8 @@ def _parts(config: Config, name: str, run: Run) -> tuple[str, str]:
         f"# {name}",
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
-        _how_to_load(config, name),
-        _how_to_call(config, name),
+        _how_to_load(config, name, address),
+        _how_to_call(config, address),
         _accuracy(config),
     ]
     return "\n\n".join(filter(None, first)), "\n\n".join(filter(None, [_training(config, run), USE]))
@@ -170,12 +190,18 @@ def _metadata(config: Config, name: str) -> str:
     ).to_yaml()
 
 
-def _how_to_load(config: Config, name: str) -> str:
+def _how_to_load(config: Config, name: str, address: str) -> str:
+    how = (
+        f"""Load a checkpoint of bkn_zoo
+by its name, and one of your own by the path of its folder or its id on the Hub, "owner/{name}":"""
+        if address == name
+        else "Load it\nby the path of its folder or its id on the Hub:"
+    )
     installed = f"""\
 ## Load it
 
-Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. Load a checkpoint of bkn_zoo
-by its name, and one of your own by the path of its folder or its id on the Hub, "owner/{name}":"""
+Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. {how}"""
+    loaded = json.dumps(address, ensure_ascii=False)
     if config.preprocessing is None:  # unknown how to preprocess an image
         return f"""\
 {installed}
@@ -183,7 +209,7 @@ by its name, and one of your own by the path of its folder or its id on the Hub,
 ```python
 import bkn_zoo
 
-model = bkn_zoo.from_pretrained("{name}")
+model = bkn_zoo.from_pretrained({loaded})
 ```"""
     return f"""\
 {installed}
@@ -191,7 +217,7 @@ model = bkn_zoo.from_pretrained("{name}")
 ```python
 import bkn_zoo
 
-classify = bkn_zoo.Classifier.from_pretrained("{name}")
+classify = bkn_zoo.Classifier.from_pretrained({loaded})
 classify("photo.jpg", top_k=5)
 ```
 
@@ -201,7 +227,7 @@ The input of the network is preprocessed as for the accuracy below:
 ```python
 from bkn_zoo.images import open_image, preprocess
 
-model = bkn_zoo.from_pretrained("{name}")
+model = bkn_zoo.from_pretrained({loaded})
 image = preprocess(open_image("photo.jpg"), model.config.preprocessing)
 logits = model(image[None], statistics="{config.default_statistics}")
 ```"""
@@ -216,12 +242,12 @@ def _prepared(preprocessing: Preprocessing) -> str:
     return f"{square}, minus ({means}), divided by ({deviations})"
 
 
-def _how_to_call(config: Config, name: str) -> str:
+def _how_to_call(config: Config, address: str) -> str:
     return f"""\
 ## Call it over HTTP
 
 ```bash
-bkn-zoo serve --models {name}
+bkn-zoo serve --models {shlex.quote(address)}
 curl --data-binary @photo.jpg 'http://localhost:8000/v1/classify?statistics={config.default_statistics}'
 ```"""
 
@@ -256,8 +282,6 @@ def _training(config: Config, run: Run) -> str:
     given = training.get("versions")
     versions = ", ".join(f"{name} {version}" for name, version in (given if isinstance(given, dict) else {}).items())
     took = f" in at most {duration(run['seconds'])}" if run else ""
-    group = config.statistics_batch_size or "all"
-    images = "image" if group == 1 else "images"
     anew = (
         " At the end, the running averages were recomputed for the averaged weights, which was better on the "
         "validation images."
@@ -267,14 +291,24 @@ def _training(config: Config, run: Run) -> str:
         f" It stopped after {done} of {recipe.get('epochs')} epochs: the last {recipe.get('patience')} were not better."
     )
     return (
-        f"## Training\n\nTrained on {dataset_name(config) or 'unnamed data'} with {group} {images} per statistics "
-        f"group, from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
+        f"## Training\n\nTrained on {dataset_name(config) or 'unnamed data'} with {_normalized(config)}, "
+        f"from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
         f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}."
         f"{ended if done not in (None, recipe.get('epochs')) else ''}"
         f"{anew if training.get('statistics_anew') else ''}\n\n"
         f"```bash\n{training['command']}\n```\n\n"
         f"The recipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```"
     )
+
+
+def _normalized(config: Config) -> str:
+    """Which images shared statistics in training."""
+    frozen = config.recipe.get("freeze")
+    if frozen:  # its norms were in evaluation mode
+        layers = "all layers but the classifier" if frozen is True else f"the first {frozen:.0%} of the layers"
+        return f"{layers} frozen and the norms in evaluation mode, so without statistics groups"
+    group = config.statistics_batch_size or "all"
+    return f"{group} {'image' if group == 1 else 'images'} per statistics group"
 
 
 def duration(seconds: float) -> str:

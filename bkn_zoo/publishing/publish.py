@@ -1,6 +1,10 @@
 """Publishes a checkpoint: validates the folder, sends it in one commit, and compares the published files."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bkn_zoo.checkpoints.card import is_short_card
 from bkn_zoo.checkpoints.config import Config
@@ -8,12 +12,14 @@ from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub, verify_published
 from bkn_zoo.errors import CheckpointError, HubUnavailableError
-from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record
+from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record, readdressed
 
 
-def card_of(config: Config, name: str, results: Path) -> str:
-    """The card of a checkpoint, from its config and the folder of results."""
-    return checkpoint_card(config, name, read_record(results, name))
+def card_of(config: Config, name: str, results: Path, folder: Path | None = None) -> str:
+    """The card of a checkpoint, from its config and the folder of results; with `folder`, its examples load that."""
+    # A relative path begins with "./", so that it is not taken for the id of a repository.
+    address = None if folder is None else str(folder) if folder.is_absolute() else f"./{folder.as_posix()}"
+    return checkpoint_card(config, name, read_record(results, name), address=address)
 
 
 def validate(folder: Path, name: str, results: Path) -> None:
@@ -58,15 +64,41 @@ def publish(
     """
     repository = f"{namespace}/{name}"
     check_repository(repository)
-    validate(folder, _own_name(folder), results)
+    own_name = _own_name(folder)
+    validate(folder, own_name, results)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
+    with _with_card_for(repository, folder, own_name, results) as checked:
+        _publish(checked, repository, tag, private, dry_run)
+
+
+@contextmanager
+def _with_card_for(repository: str, folder: Path, name: str, results: Path) -> Iterator[Path]:
+    """The folder or, if its card loads a path of this machine, a copy with a card that loads the repository."""
+    config, text = Config.read(folder / CONFIG), (folder / CARD).read_text()
+    if is_short_card(text, config):
+        card = text
+    else:
+        card = readdressed(text, config, name, read_record(results, name), repository)
+    if card == text:
+        yield folder
+        return
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch) / folder.resolve().name
+        copy.mkdir()
+        for path in files_of(folder):
+            shutil.copyfile(path, copy / path.name)
+        (copy / CARD).write_text(card)
+        yield copy
+
+
+def _publish(folder: Path, repository: str, tag: str | None, private: bool, dry_run: bool) -> None:
     try:
         check_reachable(repository)
         planned = changes(folder, repository)
-    except HubUnavailableError as error:
+    except HubUnavailableError:
         if not dry_run:
             raise
-        print(f"{repository}: the Hub could not be asked for its files ({str(error).rstrip('.')})")
+        print(f"{repository}: the Hub cannot be reached, so all files are listed")
         planned = [Change(path.name, "to send", path.stat().st_size) for path in files_of(folder)]
     for change in planned:
         print(f"{repository}: {change.kind} {change.file} ({change.size:,} bytes)")

@@ -20,11 +20,11 @@ from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Valid names of runs, which are also names of folders, checkpoints and repositories."""
 
-Card = Callable[[Config, str, Path], str]
-"""Writes README.md from a checkpoint's config, its name and the folder of results with runs/NAME.json."""
+Card = Callable[[Config, str, Path, Path], str]
+"""Writes README.md from a checkpoint's config, name, folder of results (with runs/NAME.json) and own folder."""
 
 
-def _short_card(config: Config, name: str, results: Path) -> str:
+def _short_card(config: Config, name: str, results: Path, folder: Path) -> str:
     return short_card(config, name)
 
 
