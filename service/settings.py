@@ -1,19 +1,18 @@
 """The settings of the service, as flags (--queue-length 8) or environment variables (BKN_ZOO_QUEUE_LENGTH=8)."""
 
-import re
 import warnings
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
-    CliApp,
     EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
+from bkn_zoo.cli.parser import Parser
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 
@@ -21,6 +20,21 @@ PREFIX, OLD_PREFIX = "BKN_ZOO_", "BKN_"
 """Prefixes of environment variables. That of 0.1.0 is still read, with a warning."""
 
 Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
+
+CHOICES = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
+METAVARS = {name: "{" + ",".join(choices) + "}" for name, choices in CHOICES.items()} | {
+    "host": "ADDRESS", "root_path": "PATH", "models": "NAME[,NAME]", "usual_images": "FOLDER",
+    "api_keys": "KEY[,KEY]", "cors_origins": "ORIGIN[,ORIGIN]",
+}  # fmt: skip
+"""What --help shows for the values of options that are not numbers."""
+
+LISTS = ("models", "api_keys", "cors_origins")
+MODELS = ("--models", "--checkpoint", "--checkpoints", "--model")
+DESCRIPTION = f"""\
+Classifies images over HTTP, and serves a web page to try it.
+
+Every option is also an environment variable: --queue-length is {PREFIX}QUEUE_LENGTH. An option overrides its variable.
+"""
 
 
 class _OldVariables(EnvSettingsSource):
@@ -35,9 +49,7 @@ class _OldVariables(EnvSettingsSource):
 class Settings(BaseSettings):
     """Settings of the service. A flag overrides the environment."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, cli_prog_name="bkn-zoo serve", cli_kebab_case=True, cli_avoid_json=True, allow_inf_nan=False
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 listens on all addresses of the machine")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 chooses a free port")
@@ -53,7 +65,7 @@ class Settings(BaseSettings):
     models: Listed = Field(
         [],
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
-        "first is the default model; bkn-zoo serve also accepts --checkpoint; default: all bundled checkpoints",
+        "first is the default model (default: all bundled checkpoints)",
     )
     loaded_models: int = Field(
         2,
@@ -61,9 +73,9 @@ class Settings(BaseSettings):
         description="number of models in memory; this many of --models are loaded at the start, the others on first "
         "use; without --models, only the default is loaded at the start",
     )
-    engine: str = Field("auto", description=" or ".join(ENGINES))
-    device: str = Field("auto", description="auto, cpu or cuda")
-    precision: str = Field("auto", description=f"{' or '.join(PRECISIONS)}; auto is the fastest of the hardware")
+    engine: str = Field("auto", description="what runs the models")
+    device: str = Field("auto", description="auto is a GPU if there is one")
+    precision: str = Field("auto", description="precision of the models; auto is the fastest of the hardware")
     streams: int = Field(
         1,
         ge=1,
@@ -126,7 +138,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, _OldVariables(settings_cls, env_prefix=OLD_PREFIX)
 
-    @field_validator("models", "api_keys", "cors_origins", mode="before")
+    @field_validator(*LISTS, mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         parts = value if isinstance(value, list) else str(value).split(",")
@@ -156,29 +168,47 @@ class Settings(BaseSettings):
     @field_validator("engine", "precision", "device")
     @classmethod
     def _known(cls, value: str, info: Any) -> str:
-        choices = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
-        if value not in choices[info.field_name]:
-            raise ValueError(f"choose one of {', '.join(choices[info.field_name])}")
+        if value not in CHOICES[info.field_name]:
+            raise ValueError(f"choose one of {', '.join(CHOICES[info.field_name])}")
         return value
 
 
+def parser() -> Parser:
+    """The parser of `bkn-zoo serve`: one option per setting. `Settings` checks the values."""
+    made = Parser("bkn-zoo serve", usage="bkn-zoo serve [OPTION ...]", description=DESCRIPTION, allow_abbrev=False)
+    for name, field in Settings.model_fields.items():
+        flags = MODELS[:2] if name == "models" else (f"--{name.replace('_', '-')}",)
+        default = f"{field.default:g}" if isinstance(field.default, float) else field.default
+        what = f"{field.description}{f' (default: {default})' if default else ''}"
+        made.add_argument(*flags, dest=name, action="append", metavar=METAVARS.get(name, "N"), help=what)
+    return made
+
+
 def _in_one(arguments: list[str]) -> list[str]:
-    """Join the arguments after --models with commas, because a shell expands patterns to several arguments."""
+    """Join the arguments after --models with commas, because a shell expands patterns to several arguments.
+
+    The other names of --models are replaced by it.
+    """
     joined: list[str] = []
     for argument in arguments:
+        name, equals, value = argument.partition("=")
         named = (joined[-1:] and joined[-1].startswith("--models=")) or joined[-2:-1] == ["--models"]
         if named and not argument.startswith("-"):
             joined[-1] += f",{argument}"
         else:
-            joined.append(argument)
+            joined.append(f"--models{equals}{value}" if name in MODELS else argument)
     return joined
 
 
 def read_settings(arguments: list[str]) -> Settings:
-    """Read the settings from flags and the environment. --model is another name of --models."""
-    arguments = _in_one([re.sub(r"^--model(?=$|=)", "--models", argument) for argument in arguments])
+    """Read the settings from flags and the environment."""
+    flags = vars(parser().read(_in_one(arguments)))
+    # Lists may be given in several parts; of all others, the last counts.
+    given: dict[str, Any] = {
+        name: ",".join(values) if name in LISTS else values[-1] for name, values in flags.items() if values
+    }
     try:
-        return CliApp.run(Settings, cli_args=arguments)
+        return Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
         name = "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")

@@ -1,6 +1,7 @@
 """Settings of the service, API keys, and models that can or cannot be loaded."""
 
 import base64
+import re
 import shutil
 import socket
 
@@ -96,6 +97,17 @@ def test_flag_wins_over_environment(monkeypatch):
         assert read_settings([*several, "--queue-length", "5"]).models == ["one", "two", "three"]
     assert read_settings(["--queue-length", "5"]).queue_length == 5
     assert Settings().host == "127.0.0.1"
+
+
+def test_help_lists_every_option_and_its_variable(capsys):
+    with pytest.raises(SystemExit):
+        read_settings(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{name.replace('_', '-')} " in shown for name in Settings.model_fields)
+    assert "--models NAME[,NAME], --checkpoint NAME[,NAME]" in shown
+    assert "--queue-length is BKN_ZOO_QUEUE_LENGTH" in shown
+    assert "--engine {auto,torch,openvino} what runs the models (default: auto)" in shown
+    assert not re.search(r"default: (\)|\[)|list\[| str ", shown)
 
 
 @pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])

@@ -26,6 +26,7 @@ from bkn_zoo.cli.train_options import AUGMENTATION, FIELDS, parse, train_parser
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import Augmentation, Recipe
 from bkn_zoo.training.state import best_mode
+from service.settings import read_settings
 
 NETWORK = "inception_cifar_bkn"
 COMMAND = [sys.executable, "-c", "import sys; from bkn_zoo.cli import main; sys.exit(main())"]
@@ -110,7 +111,8 @@ def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
     monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda name: service)
     assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
     assert cli.main(["serve", "--checkpoints=a,b"]) == 0
-    assert asked == [["--models", "better", "--max-batch", "2"], ["--models=a,b"]]
+    assert [read_settings(words).models for words in asked] == [["better"], ["a", "b"]]
+    assert read_settings(asked[0]).max_batch == 2
 
 
 def test_train_accepts_batch_size_bf16_and_a_folder():
@@ -149,6 +151,7 @@ def test_commands_say_which_folder_is_missing(words, told, capsys):
         ("info beter", "better"),
         ("classify photos --checkpoint beter", "better"),
         ("train photos --model resnet110_bkn", "resnet101_bkn"),
+        ("train photos --model inception_cifar", "inception_cifar_bkn"),
         ("train inception_cifar_bkn.cifar11.toml photos", "inception_cifar_bkn.cifar10"),
     ],
 )
@@ -277,7 +280,7 @@ def test_networks_that_need_no_pytorch_are_registered():
 def test_dry_run_of_publish_works_offline(root, capsys):
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "mine")
     text = said(capsys, "publish", "./mine", "--namespace", "me", "--dry-run")
-    assert "me/mine: the Hub could not be asked for its files" in text
+    assert "me/mine: the Hub cannot be reached, so all files are listed" in text
     sizes = {path.name: path.stat().st_size for path in Path("mine").iterdir()}
     for name, size in sizes.items():
         assert f"me/mine: to send {name} ({size:,} bytes)" in text

@@ -6,7 +6,6 @@ PyTorch takes seconds to import, so a command checks its arguments and paths fir
 import argparse
 import logging
 import os
-import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from bkn_zoo.cli.options import (
     list_parser,
     publish_parser,
 )
-from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder, with_dashes
+from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.terminal import printable
@@ -205,8 +204,6 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    # The service calls checkpoints models. This command calls them checkpoints everywhere.
-    arguments = [re.sub("^--checkpoints?(?==|$)", "--models", with_dashes(word)) for word in arguments]
     for name in ("bkn_zoo_service", "service"):  # installed, and in a checkout
         try:
             code: int = import_module(f"{name}.__main__").main(arguments)
