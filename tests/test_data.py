@@ -279,12 +279,12 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
     assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
-    said = f"files in {photos} that are not images, by their names: 1 without a suffix, 2 .heic\n"
-    assert capsys.readouterr().err == said
+    said = f"skipped files in {photos} without the suffix of a supported image format: 1 without a suffix, 2 .heic"
+    assert capsys.readouterr().err == f"{said}; convert images among them to JPEG or PNG\n"
     assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
-    with pytest.raises(InputError, match=r"bean contains no images \(files in .* 2 \.heic\): add some"):
+    with pytest.raises(InputError, match=r"bean contains no images \(skipped files in .* 2 \.heic; .*\): add some"):
         load_data("folder", photos)
 
 

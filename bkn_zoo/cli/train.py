@@ -19,6 +19,9 @@ from bkn_zoo.training.plan import Plan, make_plan
 if TYPE_CHECKING:
     from bkn_zoo.training.finish import TrainingResult
 
+UNKNOWN = 20.0
+"""If the 95 % interval of an accuracy is wider than this, in percent, the accuracy is practically unknown."""
+
 
 def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
     args, overrides = parse(arguments, prog)
@@ -78,10 +81,10 @@ def carry_out(plan: Plan) -> "TrainingResult":
     return carry_out(plan)
 
 
-def _card(config: Config, name: str, results: Path) -> str:
+def _card(config: Config, name: str, results: Path, folder: Path) -> str:
     from bkn_zoo.publishing.publish import card_of
 
-    return card_of(config, name, results)
+    return card_of(config, name, results, folder)
 
 
 def report(result: "TrainingResult", plan: Plan) -> None:
@@ -94,8 +97,10 @@ def report(result: "TrainingResult", plan: Plan) -> None:
         chosen = ", chosen on the validation images" if mode == record["chosen_statistics"] else ""
         print(f"{split}, {mode}: top-1 {shown(metrics)}{chosen}")
     if split == "validation":
-        missing = f"{plan.data} has no val or test"
-        print(f"there are no test images, so the accuracy is slightly optimistic: {missing}")
+        metrics = record["test"][record["chosen_statistics"]]
+        few = metrics["top1_high"] - metrics["top1_low"] > UNKNOWN
+        about = "the validation images are too few to measure the accuracy" if few else "it is slightly optimistic"
+        print(f"the accuracy is that of the validation images ({plan.data} has no val or test): {about}")
     print(f"saved to {folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(folder))}")
 
 

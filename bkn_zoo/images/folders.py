@@ -45,4 +45,5 @@ def _link_last(place: str, name: str) -> tuple[bool, str]:
 def passed_over(folder: str | os.PathLike[str], others: Counter[str]) -> str:
     """A message about the other files that `image_files` counted: how many of which kind."""
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in sorted(others.items()))
-    return f"files in {folder} that are not images, by their names: {kinds}"
+    remedy = "convert images among them to JPEG or PNG"
+    return f"skipped files in {folder} without the suffix of a supported image format: {kinds}; {remedy}"

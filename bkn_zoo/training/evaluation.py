@@ -76,7 +76,7 @@ def predict(
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy.
 
-    `loss_error` is the standard error of that mean.
+    `loss_error` is the standard error of that mean. With up to five classes there is no top-5: it would always be 100.
     """
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == labels[:, None]
@@ -88,7 +88,7 @@ def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
         "top1": 100 * top1,
         "top1_low": 100 * low,
         "top1_high": 100 * high,
-        "top5": 100 * hits.any(1).float().mean().item(),
+        **({"top5": 100 * hits.any(1).float().mean().item()} if logits.shape[1] > 5 else {}),
         "ece": 100 * calibration_error(confidence, hits[:, 0]),
         "loss": losses.mean().item(),
         "loss_error": losses.std(correction=0).item() / math.sqrt(len(labels)),

@@ -55,9 +55,7 @@ def fitted(recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bo
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
     fields: dict[str, Any] = {"gradient_batch": batch}
-    least, most = (
-        (LEAST_STEPS, MOST_EPOCHS) if pretrained else (LEAST_STEPS_FROM_SCRATCH, MOST_EPOCHS_FROM_SCRATCH)
-    )
+    least, most = (LEAST_STEPS, MOST_EPOCHS) if pretrained else (LEAST_STEPS_FROM_SCRATCH, MOST_EPOCHS_FROM_SCRATCH)
     enough = math.ceil(least / max(images // batch, 1))
     fields["freeze"] = CPU_FREEZE if cpu and pretrained else recipe.freeze
     fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, most))

@@ -31,7 +31,7 @@ STATISTICS_BATCHES = 64
 """Largest number of training batches for the statistics of averaged weights."""
 
 ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
-"""The metrics that config.json stores."""
+"""The metrics that config.json stores, as far as there are."""
 
 Metrics = dict[str, dict[str, float]]
 """The result of `measure` for each statistics mode."""
@@ -87,10 +87,13 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
         what = None if plan.quiet else f"measuring the {split} images"
         record["test"] = evaluate(stored, batches, what=what, total=len(images))
         (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        accuracy = {mode: {k: round(metrics[k], 3) for k in ACCURACY} for mode, metrics in record["test"].items()}
+        accuracy = {
+            mode: {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
+            for mode, metrics in record["test"].items()
+        }
         stored.config = dataclasses.replace(stored.config, accuracy=accuracy)
         result.append(stored)
-        return accuracy, plan.card(stored.config, plan.name, plan.results.parent)
+        return accuracy, plan.card(stored.config, plan.name, plan.results.parent, plan.folder)
 
     thresholds = _thresholds(model, data, plan)
     save_pretrained(

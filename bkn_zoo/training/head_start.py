@@ -58,7 +58,7 @@ def start_classifier(
         training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
     if speaks() and not quiet:
         mode = best_mode(line["validation"])
-        told = f"validation loss {validation_loss(line):.3f}, top-1 {shown(line['validation'][mode])}"
+        told = f"validation loss {validation_loss(line):.4g}, top-1 {shown(line['validation'][mode])}"
         print(f"classifier on the frozen network: {told}, after {duration(line['seconds'])}", flush=True)
 
 

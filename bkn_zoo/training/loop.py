@@ -70,7 +70,8 @@ def fit(
             save_state(training, recipe, folder)
         postfix: dict[str, str] = {}
         write = bar.write if first and not quiet else lambda line: None
-        pace = Pace(write, training.step, steps, len(data.validation) / len(data.train), _advice(training, recipe, device))
+        extra, advice = len(data.validation) / len(data.train), _advice(training, recipe, device)
+        pace = Pace(write, training.step, steps, extra, advice)
         while training.step < steps and not training.finished:
             line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix, pace)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
@@ -83,13 +84,14 @@ def fit(
             best = recipe.keep == "best" and kept_line(training.history, recipe) is line
             if best:
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
+            lowest = min(training.history, key=validation_loss)
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
-            told = f"loss {line['loss']:.3f}, validation loss {validation_loss(line):.3f}, top-1 {shown(mode)}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best else ''}")
+            told = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}, top-1 {shown(mode)}"
+            kept = f", kept so far{'' if line is lowest else ' (within one standard error of the lowest)'}"
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{kept if best else ''}")
             if first:
                 write_log(training.history, folder)
-            lowest = min(training.history, key=validation_loss)
             tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
             if training.finished and (training.best is not None or training.step < steps):

@@ -259,7 +259,8 @@ def _without_empty_folders(*folders: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for path in sorted(new, key=lambda path: len(path.parts), reverse=True):
+        # Only the first process, because the others end before it writes its results.
+        for path in sorted(new, key=lambda path: len(path.parts), reverse=True) if speaks() else ():
             with suppress(OSError):  # it is not empty
                 path.rmdir()
 
