@@ -37,6 +37,7 @@ coverage: $(READY)
 # The documentation as a website in site/, by `python3 -m http.server --directory site`. Every warning is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "open site/index.html in a browser"
 
 serve: $(READY)
 	$(VENV)/bin/bkn-zoo serve

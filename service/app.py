@@ -112,7 +112,7 @@ class Service:
         async with self._until(self._deadline()):
             image, options = await read_upload(request, field, self.decoders.parse)
             loaded = await self.pool.get(options.model if model is None else model)
-            request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
+            request.scope["facts"] = _facts(loaded, options)
             return await _unless_gone(request, self._run(loaded, image, options))
 
     async def classify_several(self, request: Request) -> list[Classified | ServiceError]:
@@ -121,7 +121,7 @@ class Service:
         async with self._until(deadline):
             images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse)
             loaded = await self.pool.get(options.model)
-            request.scope["facts"] = {"model": loaded.line.name, "statistics": options.statistics}
+            request.scope["facts"] = _facts(loaded, options)
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
         failed = [answer for answer in answers if isinstance(answer, ServiceError)]
         request.scope["facts"] |= {"images": len(answers), "failed": len(failed)}
@@ -197,6 +197,11 @@ class Service:
                 "timing_ms": timing,
             }
         )
+
+
+def _facts(loaded: Loaded, options: Options) -> dict[str, Any]:
+    """What the log says about a request: the model and the mode, chosen or default."""
+    return {"model": loaded.line.name, "statistics": loaded.classifier.choose(options.statistics)}
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

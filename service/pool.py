@@ -117,7 +117,8 @@ class Pool:
         except Exception as error:
             expected = isinstance(error, BknZooError)
             self.failure = error if expected else InputError("a model cannot be loaded: see the log.")
-            log.error("the service cannot start: %s", error, exc_info=not expected)
+            if not expected:  # otherwise the command or Ray prints the reason
+                log.exception("the service cannot start")
         else:
             self.started = True
             log.info("ready", extra={"models": ", ".join(self.names)})

@@ -6,6 +6,7 @@ extends. tests/test_service_edge.py checks these.
 """
 
 import asyncio
+import logging
 import math
 import multiprocessing
 import os
@@ -106,6 +107,8 @@ def serve(settings: Settings) -> int:
     except BknZooError as error:
         return failed(error)
     server = Server(app, settings)
+    # uvicorn would log that it cannot listen, which is said below.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not isinstance(record.msg, OSError))
     sys.setswitchinterval(SWITCH)
     # uvicorn raises the caught signal again at its end, which would kill this process.
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}

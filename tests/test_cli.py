@@ -101,7 +101,8 @@ def test_folders_are_walked_in_order(call, photos):
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
-    assert (found.code, found.err) == (0, f"bkn-zoo: files in {photos} that are not images, by their names: 1 .txt\n")
+    skipped = f"skipped files in {photos} without the suffix of a supported image format: 1 .txt"
+    assert (found.code, found.err) == (0, f"bkn-zoo: {skipped}; convert images among them to JPEG or PNG\n")
 
 
 def test_json_says_what_was_used(call, photos, root):
@@ -194,6 +195,7 @@ def test_info_describes_a_checkpoint(call, root):
     rows = dict(line.split(maxsplit=1) for line in call("info", root / "small").out.splitlines())
     assert rows["accuracy.sample.top1"] == "71.25"
     assert rows["preprocessing.size"] == "16"
+    assert call("info").out.splitlines()[0].split() == ["name", "small"]  # the default
     assert rows["parameters"] == f"{facts['parameters']:,}"
     assert rows["revision"] == "-"
     assert not any(name.startswith(("training", "versions", "sha256")) for name in rows)
@@ -202,7 +204,7 @@ def test_info_describes_a_checkpoint(call, root):
 
 MISUSES = (
     "", "fly", "classify", "classify x.png --top-k 0", "classify x.png --top-k 1.5", "classify x.png --statistics mean",
-    "classify x.png --format xml", "compare", "info", "list more", "--log-level", "--log-level loud list",
+    "classify x.png --format xml", "compare", "list more", "--log-level", "--log-level loud list",
 )  # fmt: skip
 
 
@@ -218,8 +220,10 @@ def test_log_level_shows_what_the_package_logs(call, root, caplog, monkeypatch):
     for variable, option, shown in (("warning", [], False), ("info", [], True), ("", ["--log-level", "info"], True)):
         caplog.clear()
         monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", variable)
-        assert call(*option, "info", root / "small").code == 0
+        assert call(*option, "info", "small").code == 0
         assert (f"small is in {root / 'small'}" in caplog.text) is shown
+        assert call(*option, "info", root / "small").code == 0
+        assert caplog.text.count(f"{root / 'small'}") == shown  # a path is not said to be in itself
         assert {record.name for record in caplog.records} <= {"bkn_zoo.checkpoints.locate"}
     monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
     assert call("list").code == 2

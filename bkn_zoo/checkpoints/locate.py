@@ -54,7 +54,8 @@ def locate(
     if is_folder(name) or "/" not in repository:
         try:
             folder = find(name)
-            log.info("%s is in %s", text, folder)
+            if text != str(folder):
+                log.info("%s is in %s", text, folder)
             return Location(text, folder, None)
         except UnknownNameError as error:
             repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"

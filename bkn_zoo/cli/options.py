@@ -115,7 +115,8 @@ def list_parser() -> Parser:
 
 def info_parser() -> Parser:
     parser = Parser("bkn-zoo info", description="Describe a checkpoint.", epilog=INFO_EXAMPLES)
-    parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
+    what = f"{NAMED} (default: the first of bkn-zoo list)"
+    parser.add_argument("checkpoint", nargs="?", metavar=CHECKPOINT, help=what)
     parser.add_argument("--classes", action="store_true", help="list only its classes, one per line")
     text = "json also has its training, its files and the options of its norms (default: %(default)s)"
     parser.add_argument("--format", choices=("table", "json"), default="table", help=text)

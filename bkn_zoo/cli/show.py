@@ -13,7 +13,7 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.checkpoints.preferred import top1, usable_checkpoints
+from bkn_zoo.checkpoints.preferred import default_checkpoint, top1, usable_checkpoints
 from bkn_zoo.cli.classify import FAILED, load
 from bkn_zoo.cli.parser import announce
 from bkn_zoo.errors import CheckpointError, ImageError
@@ -86,6 +86,7 @@ def list_here(args: argparse.Namespace) -> int:
 
 def info(args: argparse.Namespace) -> int:
     """Print what a user needs to know about a checkpoint, its whole config as JSON, or only its classes."""
+    args.checkpoint = args.checkpoint or default_checkpoint()
     location = locate(args.checkpoint)
     config = Config.read(location.folder / CONFIG)
     if args.classes:
@@ -125,4 +126,5 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _rows(f"{name}.{key}", inner)
     else:
-        yield name, "-" if value is None else str(value)
+        values = value if isinstance(value, list | tuple) else [value]
+        yield name, ", ".join("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)

@@ -120,7 +120,8 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     network, _, norm = name.rpartition("_")
     if network not in _networks or norm not in NORMS:
         known = list_models()
-        raise UnknownNameError(f"unknown model {name!r}{did_you_mean(name, known)}: choose one of {', '.join(known)}.")
+        close = f" (did you mean {name}_bkn?)" if name in _networks else did_you_mean(name, known)
+        raise UnknownNameError(f"unknown model {name!r}{close}: choose one of {', '.join(known)}.")
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")
