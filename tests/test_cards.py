@@ -140,7 +140,7 @@ def test_examples_of_a_local_card_load_its_folder(folder, results, tmp_path, mon
             "split:",
         ),
         ({"statistics_anew": True}, "running averages were recomputed", "official validation"),
-        ({"recipe": {"freeze": 0.67}}, "with the first 67% of the layers frozen", "per statistics group,"),
+        ({"recipe": {"freeze": 0.67}}, "with the first 67 % of the layers frozen", "per statistics group,"),
         ({"recipe": {"freeze": True}}, "with all layers but the classifier frozen", "per statistics group,"),
     ],
 )

@@ -126,7 +126,9 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path, monkeypatch):
         changed.setattr(sys, "stderr", stream)
         changed.setattr(progress, "PATIENCE", 0.01)
         changed.setattr(progress, "TICK", 0.01)
-        assert cli.main(["train", "--data", "photos", "--epochs", "1", "--name", "mine", *options]) == 0
+        assert (
+            cli.main(["train", "--data", "photos", "--epochs", "1", "--ema", "0.97", "--name", "mine", *options]) == 0
+        )
         assert cli.main(["evaluate", "runs/mine/mine", "--data", "photos", "--batch", "20", "--device", "cpu"]) == 0
     assert expected == []
     for what in ("preparing inception_cifar_bkn", "drawing curves.png"):

@@ -331,7 +331,7 @@ def test_patience_is_told_in_output_record_config_and_card(capsys):
     command(*start, "--name", "mine")
     written = capsys.readouterr()
     assert "stopped: the validation loss no longer falls; the weights of epoch" in written.out + written.err
-    assert "has no val or test): the validation images are too few to measure the accuracy" in written.out
+    assert "has no val or test, so the accuracy is that of the validation images: they are too few" in written.out
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2

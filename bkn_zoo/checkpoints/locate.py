@@ -54,7 +54,7 @@ def locate(
     if is_folder(name) or "/" not in repository:
         try:
             folder = find(name)
-            if text != str(folder):
+            if Path(text) != folder:
                 log.info("%s is in %s", text, folder)
             return Location(text, folder, None)
         except UnknownNameError as error:

@@ -99,8 +99,8 @@ def report(result: "TrainingResult", plan: Plan) -> None:
     if split == "validation":
         metrics = record["test"][record["chosen_statistics"]]
         few = metrics["top1_high"] - metrics["top1_low"] > UNKNOWN
-        about = "the validation images are too few to measure the accuracy" if few else "it is slightly optimistic"
-        print(f"the accuracy is that of the validation images ({plan.data} has no val or test): {about}")
+        about = "they are too few to measure it" if few else "it is slightly optimistic, since choices used them"
+        print(f"{plan.data} has no val or test, so the accuracy is that of the validation images: {about}")
     print(f"saved to {folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(folder))}")
 
 

@@ -38,7 +38,7 @@ identical to those without an interruption.
 FIELDS = {
     "model": "the network, as in bkn_zoo.list_models(), with new weights unless --checkpoint is given",
     "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
-    "epochs": "passes over the training images",
+    "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
     "gradient_batch": "images per optimizer step, over all processes",
     "statistics_batch": "images per statistics group; None is all that a process holds at a time",
     "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
@@ -55,7 +55,8 @@ FIELDS = {
     "ema": "decay per step of averaged weights, which are evaluated and saved; 0 is none",
     "kalman_lr": "learning rate of the transition A, process noise R and gain q, relative to the others'",
     "clip": "largest norm of the gradient; 0 is no limit",
-    "precision": "of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same",
+    "precision": "of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same; a CPU "
+    "without bf16 uses f32",
     "keep": "weights of the last epoch, or of the best: the last whose validation loss is about the lowest",
     "patience": "epochs without a lower validation loss after which the training ends; None is never",
     "freeze": "train the classifier only (true), or keep this share of the layers, from the input on, as they are",

@@ -305,7 +305,7 @@ def _normalized(config: Config) -> str:
     """Which images shared statistics in training."""
     frozen = config.recipe.get("freeze")
     if frozen:  # its norms were in evaluation mode
-        layers = "all layers but the classifier" if frozen is True else f"the first {frozen:.0%} of the layers"
+        layers = "all layers but the classifier" if frozen is True else f"the first {100 * frozen:.0f} % of the layers"
         return f"{layers} frozen and the norms in evaluation mode, so without statistics groups"
     group = config.statistics_batch_size or "all"
     return f"{group} {'image' if group == 1 else 'images'} per statistics group"

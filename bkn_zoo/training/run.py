@@ -247,7 +247,7 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not (folder / STATE).exists():  # it failed before the training began
+            if not file.tell() and not (folder / STATE).exists():  # empty: it failed before the training began
                 with suppress(OSError):
                     (folder / LOG).unlink()
 
