@@ -95,6 +95,7 @@ def test_fine_tune_returns_network_record_and_folder(checkpoint, capsys):
     assert "".join(capsys.readouterr()) == ""
     name = f"{NETWORK}.photos-augmentation.mixup_0.2-epochs_1"
     assert result.folder == Path("runs") / name / name
+    assert repr(result) == f"TrainingResult(folder={result.folder!r})"
     assert result.record == read("runs", name, "results", "runs", f"{name}.json")
     assert (result.record["recipe"]["augmentation"]["mixup"], result.record["gradient_batch"]) == (0.2, 16)
     stored = bkn_zoo.from_pretrained(result.folder)

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class TrainingResult:
         folder: the folder of the checkpoint.
     """
 
-    model: Network
-    record: dict[str, Any]
+    model: Network = field(repr=False)  # pages of text, like the record
+    record: dict[str, Any] = field(repr=False)
     folder: Path
 
 
