@@ -92,7 +92,7 @@ def test_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monkeypat
     assert len(code) >= 5
     assert all((cell["outputs"], cell["execution_count"]) == ([], None) for cell in code)
     program = "\n\n".join("".join(cell["source"]) for cell in code)
-    for written, less in (("range(40)", "range(12)"), ('"--epochs", "3"', '"--epochs", "1"')):
+    for written, less in (("range(40)", "range(12)"), ("epochs=3", "epochs=1")):
         assert program.count(written) == 1
         program = program.replace(written, less)
     monkeypatch.chdir(tmp_path)
