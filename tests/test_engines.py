@@ -231,7 +231,7 @@ def test_engines_agree_with_the_network(model, name):
 
 
 @needs_openvino
-@pytest.mark.parametrize("machine, pairs", [("x86_64", True), ("aarch64", False)])
+@pytest.mark.parametrize(("machine", "pairs"), [("x86_64", True), ("aarch64", False)])
 def test_bf16_on_x86_computes_both_products_at_once(small, machine, pairs, monkeypatch):
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
     hint, images = engines.ov.properties.hint.inference_precision, photographs(1, 16)
