@@ -113,9 +113,10 @@ def core() -> Any:
     return ov.Core()
 
 
-def _noted(beliefs: list[Belief], predict: Callable[[Belief], Any], prior: Belief) -> Any:
-    """The result of `predict`. Adds the belief to a list."""
-    beliefs.append(prior)
+def _noted(beliefs: list[Belief], predict: Callable[[Any], Any], prior: Belief | None) -> Any:
+    """The result of `predict`. Adds the belief to a list; a first layer with an initial belief has none."""
+    if prior is not None:
+        beliefs.append(prior)
     return predict(prior)
 
 
