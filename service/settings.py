@@ -53,7 +53,7 @@ class Settings(BaseSettings):
     models: Listed = Field(
         [],
         description="checkpoint names, folders or Hub ids (owner/repo@revision) to offer, separated by commas; the "
-        "first is the default model; default: all bundled checkpoints",
+        "first is the default model; bkn-zoo serve also accepts --checkpoint; default: all bundled checkpoints",
     )
     loaded_models: int = Field(
         2,

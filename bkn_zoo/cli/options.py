@@ -117,7 +117,8 @@ def info_parser() -> Parser:
     parser = Parser("bkn-zoo info", description="Describe a checkpoint.", epilog=INFO_EXAMPLES)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("--classes", action="store_true", help="list only its classes, one per line")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: %(default)s")
+    text = "json also has its training, its files and the options of its norms (default: %(default)s)"
+    parser.add_argument("--format", choices=("table", "json"), default="table", help=text)
     return parser
 
 

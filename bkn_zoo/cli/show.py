@@ -21,6 +21,8 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import printable
 
 TIMED_RUNS = 5
+ONLY_JSON = ("format_version", "norm_options", "training", "versions", "sha256")
+"""What `info` leaves out of its table."""
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -83,7 +85,7 @@ def list_here(args: argparse.Namespace) -> int:
 
 
 def info(args: argparse.Namespace) -> int:
-    """Print the config of a checkpoint and facts about its files, or only its classes."""
+    """Print what a user needs to know about a checkpoint, its whole config as JSON, or only its classes."""
     location = locate(args.checkpoint)
     config = Config.read(location.folder / CONFIG)
     if args.classes:
@@ -112,7 +114,9 @@ def info(args: argparse.Namespace) -> int:
     labels = config.label_names or ("-",)
     facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
     facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
-    _print_columns([row for name, value in facts.items() for row in _rows(name, value)])
+    shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
+    _print_columns([row for name, value in shown.items() for row in _rows(name, value)])
+    announce("its training, its files and the options of its norms: --format json")
     return 0
 
 

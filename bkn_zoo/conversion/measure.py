@@ -225,9 +225,10 @@ class Advice(NamedTuple):
         lines = [f"{'norm':{width}}  {'T':>9}  {'T between':>9}  {'V':>9}  {'q':>6}"]
         for name, norm in self.norms.items():
             gain = norm.gain(self.batch_size)
-            lines.append(f"{name:{width}}  {norm.shift:9.4f}  {norm.between:9.4f}  {norm.spread:9.4f}  {gain:6.3f}")
-        errors = ", ".join(f"{choice} {error:.4f}" for choice, error in self.errors.items())
-        lines += [f"expected squared error of a mean, {self.batch_size} images per group: {errors}"]
+            lines.append(f"{name:{width}}  {norm.shift:9.3g}  {norm.between:9.3g}  {norm.spread:9.3g}  {gain:6.3f}")
+        errors = ", ".join(f"{choice} {error:.3g}" for choice, error in self.errors.items())
+        group = "1 image" if self.batch_size == 1 else f"{self.batch_size} images"
+        lines += [f"expected squared error of a mean, {group} per group: {errors}"]
         return "\n".join([*lines, f"recommended: {self.choice}"])
 
 

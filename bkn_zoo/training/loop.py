@@ -25,7 +25,6 @@ from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import (
     REMEDY,
     Training,
-    best_line,
     best_mode,
     kept_line,
     save_state,
@@ -81,21 +80,21 @@ def fit(
             training.seconds = saves.elapsed()
             line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
-            best = best_line(training.history)
-            if recipe.keep == "best" and best is line:
+            best = recipe.keep == "best" and kept_line(training.history, recipe) is line
+            if best:
                 training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
             told = f"loss {line['loss']:.3f}, validation loss {validation_loss(line):.3f}, top-1 {shown(mode)}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best is line else ''}")
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{', kept so far' if best else ''}")
             if first:
                 write_log(training.history, folder)
             lowest = min(training.history, key=validation_loss)
             tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
             training.finished = training.step == steps or bool(_largest(int(tired)))
-            if training.finished and training.step < steps:
-                kept = kept_line(training.history, recipe)
-                write(f"stopped: the validation loss no longer falls; the weights of epoch {kept['epoch']} are kept")
+            if training.finished and (training.best is not None or training.step < steps):
+                stopped = "stopped: the validation loss no longer falls; " if training.step < steps else ""
+                write(f"{stopped}the weights of epoch {kept_line(training.history, recipe)['epoch']} are kept")
             saves.after_epoch()
 
 
