@@ -336,6 +336,10 @@ def test_the_page_holds_what_the_records_say():
     ):
         assert line in polyps, line
     assert "| 4 | mean | BKN, measured gain | BN |" in found["pacs.differences"]
+    assert found["summary"] == "Not run yet.\n"  # BN has no result with one image
+    roads = contents(STUDY.experiments, invented(SETS["camvid"]))["summary"]
+    assert "| mean over batch sizes | CamVid, mean IoU (%) |" in roads
+    assert "| BKN, measured gain, against the better of frozen BN and BN | +5.0 ± 0.1 (ahead) |" in roads
     assert "missing are imagewoof.bn" in found["state"]
     assert "not run yet" in found["camvid.results"]
     assert "in 10 cells" in found["aim"]  # at one image per batch, BN diverged

@@ -160,20 +160,21 @@ def _results(experiment: Experiment, records: Records) -> str:
 
 
 def _summary(experiments: Sequence[Experiment], records: Records) -> str:
-    """Every data set in one row: the mean over batch sizes and targets, and BKN against the better of two ends."""
-    rows = []
+    """A column for each data set: the mean over batch sizes and targets, and BKN against the better of two ends."""
+    rows = {title: {"mean over batch sizes": title} for title in ARMS.values()}
+    gaps = {arm: f"{ARMS[arm]}, against the better of frozen BN and BN" for arm in COMPARED}
+    rows |= {title: {"mean over batch sizes": title} for title in gaps.values()}
     for each in experiments:
-        column = columns(each)[-1]
+        column, head = columns(each)[-1], f"{_named(each, '')}, {METRICS[each.metric]}"
         found = whole(each, ARMS, column, ALL, records)
-        if len(found) < len(ARMS):
-            continue
-        best = max(("frozen", "bn"), key=found.__getitem__)
-        row = {"mean over batch sizes": f"{_named(each, '')}, {METRICS[each.metric]}"}
-        row |= {ARMS[arm]: f"{value:.1f}" for arm, value in found.items()}
-        rows.append(row | {
-            f"{ARMS[arm]} against {ARMS[best]}": _compared(each, arm, best, column, ALL, records) for arm in COMPARED
-        })  # fmt: skip
-    return table(rows, list(rows[0])) + "\n" if rows else "Not run yet.\n"
+        if len(found) == len(ARMS):
+            best = max(("frozen", "bn"), key=found.__getitem__)
+            for arm, value in found.items():
+                rows[ARMS[arm]][head] = f"{value:.1f}"
+            for arm, title in gaps.items():
+                rows[title][head] = _compared(each, arm, best, column, ALL, records)
+    shown = list(rows.values())
+    return table(shown, list(shown[0])) + "\n" if len(shown[0]) > 1 else "Not run yet.\n"
 
 
 def _compared(experiment: Experiment, arm: str, other: str, column: str, batch: int, records: Records) -> str:
