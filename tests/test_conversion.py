@@ -893,6 +893,16 @@ def test_a_distributed_step_is_the_plain_one(reentrant):
     torch.testing.assert_close(dict(inner.named_buffers()), dict(plain.named_buffers()))
 
 
+def test_initial_gain_is_the_gain_of_every_prior():
+    model = FAMILIES["resnet"]()
+    for gain, chosen in ((BATCHNORM_GAIN, {}), (0.5, {"initial_gain": 0.5})):
+        norms = [norm for norm in convert(model, **chosen).modules() if isinstance(norm, BatchKalmanNorm)]
+        assert all(norm.gain.item() == pytest.approx(gain) for norm in norms if norm.has_prior)
+        assert sum(norm.has_prior for norm in norms) == len(norms) - 1
+    with pytest.raises(InputError, match="the gain is 2: choose a number from 0 to 1"):
+        convert(model, initial_gain=2)
+
+
 @gpu_only
 def test_a_cuda_graph_of_a_converted_network_replays_it():
     plain, captured, images = staged().cuda(), staged().cuda(), IMAGES.cuda()

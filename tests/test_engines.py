@@ -18,9 +18,10 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_model, recalibrate
+from bkn_zoo.conversion import start_near_population
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
-from bkn_zoo.inference.folding import ImageNorm, fold
+from bkn_zoo.inference.folding import ImageNorm, fold, prepare
 from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
@@ -228,6 +229,34 @@ def test_a_network_that_views_its_features_in_one_layout_runs():
 def test_engines_agree_with_the_network(model, name):
     chosen = MODES if model.stride == 2 else ("population", "expected")  # which has all that `sample` has
     assert_agrees(create_engine(model, name), model, photographs(2, size(model)), *chosen)
+
+
+@needs_openvino
+@pytest.mark.parametrize(("machine", "pairs"), [("x86_64", True), ("aarch64", False)])
+def test_bf16_on_x86_computes_both_products_at_once(small, machine, pairs, monkeypatch):
+    monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
+    hint, images = engines.ov.properties.hint.inference_precision, photographs(1, 16)
+    built = openvino_graph.build_graph(prepare(small, SAMPLE), images.shape[1:], False, {hint: "bf16"})
+    products = [len(node.shape) for node in built.get_ordered_ops() if node.get_type_name() == "MatMul"]
+    assert (products.count(3) > 0, products.count(2)) == ((True, 2) if pairs else (False, len(products)))
+    graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))  # exact on every processor
+    assert_agrees(lambda images, mode: graph(images), small, images, "sample")
+
+
+@needs_openvino
+def test_products_are_paired_after_an_initial_belief(monkeypatch):
+    monkeypatch.setattr(openvino_graph.platform, "machine", lambda: "x86_64")
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.Flatten()
+    trained = nn.Sequential(*layers).train()
+    trained(photographs(4, 8))
+    network = convert(trained.eval())
+    assert start_near_population(network, gain=0.3) == ["1", "3"]
+    nn.init.normal_(network[3].transition)
+    hint, images = engines.ov.properties.hint.inference_precision, photographs(1, 8)
+    built = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
+    assert [len(node.shape) for node in built.get_ordered_ops() if node.get_type_name() == "MatMul"] == [3]
+    graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))
+    assert_agrees(lambda images, mode: graph(images), network, images, "sample")
 
 
 @each_engine

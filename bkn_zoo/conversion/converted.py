@@ -23,7 +23,8 @@ from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import no_weight_decay
+from bkn_zoo.norms.batch_kalman import check_gain, no_weight_decay
+from bkn_zoo.norms.centered import BATCHNORM_GAIN
 
 
 class Converted(nn.Module):
@@ -183,13 +184,14 @@ def convert(
     only: str | Sequence[str] | None = None,
     statistics_batch_size: int | None = None,
     default_statistics: str = "population",
+    initial_gain: float = BATCHNORM_GAIN,
 ) -> nn.Module:
     """Convert a network: a copy of `model` in which Batch Kalman Norms replace batch norms.
 
     The network keeps its class, its code and the names of its modules and parameters. A state dict of the original
     loads with `strict=False`; loading running variances reinitializes the new parameters: the transition A, the process
     noise R and the gain q. With `population` statistics, the default at inference, the outputs are those of the
-    original. Training starts close to batch normalization, with q = 0.99, A = 0 and R = the running variance.
+    original. Training starts with A = 0, R = the running variance and, by default, a gain close to batch normalization.
     `print(converted.report)` shows the conversion, and `bkn_zoo.conversion.prove` checks it.
 
     Args:
@@ -200,11 +202,14 @@ def convert(
             `statistics` and has the attributes of a `Converted`. None, or an empty name, is the whole network.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: the statistics mode at inference, if a call does not choose one.
+        initial_gain: the gain q that training starts with. Choose 0.5 to train from scratch, as the networks of the zoo
+            do. For a pretrained network, use `bkn_zoo.conversion.start_near_population` instead.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
     parts = [only or ""] if only is None or isinstance(only, str) else list(only)
     choose_statistics(False, default_statistics, statistics_batch_size)
+    check_gain(initial_gain)
     for name in parts:
         check(model, name)
     whole: Any = copy_of(model)
@@ -218,6 +223,9 @@ def convert(
         given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
         _convert(part, name, given, left=frozen_norms(whole, part))
         part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
+        for norm in part.modules():
+            if isinstance(norm, LinkedNorm) and norm.has_prior:
+                norm.set_gain(initial_gain)
         if default_statistics != "population":
             part._warn_if_untrained(default_statistics)
         reports.append(part.report)

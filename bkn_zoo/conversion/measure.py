@@ -229,7 +229,9 @@ class Advice(NamedTuple):
         errors = ", ".join(f"{choice} {error:.3g}" for choice, error in self.errors.items())
         group = "1 image" if self.batch_size == 1 else f"{self.batch_size} images"
         lines += [f"expected squared error of a mean, {group} per group: {errors}"]
-        return "\n".join([*lines, f"recommended: {self.choice}"])
+        best = min(self.errors, key=self.errors.__getitem__)
+        reason = "" if self.choice == best else f", simpler than {best} and nearly as good by these errors"
+        return "\n".join([*lines, f"recommended: {self.choice}{reason}; compare it with freezing on validation images"])
 
 
 def advise(

@@ -1,7 +1,9 @@
 """Builds an OpenVINO graph of a network: its own code runs once on a symbol, which records the operations."""
 
 import functools
-from typing import Any
+import platform
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov, rounded_up
 from bkn_zoo.models.network import Network
+from bkn_zoo.norms.kalman import Belief
 
 LARGEST_HALF = np.finfo(np.float16).max
 
@@ -72,11 +75,14 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
     statistics is an input.
     """
     inputs = [ops.parameter([1, *shape])]
+    beliefs: list[Belief] = []
     if not population:
         inputs.append(ops.parameter([1]))
         norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
         if norms:
             weigh(norms, Symbol(inputs[1]))
+        for norm in norms:
+            vars(norm)["_predict"] = functools.partial(_noted, beliefs, norm._predict)
         network.statistics_batch_size = network.statistics_batch_size or 1  # replaced by `weigh`
     stand_in: Any = Symbol(inputs[0])
     logits: Any = network.cpu()(stand_in, statistics="population" if population else "expected")
@@ -84,6 +90,8 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
     _merge_products(model)
+    if options.get(ov.properties.hint.inference_precision) == "bf16" and platform.machine() in ("x86_64", "AMD64"):
+        _pair_products(model, beliefs)
     _store_weights(model, halves=options.get(ov.properties.hint.inference_precision) == "f16")
     return model
 
@@ -105,14 +113,30 @@ def core() -> Any:
     return ov.Core()
 
 
-def _merge_products(model: Any) -> None:
-    """Merge matrix products with the same vector: the branches of an Inception block share their prior."""
-    sharing: dict[Any, list[Any]] = {}
+def _noted(beliefs: list[Belief], predict: Callable[[Any], Any], prior: Belief | None) -> Any:
+    """The result of `predict`. Adds the belief to a list; a first layer with an initial belief has none."""
+    if prior is not None:
+        beliefs.append(prior)
+    return predict(prior)
+
+
+def _products(model: Any) -> dict[Any, list[Any]]:
+    """All products of a vector and a matrix, by the vector."""
+    found: dict[Any, list[Any]] = {}
     for node in model.get_ordered_ops():
         if node.get_type_name() == "MatMul" and len(node.shape) == 2:
-            vector = node.input_value(0)
-            sharing.setdefault((vector.get_node().get_name(), vector.get_index()), []).append(node)
-    for products in sharing.values():
+            found.setdefault(_place(node.input_value(0)), []).append(node)
+    return found
+
+
+def _place(value: Any) -> tuple[str, int]:
+    """A name of a value in a graph."""
+    return value.get_node().get_name(), value.get_index()
+
+
+def _merge_products(model: Any) -> None:
+    """Merge matrix products with the same vector: the branches of an Inception block share their prior."""
+    for products in _products(model).values():
         if len(products) > 1:
             matrices = [_constant(product.input_value(1).get_node()).data for product in products]
             joined = _node(torch.from_numpy(np.concatenate(matrices)))
@@ -120,6 +144,25 @@ def _merge_products(model: Any) -> None:
             parts = ops.variadic_split(joint, 1, [len(matrix) for matrix in matrices])
             for product, part in zip(products, parts.outputs(), strict=True):
                 product.output(0).replace(part)
+
+
+def _pair_products(model: Any, beliefs: list[Belief]) -> None:
+    """Join the product of A and a mean with that of the squares and a variance, as a batch of two products.
+
+    With AMX, OpenVINO computes a product of one vector in a kernel for large matrices, and a batch in a faster one.
+    """
+    products = _products(model)
+    for belief in beliefs:
+        pair = [products.pop(_place(value.node), []) for value in cast(Any, belief)]
+        if [len(found) for found in pair] != [1, 1]:  # not a full matrix, or joined before
+            continue
+        both = [found[0] for found in pair]
+        matrices = np.stack([_constant(node.input_value(1).get_node()).data for node in both])
+        rows = ops.reshape(ops.concat([node.input_value(0) for node in both], 0), [2, 1, matrices.shape[2]], False)
+        joint = ops.matmul(rows, _node(torch.from_numpy(matrices)), False, True)
+        parts = ops.split(ops.reshape(joint, [2, -1], False), 0, 2)
+        for node, part in zip(both, parts.outputs(), strict=True):
+            node.output(0).replace(part)
 
 
 def _constant(node: Any) -> Any:

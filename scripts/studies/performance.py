@@ -81,6 +81,7 @@ INFERENCE = [
         for network in ("resnet101", "inception_v2")
         for precision, target in targets.items()
     ),
+    *(_image(network, 128, "infer_avx512", "f32")._replace(target=1.25) for network in ("resnet101", "inception_v2")),
     *(
         Headline(
             f"{network}, converted, 224 px, f32", "frontend_converted", _converted(network), "ratio_to_population", 1.35
@@ -90,14 +91,6 @@ INFERENCE = [
     _image("resnet101", 224, "infer_cuda", "bf16", batch=1),
     _image("resnet101", 224, "infer_cuda", "bf16", batch=32),
 ]
-
-
-UNRECORDED = [
-    {"where": f"{network}, 128 px, f32", "ratio": "no record", "target": "1.25"}
-    | {"measured on": "x86_64, AVX-512 without AMX"}
-    for network in ("resnet101", "inception_v2")
-]
-"""Ratios of `sample` to `population` that have a target, on a processor that is not available."""
 
 
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
@@ -129,13 +122,17 @@ def headlines(records: Records) -> str:
         for name, group in compared.items()
         for headline in group
     ]
-    return table(rows + [{"compared": name, **row} for name in list(compared)[1:] for row in UNRECORDED], list(rows[0]))
+    return table(rows, list(rows[0]))
 
 
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
     record = records[name]
     date = row.get("date") or record.get("date") or DATES[name]
-    return {"measured on": record["hardware"], "date": date, "record": f"`benchmark_{name}.json`"}
+    return {"measured on": _processor(record), "date": date, "record": f"`benchmark_{name}.json`"}
+
+
+def _processor(record: Row) -> str:
+    return record["hardware"] + (", AMX switched off" if record.get("instructions") == "AVX512_CORE" else "")
 
 
 def seconds(records: Records) -> str:
@@ -186,7 +183,8 @@ def picture(records: Records) -> Any:
 
 
 def _short(record: Row) -> str:
-    return record["hardware"].partition(",")[0].replace("Intel(R) Xeon(R) Processor", "Xeon").removeprefix("NVIDIA ")
+    name = _processor(record).replace(", 2 cores", "")
+    return name.replace("Intel(R) Xeon(R) Processor", "Xeon").removeprefix("NVIDIA ")
 
 
 def between_engine_and_service(record: Row) -> str:
@@ -256,7 +254,8 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
     names = [*TRAIN_GPU, "train_cpu", "infer_cuda", *by_processor["infer"], "frontend", "serve", *by_processor["start"]]
     loading = [name for name in records if name.startswith("loading")]
-    names += ["frontend_converted", "classify.aarch64", "counters.aarch64", "rivals.aarch64", *loading]
+    counters = [name for name in records if name.startswith("counters.")]
+    names += ["infer_avx512", "frontend_converted", "classify.aarch64", *counters, "rivals.aarch64", *loading]
     shown = {name: records[name] for name in names}
 
     def several(names: list[str] | tuple[str, ...], batch: int | None = None) -> str:
@@ -269,10 +268,10 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "rooflines": _table(rooflines),
         "train_cpu": several(["train_cpu"]),
         "infer_cuda": several(["infer_cuda"]),
-        "infer_cpu": several(by_processor["infer"]),
+        "infer_cpu": several([*by_processor["infer"], "infer_avx512"]),
         "converted": several(["frontend_converted"]),
         "classify": several(["classify.aarch64"]),
-        "counters": several(["counters.aarch64"]),
+        "counters": several(counters),
         "rivals": several(["rivals.aarch64"]),
         "loading": several(loading),
         "precision": table(precise, list(precise[0])),
@@ -286,7 +285,7 @@ def _measured(name: str, record: Row, batch: int | None) -> str:
     """A record's rows, and how they were measured."""
     rows = _steps(record["rows"], batch)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    about = f"`results/benchmark_{name}.json`: `{record['command']}`, {record['hardware']}, {versions}."
+    about = f"`results/benchmark_{name}.json`: `{record['command']}`, {_processor(record)}, {versions}."
     return f"{about}\n\n{_table(rows)}" if rows else ""
 
 

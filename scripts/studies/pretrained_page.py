@@ -37,6 +37,7 @@ COMPARED = ("measured", "learned")
 CHOICES = {"freeze": "frozen", "AdaBN": "adabn", "BN": "bn", "BKN": "measured"}
 SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
 MEAN = "mean"  # of the targets, as a column
+ALL = 0  # the mean over the batch sizes, as a batch size
 
 Records = Mapping[str, Record]
 
@@ -45,6 +46,7 @@ def contents(experiments: Sequence[Experiment], records: Records) -> dict[str, s
     """The regions of docs/pretrained.md."""
     found = {
         "state": _state(experiments, records),
+        "summary": _summary(experiments, records),
         "aim": _aim(experiments, records),
         "advice": _advice(experiments, records),
         "gains": _gains(experiments, records),
@@ -74,24 +76,25 @@ def columns(experiment: Experiment) -> list[str]:
 
 
 def values(experiment: Experiment, arm: str, column: str, batch: int, records: Records, mode: str = "") -> list[float]:
-    """The test results of an arm's seeds; in the column MEAN, the mean over the targets for each seed."""
+    """The test results of an arm's seeds, averaged for each seed over the targets (MEAN) and the batch sizes (ALL)."""
     record = of(experiment, arm, records)
-    if column != MEAN:
-        return measured(record, column, batch, mode or None)
-    each = [measured(record, target, batch, mode or None) for target in experiment.targets]
+    targets = experiment.targets if column == MEAN else [column]
+    batches = experiment.batches if batch == ALL else [batch]
+    each = [measured(record, target, size, mode or None) for target in targets for size in batches]
     return [mean(seeds) for seeds in zip(*each, strict=True)] if len({*map(len, each)}) == 1 else []
 
 
-def usual(experiment: Experiment, column: str, records: Records) -> Deviation | None:
+def usual(experiment: Experiment, column: str, batch: int, records: Records) -> Deviation | None:
     """The deviation between seeds that is typical of the arms in a column."""
-    found = [values(experiment, arm, column, batch, records) for arm in ARMS for batch in experiment.batches]
+    batches = [ALL] if batch == ALL else experiment.batches
+    found = [values(experiment, arm, column, size, records) for arm in ARMS for size in batches]
     return typical([each for each in found if len(each) > 1])
 
 
 def difference(experiment: Experiment, one: str, other: str, column: str, batch: int, records: Records) -> Difference:
     """Between two arms that have all seeds."""
     these, those = (values(experiment, arm, column, batch, records) for arm in (one, other))
-    return between(these, those, usual(experiment, column, records))
+    return between(these, those, usual(experiment, column, batch, records))
 
 
 def whole(experiment: Experiment, arms: Iterable[str], column: str, batch: int, records: Records) -> dict[str, float]:
@@ -117,7 +120,7 @@ def _state(experiments: Sequence[Experiment], records: Records) -> str:
     missing = [arm.name for arm in planned if arm.key not in records]
     rest = "none is missing" if not missing else f"missing are {', '.join(missing)}, whose cells are empty"
     count = sum(len(each["trainings"]) for each in done)
-    return f"{len(done)} runs with {count:,} trainings are done ({where}); {rest}.\n"
+    return f"{len(done)} arms with {count:,} training runs are done ({where}); {rest}.\n"
 
 
 def _spread(seeds: Sequence[float]) -> str:
@@ -137,7 +140,7 @@ def _cell(experiment: Experiment, arm: str, column: str, batch: int, records: Re
 
 def _results(experiment: Experiment, records: Records) -> str:
     """One table; with domains one for each batch size. The best arm of each column is in bold."""
-    heads = {batch: f"{batch} image{'s' if batch > 1 else ''} a batch" for batch in experiment.batches}
+    heads = {batch: f"{batch} image{'s' if batch > 1 else ''} per batch" for batch in experiment.batches}
     name = METRICS[experiment.metric]
     if not experiment.domains:
         rows = [
@@ -156,6 +159,24 @@ def _results(experiment: Experiment, records: Records) -> str:
     return "\n".join(tables)
 
 
+def _summary(experiments: Sequence[Experiment], records: Records) -> str:
+    """A column for each data set: the mean over batch sizes and targets, and BKN against the better of two ends."""
+    rows = {title: {"mean over batch sizes": title} for title in ARMS.values()}
+    gaps = {arm: f"{ARMS[arm]}, against the better of frozen BN and BN" for arm in COMPARED}
+    rows |= {title: {"mean over batch sizes": title} for title in gaps.values()}
+    for each in experiments:
+        column, head = columns(each)[-1], f"{_named(each, '')}, {METRICS[each.metric]}"
+        found = whole(each, ARMS, column, ALL, records)
+        if len(found) == len(ARMS):
+            best = max(("frozen", "bn"), key=found.__getitem__)
+            for arm, value in found.items():
+                rows[ARMS[arm]][head] = f"{value:.1f}"
+            for arm, title in gaps.items():
+                rows[title][head] = _compared(each, arm, best, column, ALL, records)
+    shown = list(rows.values())
+    return table(shown, list(shown[0])) + "\n" if len(shown[0]) > 1 else "Not run yet.\n"
+
+
 def _compared(experiment: Experiment, arm: str, other: str, column: str, batch: int, records: Records) -> str:
     found = difference(experiment, arm, other, column, batch, records)
     return f"{found.value:+.1f} ± {found.error:.1f} ({SAYS[found.verdict()]})"
@@ -170,7 +191,7 @@ def _differences(experiment: Experiment, records: Records) -> str:
                 best = whole(experiment, OTHERS, column, batch, records)
                 if not best or not whole(experiment, [arm], column, batch, records):
                     continue
-                row: dict[str, Any] = {"images a batch": batch}
+                row: dict[str, Any] = {"images per batch": batch}
                 row |= {"test": column} if column else {}
                 other = max(best, key=best.__getitem__)
                 ends = max((end for end in ("frozen", "bn") if end in best), key=best.__getitem__)
@@ -199,7 +220,7 @@ def _aim(experiments: Sequence[Experiment], records: Records) -> str:
             ahead, behind = (f"{len(verdicts[says])} times{named.get(says, '')}" for says in ("ahead", "behind"))
             count = sum(map(len, verdicts.values()))
             lines.append(
-                f"- {ARMS[arm]}, against the better of frozen BN and BN, in {count} cells (test set at images a "
+                f"- {ARMS[arm]}, against the better of frozen BN and BN, in {count} cells (test set at images per "
                 f"batch): ahead {ahead}, behind {behind}, otherwise within chance."
             )
     return "\n".join(lines or ["Not run yet."]) + "\n"
@@ -215,31 +236,38 @@ def _named(experiment: Experiment, target: str) -> str:
 
 
 def _advice(experiments: Sequence[Experiment], records: Records) -> str:
-    """The advice beside the best of the four choices, and how often it was right."""
-    rows, exact, near, compared = [], 0, 0, 0
+    """The advice beside the best of the four choices, and how often it was right; the same for each choice alone."""
+    rows, right = [], {"advice": [0, 0], **{choice: [0, 0] for choice in CHOICES.values()}}
+    compared = 0
     for each, target, batch in cells(experiments):
         facts = facts_of(each, records).get(target)
         if facts is None:
             continue
         advised = CHOICES[facts["advice"][str(batch)]]
-        row = {"data": _named(each, target), "images a batch": batch, "advice": ARMS[advised]}
+        row = {"data": _named(each, target), "images per batch": batch, "advice": ARMS[advised]}
         row |= {"best of the four": "not run yet", "advice against best": "-", "match": "-"}
         best = whole(each, CHOICES.values(), target, batch, records)
         if len(best) == len(CHOICES):
-            first = max(best, key=best.__getitem__)
-            found = difference(each, advised, first, target, batch, records)
-            hit, close = advised == first, advised == first or found.verdict() == "within chance"
-            exact, near, compared = exact + hit, near + close, compared + 1
+            first, compared = max(best, key=best.__getitem__), compared + 1
+            gaps = {arm: difference(each, arm, first, target, batch, records) for arm in best}
+            for name, arm in {"advice": advised, **{arm: arm for arm in best}}.items():
+                right[name][0] += arm == first
+                right[name][1] += arm == first or gaps[arm].verdict() == "within chance"
             row["best of the four"] = ARMS[first]
-            row["advice against best"] = f"{found.value:+.1f} ± {found.error:.1f}"
-            row["match"] = "yes" if hit else "within chance" if close else "no"
+            row["advice against best"] = f"{gaps[advised].value:+.1f} ± {gaps[advised].error:.1f}"
+            close = gaps[advised].verdict() == "within chance"
+            row["match"] = "yes" if advised == first else "within chance" if close else "no"
         rows.append(row)
     if not rows:
         return "Not run yet.\n"
-    says = f"The advice was the best of the four choices in {exact} of {compared} cells, and the best or within "
-    says += f"chance of it in {near} of {compared}.\n" if compared else ""
-    says = says if compared else "The trainings that the advice is compared with have not been run yet.\n"
-    return f"{says}\n{table(rows, list(rows[0]))}\n"
+    if not compared:
+        return f"The training runs that the advice is compared with are missing.\n\n{table(rows, list(rows[0]))}\n"
+    names = {"advice": "the advice", **{arm: f"always {ARMS[arm]}" for arm in CHOICES.values()}}
+    counts = [
+        {f"of {compared} cells": names[name], "best": hit, "best or within chance of it": close}
+        for name, (hit, close) in right.items()
+    ]
+    return f"{table(counts, list(counts[0]))}\n\n{table(rows, list(rows[0]))}\n"
 
 
 def _gains(experiments: Sequence[Experiment], records: Records) -> str:
@@ -283,7 +311,7 @@ def _modes(experiment: Experiment, records: Records) -> str:
     for arm in ("bn", *BELIEVING):
         for batch in experiment.batches:
             for column in columns(experiment)[-1:]:
-                row: dict[str, Any] = {"arm": ARMS[arm], "images a batch": batch}
+                row: dict[str, Any] = {"arm": ARMS[arm], "images per batch": batch}
                 for mode in MODES:
                     found = values(experiment, arm, column, batch, records, mode)
                     targets = [finals(of(experiment, arm, records), each, batch) for each in experiment.targets]
