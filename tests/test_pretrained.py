@@ -277,7 +277,7 @@ def validated(training, arm):
 
 def invented(experiment):
     records = {}
-    fact = {"images": 60, "T": 0.1, "between": 0.05, "V": 0.2, "gains": {"2": 0.02}, "shares": {"2": 0.5}}
+    fact = {"images": 60, "T": 0.1, "between": 0.05, "V": 0.2, "gains": {"2": 0.02, "4": 0.03}, "shares": {"2": 0.5}}
     fact["advice"] = {"1": "BKN", "2": "AdaBN", "4": "BN"}
     for name in ARMS:
         arm, done = Arm.of(experiment, name), dict[str, Any]()

@@ -74,7 +74,7 @@ def list_here(args: argparse.Namespace) -> int:
             continue
         accuracy = top1(config)
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
-        data, marked = str(config.recipe.get("dataset", "-")), f"{name} (default)" if name in usable[:1] else name
+        data, marked = str(config.recipe.get("dataset", config.training.get("dataset", "-"))), f"{name} (default)" if name in usable[:1] else name
         rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
     if len(rows) > 1:
         _print_columns(rows)

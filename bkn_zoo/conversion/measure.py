@@ -230,8 +230,9 @@ class Advice(NamedTuple):
         group = "1 image" if self.batch_size == 1 else f"{self.batch_size} images"
         lines += [f"expected squared error of a mean, {group} per group: {errors}"]
         best = min(self.errors, key=self.errors.__getitem__)
-        reason = "" if self.choice == best else f", simpler than {best} and nearly as good by these errors"
-        return "\n".join([*lines, f"recommended: {self.choice}{reason}; compare it with freezing on validation images"])
+        reason = "" if self.choice == best else f", simpler than {best}, and the difference of the errors is negligible"
+        check = "" if self.choice == "freeze" else "; compare it with freezing on validation images"
+        return "\n".join([*lines, f"recommended: {self.choice}{reason}{check}"])
 
 
 def advise(

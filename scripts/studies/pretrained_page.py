@@ -120,7 +120,7 @@ def _state(experiments: Sequence[Experiment], records: Records) -> str:
     missing = [arm.name for arm in planned if arm.key not in records]
     rest = "none is missing" if not missing else f"missing are {', '.join(missing)}, whose cells are empty"
     count = sum(len(each["trainings"]) for each in done)
-    return f"{len(done)} arms with {count:,} training runs are done ({where}); {rest}.\n"
+    return f"{len(done)} of {len(planned)} arms are done, with {count:,} training runs ({where}); {rest}.\n"
 
 
 def _spread(seeds: Sequence[float]) -> str:
@@ -290,7 +290,8 @@ def _gains(experiments: Sequence[Experiment], records: Records) -> str:
                 "share Q": f"{facts['shares'][str(TUNED_BATCH)]:.3f}",
                 "measured gain": f"{facts['gains'][str(TUNED_BATCH)]:.4f}",
                 **{f"q = {q:g}": texts.get(q, "not run yet") for q in GAINS},
-                "learned gain": f"{mean(ends):.4f}" if ends else "not run yet",
+                "measured, largest batch": f"{facts['gains'][str(each.batches[-1])]:.4f}",
+                "learned, largest batch": f"{mean(ends):.4f}" if ends else "not run yet",
             })  # fmt: skip
     return table(rows, list(rows[0])) + "\n" if rows else "Not run yet.\n"
 
