@@ -60,7 +60,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 def list_here(args: argparse.Namespace) -> int:
     """Print all local checkpoints in order of preference. The first is the default."""
     rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
-    names = list_checkpoints()
+    names, elsewhere = list_checkpoints(), ""
     try:
         usable = usable_checkpoints()
     except CheckpointError:
@@ -74,10 +74,17 @@ def list_here(args: argparse.Namespace) -> int:
             continue
         accuracy = top1(config)
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
-        data, marked = str(config.recipe.get("dataset", config.training.get("dataset", "-"))), f"{name} (default)" if name in usable[:1] else name
+        if accuracy is not None and (where := config.training.get("measured_on")):
+            shown, elsewhere = f"{shown} *", str(where)
+        data, marked = (
+            str(config.recipe.get("dataset", config.training.get("dataset", "-"))),
+            f"{name} (default)" if name in usable[:1] else name,
+        )
         rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
     if len(rows) > 1:
         _print_columns(rows)
+        if elsewhere:
+            print(printable(f"* not on the test images of its data set, but on {elsewhere}"))
     elif code == 0:
         remedy = "set BKN_ZOO_CHECKPOINTS to a folder of checkpoints, or use one on the Hub (owner/repo)"
         print(f"bkn-zoo: there are no local checkpoints: {remedy}.", file=sys.stderr)

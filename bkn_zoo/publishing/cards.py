@@ -137,6 +137,8 @@ def _parts(config: Config, name: str, run: Run, address: str) -> tuple[str, str]
     """The parts of a card before and after the sections of its owner."""
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
+    if isinstance(weights := config.training.get("weights"), str):  # imported
+        on = f" and the weights of {weights.partition(';')[0]}"
     first = [
         f"---\n{_metadata(config, name)}\n---",
         f"# {name}",
