@@ -5,6 +5,7 @@
     python scripts/imagenet_checkpoints.py learn 0 --images FOLDER      # A, R, q and centers, without labels
     python scripts/imagenet_checkpoints.py measure 0 --data DATA        # accuracy and thresholds
     python scripts/imagenet_checkpoints.py finish 0                     # write the checkpoint; then scripts/report.py
+    python scripts/imagenet_checkpoints.py precision 0 --data DATA      # accuracy in OpenVINO, by default in f16
 
 The weights are the TensorFlow authors' own and stay as they are, but for 16 bits. `learn` takes a folder of images,
 and is the one step that needs a GPU. `measure` uses DATA/nips2017 (the 1,000 photographs of the NIPS 2017
@@ -225,6 +226,24 @@ def measure_all(lite: str, folder: Path, args: argparse.Namespace) -> None:
     write_results(args.results / f"{folder.name}.json", rows, 0, **facts)
 
 
+def measure_precision(lite: str, folder: Path, args: argparse.Namespace) -> None:
+    """Accuracy in OpenVINO with a CPU's own precision, in `population`; the other modes always run in f32 there."""
+    classifier = bkn_zoo.Classifier.from_pretrained(
+        folder.name, device="cpu", engine="openvino", precision=args.precision
+    )
+    images, scores = nips2017(args.data / "nips2017"), []
+    with bar(len(images), "nips2017", "image") as done:
+        for path, _ in images:
+            scores.append(classifier.scores(classifier.prepare(path)[None], "population"))
+            done(1)
+    logits = torch.cat([torch.as_tensor(row) for row in scores]).log()
+    metrics = measure(logits, torch.tensor([label for _, label in images]))
+    file = f"{folder.name}.cpu.json" if args.precision == "f32" else f"{folder.name}.cpu.{args.precision}.json"
+    facts = {"checkpoint": folder.name, "engine": "openvino", "precision": args.precision, "split": "nips2017"}
+    rows = [{"statistics": "population", "images": len(images), **metrics}]
+    write_results(ROOT / "results" / "evaluate" / file, rows, None, **facts)
+
+
 def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
     """Write the checkpoint for good, with what was measured."""
     record = json.loads((args.results / f"{folder.name}.json").read_text())
@@ -243,13 +262,14 @@ def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["start", "learn", "measure", "finish"])
+    parser.add_argument("step", choices=["start", "learn", "measure", "finish", "precision"])
     parser.add_argument("lite", choices=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("runs/imagenet"), help="folder of unfinished checkpoints")
     parser.add_argument("--images", type=Path, help="learn: a folder of photographs")
     parser.add_argument("--check", type=Path, help="learn: a folder of other photographs, to compare the modes on")
     parser.add_argument("--data", type=Path, help="measure: the folder of the sets to measure on")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "imported", help="where the record goes")
+    parser.add_argument("--precision", default="f16", help="precision: f32, f16 or bf16")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--gain", type=float, default=0.02, help="where all gains start")
@@ -259,6 +279,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     folder = args.output / f"efficientnet_lite{args.lite}_bkn.imagenet"
     steps = {"start": lambda *_: start(args.lite, folder), "learn": learn, "measure": measure_all, "finish": finish}
+    steps["precision"] = measure_precision
     steps[args.step](args.lite, folder, args)
     return 0
 
