@@ -539,6 +539,13 @@ REFUSED = [
 ]
 
 
+def test_bf16_that_the_processor_lacks_is_refused(small, monkeypatch):
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(engines, "_native", lambda: ["FP32", "FP16"])
+    with pytest.raises(InputError, match="no bf16 on this processor: choose precision='auto' or 'f32'"):
+        create_engine(small, "openvino", precision="bf16")
+
+
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_options_that_do_not_exist_are_refused(small, options, words, monkeypatch):
     with pytest.raises(BknZooError, match=words):

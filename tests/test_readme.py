@@ -188,7 +188,7 @@ def test_findings_about_length_follow_from_the_records(lead):
     assert shorter > longer
     assert "BKN is half a point ahead on CIFAR-10 and on CIFAR-100, both within chance." in text
     readme = words("README.md")
-    assert "within chance of it** in two cases: group normalization, with one image and a long training" in readme
+    assert "within chance) in two cases: group normalization, if you train for long with one image;" in readme
     for setting in ("cifar10", "cifar100"):
         shorter, longer = (lead(each, "bkn.128-1", "gn.128-128") for each in (setting, f"{setting}_full"))
         assert (shorter.verdict(), longer.verdict()) == ("held", "within chance")

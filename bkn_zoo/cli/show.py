@@ -123,6 +123,8 @@ def info(args: argparse.Namespace) -> int:
     facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
     facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
     shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
+    if "measured_on" in config.training:
+        shown["accuracy measured on"] = config.training["measured_on"]
     _print_columns([row for name, value in shown.items() for row in _rows(name, value)])
     announce("its training, its files and the options of its norms: --format json")
     return 0

@@ -220,6 +220,8 @@ class OpenVINOEngine(Engine):
         if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO supports only device='cpu', not {device!r}: choose engine='torch'.")
         super().__init__(model, device, precision)
+        if self.precision == "bf16" and "BF16" not in _native():
+            raise InputError("OpenVINO has no bf16 on this processor: choose precision='auto' or 'f32'.")
         usable = usable_cores()
         self.streams = min(streams, usable)
         # OpenVINO ignores a quota and would start a thread for each core of the machine. It would pin fewer threads to
@@ -228,11 +230,10 @@ class OpenVINOEngine(Engine):
         self._threads: dict[Any, Any] = quota if usable < allowed_cores() else {}
 
     def _fastest_precision(self) -> str:
-        native = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        if "BF16" in native:
+        if "BF16" in _native():
             return "bf16"
         # Other processors than Arm also list FP16, but are slower with it than with f32.
-        return "f16" if "FP16" in native and platform.machine() in ("aarch64", "arm64") else "f32"
+        return "f16" if "FP16" in _native() and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         key = (statistics if self.translated else _kind(statistics), images.shape[2:])
@@ -281,6 +282,12 @@ class OpenVINOEngine(Engine):
                     "precision='f32', engine='torch' or statistics='population'."
                 )
         return self.precision
+
+
+def _native() -> list[str]:
+    """What OpenVINO lists as native on this processor, such as FP32 and BF16."""
+    found: list[str] = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return found
 
 
 @contextmanager
