@@ -21,7 +21,7 @@ from bkn_zoo.training.recipes import read_recipe
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
-NOT_MEASURED = ["resnet101_bkn.tiny_imagenet.cpu.bf16.json", "inception_cifar_bkn.cifar100_single.cuda.json"]
+NOT_MEASURED = ["inception_cifar_bkn.cifar100_single.cuda.json"]
 
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
 IMPORTED = [folder for folder in FOLDERS if folder not in TRAINED]
