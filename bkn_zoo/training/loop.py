@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,8 @@ def fit(
             lowest = min(training.history, key=validation_loss)
             mode = line["validation"][best_mode(line["validation"])]
             postfix |= {"top1": f"{mode['top1']:.2f}"}
-            told = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}, top-1 {shown(mode)}"
             kept = f", kept so far{'' if line is lowest else ' (within one standard error of the lowest)'}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {told}{kept if best else ''}")
+            write(f"epoch {line['epoch']} of {recipe.epochs}: {_told(line, shown(mode))}{kept if best else ''}")
             if first:
                 write_log(training.history, folder)
             tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
@@ -98,6 +97,10 @@ def fit(
                 stopped = "stopped: the validation loss no longer falls; " if training.step < steps else ""
                 write(f"{stopped}the weights of epoch {kept_line(training.history, recipe)['epoch']} are kept")
             saves.after_epoch()
+
+
+def _told(line: Mapping[str, Any], top1: str) -> str:
+    return f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}, top-1 {top1}"
 
 
 def _advice(training: Training, recipe: Recipe, device: torch.device) -> str:
