@@ -238,7 +238,7 @@ def _describe(model: Network, default_statistics: str | None, **given: Any) -> C
     if not isinstance(model, Network):
         kind = type(model).__name__
         raise InputError(
-            f"a {kind} cannot be saved: pass a network from create_model, without a wrapper. It can load the weights of a "
+            f"a {kind} cannot be saved: pass a network from create_model, without a wrapper. It can load weights of a "
             "converted network of torchvision or timm (torchvision:NAME). For other networks, save the state_dict."
         )
     origin: Config | None = getattr(model, "config", None)
