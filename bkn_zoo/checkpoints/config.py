@@ -81,6 +81,11 @@ class Config:
         recipe = self.training.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
 
+    @property
+    def dataset(self) -> Any:
+        """The data set of the training, as its recipe names it; None if nothing is said of it."""
+        return self.recipe.get("dataset", self.training.get("dataset"))
+
     def to_json(self) -> str:
         """The text of config.json."""
         try:

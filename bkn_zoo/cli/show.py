@@ -76,10 +76,7 @@ def list_here(args: argparse.Namespace) -> int:
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
         if accuracy is not None and (where := config.training.get("measured_on")):
             shown, elsewhere = f"{shown} *", str(where)
-        data, marked = (
-            str(config.recipe.get("dataset", config.training.get("dataset", "-"))),
-            f"{name} (default)" if name in usable[:1] else name,
-        )
+        data, marked = str(config.dataset or "-"), f"{name} (default)" if name in usable[:1] else name
         rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
     if len(rows) > 1:
         _print_columns(rows)

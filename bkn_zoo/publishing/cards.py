@@ -157,7 +157,7 @@ def dataset_name(config: Config) -> str | None:
 
 
 def _dataset(config: Config) -> Dataset:
-    key = config.recipe.get("dataset", config.training.get("dataset"))
+    key = config.dataset
     return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
