@@ -16,12 +16,12 @@ from image_trees import write_noise
 from PIL import Image
 from studies import pretrained, pretrained_networks
 from studies.pretrained import STARTS, STUDY, Pretrained
-from studies.pretrained_data import READERS, SEQUENCES, cvc_files, splits, vary_scene
+from studies.pretrained_data import READERS, SEQUENCES, VOID, Splits, cvc_files, splits, vary_scene
 from studies.pretrained_networks import built, norms, reset_head
 from studies.pretrained_networks import pretrained as pretrained_network
 from studies.pretrained_page import contents, figures
 from studies.pretrained_plan import ARMS, BELIEVING, LIMITS, Arm, Training, best_rate, finals, finished, next_rates
-from studies.pretrained_training import Work, mean_iou, parameter_groups, schedule
+from studies.pretrained_training import Work, class_weights, mean_iou, parameter_groups, schedule
 from torch import nn
 
 from bkn_zoo.conversion import LEARNING_GAIN, Converted, start_near_population
@@ -288,6 +288,13 @@ def invented(experiment):
     return records | {f"{experiment.name}.facts": {"facts": dict.fromkeys(experiment.targets, fact)}}
 
 
+def test_rare_classes_count_more_in_a_balanced_loss():
+    labels = torch.tensor([[0] * 16 + [1] * 4 + [2] + [VOID] * 7], dtype=torch.uint8)
+    chosen = Splits(*[(torch.zeros(1, 3, 1, 28), labels)] * 3, domains={})
+    assert class_weights(chosen, 0.5).tolist() == [0.5, 1.0, 2.0]
+    assert class_weights(chosen, 0.0) is None
+
+
 def test_rates_are_chosen_then_other_seeds_are_trained():
     records = invented(SETS["pacs"])
     for record in (record for record in records.values() if "plan" in record):
@@ -337,7 +344,8 @@ def test_the_page_holds_what_the_records_say():
         assert line in polyps, line
     assert "| 4 | mean | BKN, measured gain | BN |" in found["pacs.differences"]
     assert found["summary"] == "Not run yet.\n"  # BN has no result with one image
-    roads = contents(STUDY.experiments, invented(SETS["camvid"]))["summary"]
+    fours = replace(SETS["camvid"], batches=[4])
+    roads = contents([fours], invented(fours))["summary"]
     assert "| mean over batch sizes | CamVid, mean IoU (%) |" in roads
     assert "| BKN, measured gain, against the better of frozen BN and BN | +5.0 ± 0.1 (ahead) |" in roads
     assert "missing are imagewoof.bn" in found["state"]

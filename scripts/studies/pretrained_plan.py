@@ -48,6 +48,7 @@ class Experiment:
     batches: Sequence[int]
     rates: Sequence[float]
     precision: str
+    balance: float
     domains: Sequence[str] = ()
 
     @property

@@ -38,8 +38,6 @@ from studies.pretrained_networks import (
 )
 from studies.pretrained_plan import Arm, Experiment, Training
 
-# Of images and weights: the faster one for each size.
-LAYOUTS = {"classification": torch.contiguous_format, "segmentation": torch.channels_last}
 EVALUATED = {"classification": 250, "segmentation": 20}  # images at a time
 WARMUP, CLIP, DECAY = 0.1, 5.0, 0.01
 # Learning rates relative to that of pretrained weights. AdamW moves all equally far otherwise: new weights have far to
@@ -52,10 +50,16 @@ ONE = threading.Lock()
 
 
 class Learner:
-    """A network with its optimizer and its captured step for one batch size; trainings reset them in place."""
+    """A network with its optimizer and its captured step for one batch size; trainings reset them in place.
 
-    def __init__(self, model: nn.Module, experiment: Experiment, device: torch.device) -> None:
-        self.model, self.device, self.layout = model, device, LAYOUTS[experiment.task]
+    Args:
+        weights: of the classes in the loss; by default all pixels and images count the same.
+    """
+
+    def __init__(
+        self, model: nn.Module, experiment: Experiment, device: torch.device, weights: Tensor | None = None
+    ) -> None:
+        self.model, self.device, self.weights = model, device, weights
         self.half = experiment.precision == "bfloat16"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         on_gpu = device.type == "cuda"
@@ -71,7 +75,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             outputs = self.model(images)
-        loss = F.cross_entropy(outputs.float(), labels, ignore_index=VOID)
+        loss = F.cross_entropy(outputs.float(), labels, self.weights, ignore_index=VOID)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
         self.optimizer.step()
@@ -97,12 +101,12 @@ class Learner:
             images, labels = next(training_batches(training, arm.experiment, chosen))
             with ONE:
                 for _ in range(5):
-                    self.step(images.contiguous(memory_format=self.layout), labels, rates[0])
+                    self.step(images, labels, rates[0])
             self.warm = True
         self.reset(state, training.seed)
         losses, total, first = [], torch.zeros((), device=self.device), 0
         for number, (images, labels) in enumerate(batches):
-            total += self.step(images.contiguous(memory_format=self.layout), labels, rates[number])
+            total += self.step(images, labels, rates[number])
             if (number + 1) * 10 // training.steps > number * 10 // training.steps:
                 losses.append(total.item() / (number + 1 - first))
                 total.zero_()
@@ -126,6 +130,15 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
         for kind, params in found.items()
         if params
     ]
+
+
+def class_weights(chosen: Splits, balance: float) -> Tensor | None:
+    """Weights for the loss: (median frequency of the classes / frequency of a class) to the power `balance`."""
+    if balance == 0:
+        return None
+    labels = chosen.train[1]
+    counts = torch.stack([(labels == each).sum() for each in range(chosen.classes)]).float()
+    return (counts.median() / counts) ** balance
 
 
 def schedule(training: Training) -> list[float]:
@@ -168,7 +181,6 @@ class Work:
         self.splits = {target: splits(found, target) for target in arm.experiment.targets}
         classes = next(iter(self.splits.values())).classes
         self.model = built(pretrained(self.experiment, classes, weights), arm.arm).to(device)
-        self.model.to(memory_format=LAYOUTS[self.experiment.task])
         self.untouched = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.images = {target: unlabelled(chosen, self.experiment) for target, chosen in self.splits.items()}
         self.states: dict[Any, dict[str, Tensor]] = {}
@@ -206,7 +218,8 @@ class Work:
         if isinstance(model, Converted):
             model.statistics_batch_size = training.batch
         if training.batch not in copied.learners:
-            copied.learners[training.batch] = Learner(model, self.experiment, self.device)
+            weights = class_weights(chosen, self.experiment.balance)
+            copied.learners[training.batch] = Learner(model, self.experiment, self.device, weights)
         losses = copied.learners[training.batch].train(training, self.arm, chosen, state)
         record: dict[str, Any] = {"loss": [round(loss, 4) for loss in losses]}
         model.eval()
@@ -223,14 +236,14 @@ class Work:
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, images_and_labels: Images) -> dict[str, float]:
         """The metric in percent, by mode. Each image is normalized by itself: none depends on others in its batch."""
-        (images, labels), layout = images_and_labels, LAYOUTS[self.experiment.task]
+        images, labels = images_and_labels
         segments = self.experiment.task == "segmentation"
         only = ("sample",) if self.arm.arm == "gn" else ("population",)
         result = {}
         for mode in MODES if isinstance(model, Converted) else only:
             outputs = []
             for part in images.split(EVALUATED[self.experiment.task]):
-                pixels = as_input(part, self.experiment).contiguous(memory_format=layout)
+                pixels = as_input(part, self.experiment)
                 chosen = {"statistics": mode} if isinstance(model, Converted) else {}
                 output = model(pixels, **chosen)
                 outputs.append(output.argmax(1).byte() if segments else output)
