@@ -110,7 +110,7 @@ def shown(metrics: Mapping[str, float]) -> str:
 
 def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """Mean distance between confidence and accuracy over bins of equal width (Guo et al. 2017)."""
-    index = (confidence * BINS).long().clamp(max=BINS - 1)
+    index = (confidence * BINS).long().clamp(0, BINS - 1)  # NaN becomes any integer, by the processor
     gaps = torch.zeros(BINS, device=confidence.device)
     gaps.index_add_(0, index, confidence - right.to(confidence.dtype))
     return (gaps.abs().sum() / len(confidence)).item()
