@@ -407,7 +407,8 @@ def test_training_without_augmentation_sees_what_evaluation_sees(kind, tmp_path)
 
 
 def pixels(count, side=16):
-    return torch.rand(count, 3, side, side)
+    """Multiples of 1/255, as files have them."""
+    return torch.rand(count, 3, side, side).mul(255).round() / 255
 
 
 def on_device(before, seed=1, **change):
@@ -416,13 +417,15 @@ def on_device(before, seed=1, **change):
 
 
 def of_file(image, count, size=16, **change):
-    """Many variations of one image, by the numbers 0, 1, 2, ..."""
+    """Many variations of one image, by the numbers 0, 1, 2, ...; bytes outside, pixels in [0, 1] here."""
     vary_one = transforms(Augmentation(**{"flip": False} | change), dataclasses.replace(PLAIN, size=size))
+    image = image.mul(255).round().byte() if isinstance(image, torch.Tensor) else image
     found = []
     for number in range(count):
         with drawing_from(number):
             found.append(vary_one(image))
-    return torch.stack(found)
+            assert found[-1].dtype == torch.uint8
+    return torch.stack(found).float() / 255
 
 
 def varied(kind, image, count, **change):
@@ -512,7 +515,7 @@ def test_rotation_turns_about_the_centre(kind):
 def test_erase_blanks_a_square_with_the_mean(kind):
     before = pixels(1)[0]
     after = varied(kind, before, 20, erase=0.5)
-    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
+    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 0.5 / 255 + 1e-6  # files are bytes
     untouched = (after - before).abs().amax(1) < 1e-4
     assert (blank | untouched).all()
     areas = blank.sum((1, 2))

@@ -69,7 +69,7 @@ def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessin
 def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable[[Image.Image | Tensor], Tensor]:
     """The same augmentation for one image: a photograph of any size for random crops, otherwise its central square.
 
-    It draws from PyTorch's global generator (`drawing_from`), and returns pixels of the native size, if there is one.
+    It draws from PyTorch's global generator (`drawing_from`), and returns bytes, of the native size if there is one.
     """
     from torchvision.transforms import v2  # imported here, because it takes seconds and is needed for files only
 
@@ -88,10 +88,10 @@ def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Call
         steps.append(v2.RandomHorizontalFlip())
     if augmentation.colour:
         steps.append(v2.ColorJitter(augmentation.colour, augmentation.colour, augmentation.colour))
-    steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    steps.append(v2.ToImage())
     if augmentation.erase:
-        area = augmentation.erase**2
-        steps.append(v2.RandomErasing(1.0, (area, area), (1.0, 1.0), list(preprocessing.mean)))
+        area, blank = augmentation.erase**2, [float(round(255 * mean)) for mean in preprocessing.mean]
+        steps.append(v2.RandomErasing(1.0, (area, area), (1.0, 1.0), blank))
     return v2.Compose([*steps, v2.ToPureTensor()])
 
 

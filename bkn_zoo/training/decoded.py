@@ -28,11 +28,10 @@ class Squares:
         return Squares, (0, self.side)
 
     def get(self, row: int) -> Tensor | None:
-        """Pixels in [0, 1]; None if the file is not in the cache."""
-        return None if self.pixels is None or not self.known[row] else self.pixels[row].float().div_(255)
+        """The square's bytes, which must not be changed; None if the file is not in the cache."""
+        return None if self.pixels is None or not self.known[row] else self.pixels[row]
 
     def put(self, row: int, pixels: Tensor) -> None:
-        """Store pixels in [0, 1] that are multiples of 1/255, so that nothing is rounded."""
         if self.pixels is not None:
-            self.pixels[row] = pixels.mul(255).round_().byte()
+            self.pixels[row] = pixels
             self.known[row] = 1
