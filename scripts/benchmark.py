@@ -5,7 +5,7 @@
     python scripts/benchmark.py infer          # images through the engines
     python scripts/benchmark.py counters       # and by kind of operation in OpenVINO
     python scripts/benchmark.py rivals         # and through AOTInductor and in int8, which are not used
-    python scripts/benchmark.py defaults       # and those of checkpoints in their default mode
+    python scripts/benchmark.py defaults       # and those of checkpoints, from an image file to an answer
     python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
     python scripts/benchmark.py serve          # and through the service, beside LitServe
     python scripts/benchmark.py start          # its first answer, and its memory
