@@ -1,7 +1,7 @@
 """Puts twenty defects into a copy of the tree, one at a time, and says which test catches each.
 
 python scripts/defects.py                          # of this tree; what results/defects.json knows already is kept
-python scripts/defects.py --again fold-bias        # one defect, anew
+python scripts/defects.py --again fold-bias        # one defect, again
 python scripts/defects.py --root OLD --state before  # another state of the repository, for comparison
 
 A defect is a line of the product that is replaced by a wrong one. Its tests run until the first failure; that they pass
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="a tree of the repository (this one)")
     parser.add_argument("--state", default="after", help="the name under which results are kept (after)")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--again", nargs="*", default=[], metavar="NAME", help="defects to try anew")
+    parser.add_argument("--again", nargs="*", default=[], metavar="NAME", help="defects to apply again")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which a run ends, to be resumed later")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes

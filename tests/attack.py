@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="run chaos for so long")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between disturbances of a worker in chaos")
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
+    parser.add_argument("--again", action="store_true", help="measure everything again")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--throughput", action="store_true", help="measure only healthy clients, of both checkouts")
     parser.add_argument("--costs", action="store_true")

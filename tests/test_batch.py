@@ -1,4 +1,4 @@
-"""Folders of images classified into a file, which outlives whatever ends the command, and is gone on with."""
+"""Folders of images classified into a file. An interrupted command loses nothing and can be resumed."""
 
 import csv
 import io
@@ -93,7 +93,7 @@ def start(*command):
     )  # fmt: skip
 
 
-def test_killed_command_goes_on_as_if_nothing_had_been(whole, tmp_path, capsys):
+def test_killed_command_resumes_where_it_stopped(whole, tmp_path, capsys):
     output = tmp_path / "out.csv"
     command = arguments(str(output))
     killed = start(*command)
@@ -131,7 +131,7 @@ def test_a_file_that_was_cut_anywhere_is_completed(whole, tmp_path, format):
         assert same(path.read_bytes(), data), size
 
 
-def test_what_is_printed_is_what_a_file_would_hold(whole, capsysbinary):
+def test_printed_output_equals_the_output_file(whole, capsysbinary):
     assert cli.main(arguments("")[:-2]) == 0
     assert same(capsysbinary.readouterr().out, whole["csv"])
 
@@ -192,7 +192,7 @@ def test_file_without_a_good_image_can_be_gone_on_with(tmp_path):
             assert files_in(output) == files
 
 
-def test_what_is_no_output_of_this_command_is_never_cut(whole, tmp_path, capsys):
+def test_foreign_output_file_is_never_truncated(whole, tmp_path, capsys):
     output = tmp_path / "out"
     header = whole["csv"].partition(b"\n")[0] + b"\n"
     endless = header + b'"' + bytes(200_000)
@@ -206,8 +206,8 @@ def test_what_is_no_output_of_this_command_is_never_cut(whole, tmp_path, capsys)
     assert all(line.startswith("bkn-zoo: ") for line in capsys.readouterr().err.splitlines())
 
 
-def test_full_disk_says_so_and_is_gone_on_with(whole, tmp_path, capsys):
-    """As a limit on the size of files has it; /dev/full would do the same, but cannot be gone on with."""
+def test_full_disk_is_an_error_and_can_be_resumed(whole, tmp_path, capsys):
+    """With a limit on the size of files, because a command cannot be resumed on /dev/full."""
     import resource
 
     output = tmp_path / "out.csv"

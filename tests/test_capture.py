@@ -72,7 +72,7 @@ def test_twenty_compiled_steps_are_the_same_as_launched_ones(how):
 
 
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=gpu_only)])
-def test_what_cannot_be_replayed_is_launched(odd):
+def test_steps_that_cannot_be_replayed_are_launched(odd):
     """Steps on a CPU, and batches of another size than the captured one."""
     seen = []
 

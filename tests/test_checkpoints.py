@@ -160,7 +160,7 @@ def assert_refused(folder, *words):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "resnet101_bkn"])  # which test_cards.py loads
-def test_what_is_saved_comes_back_in_stored_precision(name, tmp_path):
+def test_saved_model_is_loaded_in_stored_precision(name, tmp_path):
     model, folder = make(name, num_classes=7).train(), tmp_path / "checkpoint"
     model.statistics_batch_size = 2
     before, random = state(model), torch.get_rng_state()
@@ -199,7 +199,7 @@ def test_labels_and_options_are_taken_over_but_no_accuracy(folder, tmp_path):
     assert again.accuracy == again.training == {}
 
 
-def test_what_is_stored_is_measured_before_it_gets_its_name(tmp_path):
+def test_stored_weights_are_measured_before_they_are_named(tmp_path):
     model, folder = make(), tmp_path / "checkpoint"
 
     def measure(stored):
@@ -298,7 +298,7 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
 
 
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
-def test_what_is_said_of_a_training_is_free(folder, training):
+def test_training_metadata_may_hold_anything(folder, training):
     save_pretrained(make(), folder, training=training, card="# mine\n")
     model = bkn_zoo.from_pretrained(folder)
     assert model.config.recipe == {}
@@ -409,7 +409,7 @@ def test_save_that_fails_or_is_interrupted_leaves_one_checkpoint(folder, monkeyp
         (lambda folder: (folder.rename(f"{folder}.old"), folder.write_text("mine")), "is a file"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_not_replaced(folder, prepare, words):
+def test_save_never_replaces_other_files(folder, prepare, words):
     prepare(folder)
     before = sorted(folder.iterdir()) if folder.is_dir() else folder.read_text()
     with pytest.raises(CheckpointError, match=words):
@@ -450,7 +450,7 @@ def filled(name, value):
         (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(change, options, words, tmp_path):
+def test_save_refuses_models_that_cannot_be_loaded(change, options, words, tmp_path):
     model = make()
     change(model)
     with pytest.raises(InputError if options else CheckpointError, match=words):
@@ -562,7 +562,7 @@ def closed(request, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("closed", ["", "config.json", WEIGHTS], indirect=True)
-def test_what_may_not_be_read_is_refused(closed):
+def test_unreadable_checkpoint_is_refused(closed):
     assert_refused(Path("checkpoint"), str(closed), "cannot be read (Permission denied): check its permissions")
 
 
@@ -683,7 +683,7 @@ def test_a_name_that_exists_twice_is_refused(places, folder):
 
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("name", ["c.unknown", "", "owner_repo", "./nowhere", "owner/re/po", ".nowhere", "/nowhere"])
-def test_a_name_or_path_that_does_not_exist_lists_what_does(name):
+def test_unknown_name_lists_known_checkpoints(name):
     with pytest.raises(BknZooError, match=r"choose from a\.tree, b\.named") as caught:
         find(name)
     is_path = "/" in name or name.startswith(".")

@@ -85,7 +85,7 @@ def test_scores_are_the_network_s_probabilities(folder, by_engine, engine, stati
         assert scores(result) == sorted(scores(result), reverse=True)
 
 
-def test_a_result_says_what_was_used(classifier, folder):
+def test_result_names_mode_and_engine(classifier, folder):
     result = classifier(IMAGE, top_k=2)
     assert result.statistics == "sample"  # the checkpoint's own choice
     assert classifier(IMAGE, "expected").statistics == "expected"

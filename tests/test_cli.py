@@ -105,7 +105,7 @@ def test_folders_are_walked_in_order(call, photos):
     assert (found.code, found.err) == (0, f"bkn-zoo: {skipped}; convert images among them to JPEG or PNG\n")
 
 
-def test_json_says_what_was_used(call, photos, root):
+def test_json_names_checkpoint_mode_and_engine(call, photos, root):
     found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
     first, second = json.loads(found.out)
     assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
@@ -158,7 +158,7 @@ def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
         assert f"{best.score:.4f}  {best.label}" in rows[0]
 
 
-def test_list_shows_what_is_here_and_names_what_is_damaged(call, root, tmp_path, monkeypatch):
+def test_list_shows_checkpoints_and_names_damaged_ones(call, root, tmp_path, monkeypatch):
     found = call("list")
     header, small, bare = found.out.splitlines()
     assert header.split() == ["name", "architecture", "classes", "data", "statistics", "top-1", "(%)"]
@@ -240,7 +240,7 @@ def test_log_level_shows_what_the_package_logs(call, root, caplog, monkeypatch):
         ("compare notes.txt", 1, "notes.txt is in no known image format"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(call, photos, monkeypatch, arguments, code, words):
+def test_unusable_input_is_reported_in_one_line(call, photos, monkeypatch, arguments, code, words):
     def refuse(repository, *options):
         """The Hub's answer to whatever is not on this machine."""
         raise HubNotFoundError(f"there is no repository {repository}: correct the name.")
@@ -303,7 +303,7 @@ def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, roo
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
-def test_reader_who_has_gone_is_no_error():
+def test_closed_pipe_is_not_an_error():
     """Whatever is printed at the end only."""
     gone, pipe = os.pipe()
     os.close(gone)

@@ -197,7 +197,7 @@ def test_loaded_weights_start_as_converted_ones():
         ("segmentation_models_pytorch", 11, 0.9), ("MONAI", 8, 0.9), ("open_clip", 2, 0.9),
     ],
 )  # fmt: skip
-def test_measured_conversions_keep_what_was_promised(library, fewest, share):
+def test_recorded_conversions_meet_their_bounds(library, fewest, share):
     stored = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())
     rows = [row for row in stored["rows"] if row["library"] == library]
     converted = [row for row in rows if row["converts"]]
@@ -1201,7 +1201,7 @@ class Weighted(nn.Module):
         "compiled", "weight norm", "no leaf", "lock", "zoo", "forward", "statistics", "needs an example",
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_and_left_alone(model, words):
+def test_refused_network_is_not_changed(model, words):
     def look(given):
         return (repr(given), *([m.training for m in given.modules()] if isinstance(given, nn.Module) else ()))
 
@@ -1298,7 +1298,7 @@ def test_a_wrong_conversion_is_not_proved(change):
         prove(model, converted, torch.randn(4, 3, 8, 8))
 
 
-def test_amplified_rounding_is_no_difference_but_a_mistake_is():
+def test_prove_allows_amplified_rounding_but_no_mistake():
     """Images that hardly differ, and norms that make their differences large, in the original as well."""
     images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
     model = nn.Sequential(

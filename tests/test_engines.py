@@ -148,7 +148,7 @@ def test_convolution_with_hooks_or_masks_is_left(own, change):
     for model, place, side in ((own, "inception_b.branches.1.0.conv", 16), (converted, "3", 8)):
         CHANGES[change](model.get_submodule(place))
         engine, images = create_engine(model, "torch"), photographs(2, side)
-        engine(images, "population")  # before the network itself, which computes pruned weights anew
+        engine(images, "population")  # before the network itself, which computes pruned weights again
         assert_agrees(engine, model, images, *MODES)
 
 
@@ -188,7 +188,7 @@ class Changing(nn.Module):
         return self.norm(self.conv(x)).flatten(1) * self.seen
 
 
-def test_an_engine_leaves_images_alone_that_a_network_changes():
+def test_engine_does_not_change_its_input():
     images = photographs(2, 8).contiguous(memory_format=torch.channels_last)
     before = images.clone()
     create_engine(convert(Changing()), "torch")(images)
@@ -343,7 +343,7 @@ def test_pytorch_on_a_gpu_agrees_with_the_network(model, mode):
 
 @each_engine
 @pytest.mark.parametrize("mode", ["population", "expected"])  # which shares its preparation with `sample`
-def test_a_model_that_has_changed_is_prepared_anew(own, name, mode):
+def test_changed_model_is_prepared_again(own, name, mode):
     """An engine shares some of its weights: without that, it would run old and new ones mixed."""
     images, engine = photographs(2, 16), create_engine(own, name)
     assert_agrees(engine, own, images, mode)
@@ -366,7 +366,7 @@ def test_a_change_of_one_kind_of_tensors_alone_is_seen(own, kind):
     assert len(engine._prepared) == 1  # what was prepared before is gone
 
 
-def test_a_model_whose_tensors_are_replaced_is_prepared_anew(small, own):
+def test_model_with_replaced_tensors_is_prepared_again(small, own):
     """By some that PyTorch does not count the changes of, too."""
     images, engine = photographs(1, 16), create_engine(own.requires_grad_(False), "torch")
     assert_agrees(engine, own, images, "sample")
@@ -496,7 +496,7 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(shape, ceil_mode,
 
 
 @needs_openvino
-def test_what_openvino_cannot_translate_is_named(own):
+def test_operation_unknown_to_openvino_is_named(own):
     own.head = lambda x: torch.cumsum(x, 1)
     symbol = Symbol(openvino_graph.ops.parameter([1, 4, 8, 8]))
     for words, run in [

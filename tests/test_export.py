@@ -147,7 +147,7 @@ def test_a_file_without_the_golden_logits_is_not_written(format, checkpoint, mon
     assert [Path(file).read_text() for file in os.listdir()] == ["an earlier one"]
 
 
-def test_what_cannot_be_exported_is_said(checkpoint, monkeypatch):
+def test_bad_export_options_are_refused(checkpoint, monkeypatch):
     for error, words, options in [
         (UnknownNameError, "unknown format 'tflite': choose one of onnx, openvino", {"format": "tflite"}),
         (UnknownNameError, "unknown precision 'int8': choose one of f32, f16", {"precision": "int8"}),

@@ -61,7 +61,7 @@ def test_runs_are_of_defaults_probe_and_original_head(packed):
     assert record("imagenette", ORIGINAL)["reason"] == "the checkpoint does not know these classes"
 
 
-def test_table_tells_what_was_not_run_from_what_cannot_be():
+def test_table_separates_missing_from_impossible_runs():
     def record(arm, dataset, top1):
         about = {"arm": arm, "dataset": dataset, "checkpoint": "mine", "chosen_statistics": "sample"}
         return {**about, "device": "cpu", "cpu_seconds": 90.0, "test": {"sample": {"top1": top1}}}

@@ -534,7 +534,7 @@ def test_steps_from_a_graph_equal_steps_from_python(gpu, tmp_path, model, optimi
 @gpu_only
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_resuming_on_a_gpu_gives_identical_weights(gpu, tmp_path, monkeypatch, optimizer):
-    """Though the steps after the interruption are launched from Python again, until they are captured anew."""
+    """Though the steps after the interruption are launched from Python again, until they are captured again."""
     recipe = dataclasses.replace(GRAPHED, optimizer=optimizer)
     whole = run(tmp_path / "whole", recipe, device=gpu)
     killed(monkeypatch, 7, tmp_path / "part", recipe, device=gpu)

@@ -117,12 +117,12 @@ def test_arrays_of_all_kinds(array, expected):
         *((np.full((3, 4), value), "scale it") for value in (255.0, -0.1, np.nan)),
     ],
 )
-def test_array_that_is_no_image_is_refused(array, message):
+def test_array_of_a_wrong_shape_is_refused(array, message):
     with pytest.raises(ImageError, match=message):
         open_image(array)
 
 
-def test_what_is_no_source_is_refused(tmp_path, monkeypatch):
+def test_unsupported_image_sources_are_refused(tmp_path, monkeypatch):
     """A string is a path and never an address."""
     for thing in (None, 3, [1, 2], torch.zeros(3, 4, 4), io.BytesIO(b"")):
         with pytest.raises(ImageFormatError, match=f"a {type(thing).__name__} is not an image"):
@@ -236,7 +236,7 @@ def test_metadata_may_be_damaged_or_behind_the_pixels():
     assert open_image(turned).size == picture().size[::-1]
 
 
-def test_of_what_a_camera_says_only_its_orientation_is_read():
+def test_only_orientation_is_read_from_exif():
     """Pillow would make objects of every number of EXIF, and a warning of every damaged tag."""
     rationals = exif_of((0x0112, 3, 1, 6), (0x011A, 5, 1_200_000, 40)) + bytes(9_600_000)
     tags = exif_of(*((k, 5, 1, 2**31) for k in range(1, 65_536)))
@@ -427,7 +427,7 @@ def test_bombs_are_refused_in_little_time_and_memory(data, kind):
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_what_does_not_show_is_never_inflated(name):
+def test_hidden_data_is_never_decompressed(name):
     data = HIDDEN[name]()
     tracemalloc.start()
     try:
@@ -437,7 +437,7 @@ def test_what_does_not_show_is_never_inflated(name):
         tracemalloc.stop()
 
 
-def test_canvas_of_few_very_long_rows_is_no_slower():
+def test_very_wide_canvas_is_read_in_time():
     frames = [Image.new("RGB", (20, 2), colour) for colour in ("red", "lime")]
     data = bytearray(encoded(frames[0], "WebP", save_all=True, append_images=frames[1:]))
     data[24:30] = (8_000_000 - 1).to_bytes(3, "little") + (2 - 1).to_bytes(3, "little")
@@ -465,7 +465,7 @@ def test_a_jpeg_of_very_many_scans_is_refused():
 
 
 @pytest.mark.filterwarnings("error")
-def test_pillow_s_own_limits_are_left_alone():
+def test_limits_of_pillow_are_not_changed():
     """Its warning of many pixels is an error of ours, too."""
     limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     for data in (TOO_LARGE["png"], gif((13000, 13000))):

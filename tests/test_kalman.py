@@ -243,7 +243,7 @@ def test_diagonal_and_full_recursion_agree_one_to_one(innovation):
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_the_diagonal_gives_up_what_correlations_add(correlation):
+def test_diagonal_prediction_ignores_correlations(correlation):
     """Four channels of variance 1 and equal correlation rho, summed with weight 1/2 each into one channel.
 
     The full prediction is (4 + 12 rho) / 4 = 1 + 3 rho; the diagonal says 1 whatever rho is. With the process noise of

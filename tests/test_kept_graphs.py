@@ -73,7 +73,7 @@ def refuse(*_):
     raise PermissionError("not yours")
 
 
-def test_what_one_start_compiles_the_next_one_reads(model, folder, made):
+def test_second_start_reads_compiled_graphs(model, folder, made):
     model.statistics_batch_size = 4
     first = {mode: start(model, mode) for mode in ("sample", "expected", "population")}
     assert len(list(folder.iterdir())) == len(made) == 2  # one for `sample` and `expected`
@@ -147,7 +147,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_file_is_made_anew(model, folder, made, damage):
+def test_damaged_file_is_replaced(model, folder, made, damage):
     first = start(model)
     DAMAGE[damage](only(folder))
     assert_close(start(model), first, atol=1e-5, rtol=0)
@@ -227,7 +227,7 @@ def test_without_the_variable_graphs_are_in_the_user_s_cache(tmp_path, monkeypat
     assert kept_graphs._folder() == tmp_path / ".cache" / "bkn_zoo"
 
 
-def test_what_was_used_longest_ago_makes_room(model, folder, monkeypatch):
+def test_least_recently_used_graph_is_removed(model, folder, monkeypatch):
     start(model)
     used = only(folder)
     left = folder / f"{'1' * 64}{kept_graphs.SUFFIX}.1234"  # by a process that was killed
@@ -287,7 +287,7 @@ MOVES = {"moved": lambda model: model.share_memory(), "trained": lambda model: m
 
 @pytest.mark.parametrize("change", MOVES)
 def test_a_network_that_changes_too_soon_leaves_no_graph(model, folder, made, monkeypatch, change):
-    """And is prepared anew."""
+    """And is prepared again."""
     write, changed = kept_graphs._write, threading.Event()
     monkeypatch.setattr(kept_graphs, "_write", lambda *args: changed.wait() and write(*args))
     engine = OpenVINOEngine(model)

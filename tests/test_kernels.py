@@ -432,7 +432,7 @@ def test_a_gradient_is_as_exact_as_its_own_parameter():
     assert_close(layer.transition.grad, other.transition.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_expected_statistics_have_gradients_all_the_same():
+def test_expected_statistics_have_gradients():
     x = normal(3, 6, 4, 4).requires_grad_()
     with kernels.use("triton"):
         BatchKalmanNorm2d(6).to(DEVICE).eval()(x, None, Statistics("expected", 4))[0].square().sum().backward()
@@ -524,7 +524,7 @@ def test_a_broken_triton_is_not_taken_for_a_missing_one(tmp_path, monkeypatch):
         runpy.run_path(kernels.__file__)
 
 
-def test_what_would_overflow_the_counters_is_left_to_pytorch():
+def test_shapes_beyond_32_bits_are_left_to_pytorch():
     with kernels.use("triton"):
         assert kernels.chosen(torch.empty(70_000, 8, 2, 2, device="meta"))
         for shape, inputs in [

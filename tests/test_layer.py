@@ -296,7 +296,7 @@ def test_gain_of_one_is_finite_and_stays_so_in_averages():
         assert averaged.module.gain == layer.gain == 1
 
 
-# Starting anew, and the meta device
+# Resetting parameters, and the meta device
 
 
 @pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])

@@ -40,7 +40,7 @@ def test_confusion_of_many_classes_shows_the_most_confused():
     assert "the 30 of 100 classes that are confused most" in figure.get_suptitle()
 
 
-def test_long_titles_are_seen_whole():
+def test_long_titles_are_not_cut():
     name = "inception_v2_bkn.photos-epochs_20-gradient_batch_8-lr_0.02, validation images, sample statistics"
     figure = confusion(np.eye(2), ["a", "b"], f"{name}\n22 of 36 right")
     figure.draw_without_rendering()

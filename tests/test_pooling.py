@@ -116,7 +116,7 @@ def test_gradients_of_any_layout_are_taken(pool):
 
 
 @pytest.mark.parametrize("pool", ["max_pool", "average_pool"])
-def test_what_the_kernels_do_not_take_goes_to_pytorch(pool):
+def test_unsupported_pooling_falls_back_to_pytorch(pool):
     pool, x = getattr(pooling, pool), features((2, 6, 9, 9))
     with kernels.use("triton"):
         assert pooling.fused(x, 3, 2, 1)

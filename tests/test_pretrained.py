@@ -129,7 +129,7 @@ STILL |= {"measured": {"raw_gain"}}
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_arms_learn_what_they_should(arm, weights):
+def test_each_arm_trains_its_own_parameters(arm, weights):
     found = moved(work(DOGS, arm, weights))
     assert {kind for kind, there in found.items() if not there} == STILL.get(arm, set())
     assert ("transition" in found) == (arm in BELIEVING)
@@ -308,7 +308,7 @@ def test_rates_are_chosen_then_other_seeds_are_trained():
         assert len(gains) == (4 * 5 if record["plan"]["arm"] == "measured" else 0)
 
 
-def test_a_file_that_is_none_of_experiments_is_refused(tmp_path):
+def test_bad_file_of_experiments_is_refused(tmp_path):
     (tmp_path / "one.toml").write_text("[dogs]\ntitle = 1")
     for name, says in (("one.toml", r"one\.toml is not a file of experiments"), ("none.toml", "cannot be read")):
         with pytest.raises(InputError, match=says):
@@ -332,7 +332,7 @@ def test_no_chosen_rate_is_at_an_end_of_its_list():
 # The page.
 
 
-def test_the_page_holds_what_the_records_say():
+def test_the_page_agrees_with_its_records():
     found = contents(STUDY.experiments, invented(SETS["cvc"]) | invented(SETS["pacs"]))
     polyps = "\n".join(text for name, text in found.items() if name.startswith("cvc"))
     for line in (

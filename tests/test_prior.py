@@ -413,7 +413,7 @@ ADVICE = [
 
 
 @pytest.mark.parametrize(("domains", "group", "choice"), ADVICE)
-def test_advice_is_what_the_expected_errors_say(domains, group, choice):
+def test_advice_has_the_lowest_expected_error(domains, group, choice):
     images = {name: domain(200, *about, seed) for seed, (name, about) in enumerate(domains.items())}
     advice = advise(one_norm(), images, batch_size=group)
     assert advice.choice == choice

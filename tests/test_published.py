@@ -30,7 +30,7 @@ def ask(tmp_path, monkeypatch):
     return lambda asked: published.STUDY.train(Question("run", 0, asked, str(tmp_path / "old"), "folder"), args)
 
 
-def test_averages_taken_anew_are_judged_on_validation(ask):
+def test_recalibration_is_judged_on_validation(ask):
     record = ask("recalibrated")
     assert (record["checkpoint"], record["images"], record["default_statistics"]) == ("old", 12, "expected")
     assert [row["statistics"] for row in record["rows"]] == list(MODES)

@@ -50,7 +50,7 @@ def test_records_are_of_planned_runs_and_published_ones_count():
         ("bn.128-128", {"processes": 1}, True), ("bn.128-128", {"processes": 2}, False),
     ],
 )  # fmt: skip
-def test_averages_taken_anew_or_smaller_groups_do_not_count(tmp_path, arm, more, counts):
+def test_recalibrated_or_smaller_group_runs_do_not_count(tmp_path, arm, more, counts):
     run = PLANNED.arms[f"cifar100.{arm}"].runs[0]
     record = {"name": "published", "recipe": dataclasses.asdict(run.recipe), "width": run.width, "every": run.every}
     (tmp_path / "published.json").write_text(json.dumps(record | more))

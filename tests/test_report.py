@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = performance.read_benchmarks(ROOT / "results")
 
 
-def test_pages_are_what_the_records_say():
+def test_pages_agree_with_their_records():
     """`python scripts/report.py` writes them again."""
     pages = report.pages()
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []

@@ -250,7 +250,7 @@ def test_log_says_why_a_request_was_refused(running):
     assert running.lines(error=long.json()["error"]["message"], status=400)
 
 
-def test_metrics_count_what_happened(running):
+def test_metrics_count_requests_and_errors(running):
     running.ask("/v1/classify?statistics=sample", IMAGE)
     running.ask(body=b"hello")
     text = running.ask("/metrics").body.decode()

@@ -128,7 +128,7 @@ def test_stalled_heads_are_closed_and_keep_nobody_out(service):
         assert service.metric(f'bkn_connections_cut_total{{reason="{reason}"}}') > 0
 
 
-def test_trickled_head_is_told_why_it_is_closed(service):
+def test_slow_header_is_closed_with_a_reason(service):
     with connect(service.port) as connection:
         for letter in b"GET / HT":
             connection.sendall(bytes([letter]))

@@ -76,7 +76,7 @@ def test_no_run_starts_that_would_end_too_late(work):
 
 
 @pytest.mark.parametrize("by", ["the time", "SIGTERM"])
-def test_what_still_runs_at_the_end_is_stopped(work, by, capsys):
+def test_running_jobs_are_stopped_at_the_end(work, by, capsys):
     begun = time.monotonic()
     if by == "SIGTERM":
         threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGTERM)).start()
@@ -87,7 +87,7 @@ def test_what_still_runs_at_the_end_is_stopped(work, by, capsys):
     assert left(stopped) == []
 
 
-def test_a_failed_run_is_told_and_others_go_on(work, capsys):
+def test_failed_run_is_reported_and_others_continue(work, capsys):
     broken = work(lambda run: "print('it broke'); raise SystemExit(1)" if run.seed == 0 else "")
     assert broken.through() == 1
     output = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_runs_are_chosen_by_name_and_by_their_data(work, tmp_path, monkeypatch, 
     assert "skipping runs without data: data has no cats" in capsys.readouterr().out
 
 
-def test_what_cannot_be_done_is_one_sentence(tmp_path, capsys):
+def test_bad_arguments_of_a_study_are_one_sentence(tmp_path, capsys):
     for arguments, says in [
         ([], "nothing to do: choose --list, --data, --table or --plot"),
         (["replication", "--list", "--jobs", "0"], "--jobs must be at least 1"),

@@ -327,7 +327,7 @@ def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path, capsys):
     assert state["fingerprint"] == read("runs/mine/results/runs/mine.json")["data_sha256"] != ""
 
 
-def test_patience_is_told_in_output_record_config_and_card(capsys):
+def test_early_stop_is_in_output_record_config_and_card(capsys):
     start = ("train", "--data", "photos", *NEW[:-1], "9", "--lr", "0", "--patience", "1", "--freeze")
     command(*start, "--name", "mine")
     written = capsys.readouterr()
