@@ -5,6 +5,7 @@ decodes and resizes; and a training step on images that are there already.
 """
 
 import argparse
+import platform
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from torchvision.io import decode_jpeg, read_file
 
 import bkn_zoo
 from benchmarks.race import synchronize
+from benchmarks.server import ROOT
 from benchmarks.train import training_step
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.publishing.results import table, write_results
@@ -125,12 +127,14 @@ def loading(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("device 'cuda' is not available: choose cpu.")
+    processor = "cuda" if args.device == "cuda" else platform.machine()
+    output = args.output or ROOT / "results" / f"benchmark_loading.{processor}.json"
     rows: list[dict[str, Any]] = []
     for side in args.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             rows += race(Path(scratch), side, args)
         settings = {"images": args.images, "batch": args.batch, "workers": args.workers, "device": args.device}
-        write_results(args.output, rows, 0, date=date.today().isoformat(), **settings)
+        write_results(output, rows, 0, date=date.today().isoformat(), **settings)
     print(table(rows, list(rows[0])))
 
 
@@ -145,5 +149,5 @@ def add(commands: Any) -> None:
     command.add_argument("--steps", type=int, default=10)
     command.add_argument("--rounds", type=int, default=3)
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    command.add_argument("--output", type=Path, default=Path("results/benchmark_loading.json"))
+    command.add_argument("--output", type=Path, help="default: results/benchmark_loading.PROCESSOR.json")
     command.set_defaults(run=loading)

@@ -1,7 +1,7 @@
 """The numbers of docs/performance.md and docs/performance_tables.md, and the plot, from results/benchmark_*.json."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +98,10 @@ def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
     return {path.stem.removeprefix("benchmark_"): json.loads(path.read_text()) for path in paths}
 
 
+def _by_processor(kind: str, records: Records) -> list[str]:
+    return [name for name in records if name.startswith(f"{kind}.")]
+
+
 def row_of(headline: Headline, records: Records) -> Row:
     """The row that a headline shows; a record without it, or with two, is an error."""
     (row,) = (row for row in records[headline.record]["rows"] if headline.row.items() <= row.items())
@@ -142,14 +146,15 @@ def seconds(records: Records) -> str:
     pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
     built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
     rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records, pair[0])]
-    name = "classify.aarch64"
-    image, missing = records[name]["rows"]
-    for what, value, target in (
-        ("`bkn-zoo classify`: first line on the terminal", image["first_line_s"], "1"),
-        ("`bkn-zoo classify`: answer", image["end_s"], "4"),
-        ("`bkn-zoo classify`: error for a missing file", missing["end_s"], "0.5"),
-    ):
-        rows.append({"what": what, "seconds": f"{value:.1f}", "target": target} | _measured_in(name, records, image))
+    for name in _by_processor("classify", records):
+        image, missing = records[name]["rows"]
+        for what, value, target in (
+            ("`bkn-zoo classify`: first line on the terminal", image["first_line_s"], "1"),
+            ("`bkn-zoo classify`: answer", image["end_s"], "4"),
+            ("`bkn-zoo classify`: error for a missing file", missing["end_s"], "0.5"),
+        ):
+            found = {"what": what, "seconds": f"{value:.1f}", "target": target}
+            rows.append(found | _measured_in(name, records, image))
     return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
 
 
@@ -218,8 +223,7 @@ def starts(records: Records) -> str:
             "start": row.get("start"),
             "seconds": f"{row['first_answer_s']:.1f}",
         }
-        for name, record in records.items()
-        if name.startswith("start.")
+        for record in (records[name] for name in _by_processor("start", records))
         for row in record["rows"]
         if row["precision"] == "auto"
     ]
@@ -250,16 +254,13 @@ def rounded(value: Any) -> Any:
 
 def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]:
     """The regions of docs/performance_tables.md."""
-    by_processor = {kind: [name for name in records if name.startswith(f"{kind}.")] for kind in ("infer", "start")}
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
-    names = [*TRAIN_GPU, "train_cpu", "infer_cuda", *by_processor["infer"], "frontend", "serve", *by_processor["start"]]
-    loading = [name for name in records if name.startswith("loading")]
-    counters = [name for name in records if name.startswith("counters.")]
-    names += ["infer_avx512", "frontend_converted", "classify.aarch64", *counters, "rivals.aarch64", *loading]
-    shown = {name: records[name] for name in names}
 
-    def several(names: list[str] | tuple[str, ...], batch: int | None = None) -> str:
-        return "\n\n".join(filter(None, (_measured(name, shown[name], batch) for name in names)))
+    def several(names: Sequence[str], batch: int | None = None) -> str:
+        return "\n\n".join(filter(None, (_measured(name, records[name], batch) for name in names)))
+
+    def on_each(kind: str) -> str:
+        return several(_by_processor(kind, records))
 
     precise = precisions(results, checkpoints)
     return {
@@ -268,16 +269,17 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "rooflines": _table(rooflines),
         "train_cpu": several(["train_cpu"]),
         "infer_cuda": several(["infer_cuda"]),
-        "infer_cpu": several([*by_processor["infer"], "infer_avx512"]),
+        "infer_cpu": several([*_by_processor("infer", records), "infer_avx512"]),
         "converted": several(["frontend_converted"]),
-        "classify": several(["classify.aarch64"]),
-        "counters": several(counters),
-        "rivals": several(["rivals.aarch64"]),
-        "loading": several(loading),
+        "classify": on_each("classify"),
+        "defaults": on_each("defaults"),
+        "counters": on_each("counters"),
+        "rivals": on_each("rivals"),
+        "loading": on_each("loading"),
         "precision": table(precise, list(precise[0])),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),
-        "start": several(by_processor["start"]),
+        "start": on_each("start"),
     }
 
 
