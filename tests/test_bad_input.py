@@ -54,6 +54,11 @@ def test_network_that_cannot_be_made_is_refused(kind, name, options, words):
         create_model(name, **options)
 
 
+def test_unknown_model_error_mentions_libraries_and_convert():
+    with refused(UnknownNameError, "unknown model 'resnet18'", "torchvision:resnet50", "timm:", "bkn_zoo.convert"):
+        create_model("resnet18")
+
+
 def test_a_name_that_is_registered_twice_is_an_error():
     before = list_models()
 

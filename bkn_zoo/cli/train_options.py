@@ -36,7 +36,8 @@ identical to those without an interruption.
 """
 
 FIELDS = {
-    "model": "the network, as in bkn_zoo.list_models(), with new weights unless --checkpoint is given",
+    "model": "the network: one of bkn_zoo.list_models(), torchvision:NAME or timm:NAME; with new weights unless --checkpoint "
+    "is given",
     "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
     "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
     "gradient_batch": "images per optimizer step, over all processes",
