@@ -435,6 +435,22 @@ def test_options_override_the_recipe_wherever_they_stand():
 
 
 @pytest.mark.parametrize(
+    ("line", "recipe", "data", "freeze"),
+    [
+        ("--freeze photos", None, "photos", True),
+        ("--freeze --graph photos", None, "photos", True),
+        ("--freeze 0.5 photos", None, "photos", 0.5),
+        ("--freeze inception_cifar_bkn.cifar10 photos", "inception_cifar_bkn.cifar10", "photos", True),
+        ("--freeze nowhere", None, "nowhere", True),  # `train` refuses it, since there is no such folder
+        ("photos --freeze yes", None, "photos", "yes"),  # and this, since it is not a value
+    ],
+)
+def test_option_without_a_value_does_not_take_the_folder(line, recipe, data, freeze):
+    args, overrides = parse(line.split())
+    assert (args.recipe and str(args.recipe), str(args.data), overrides["freeze"]) == (recipe, data, freeze)
+
+
+@pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ("--learning 1", "--learning"),

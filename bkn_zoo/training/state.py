@@ -27,6 +27,9 @@ SAVED = (
 )  # fmt: skip
 """The fields of a saved state."""
 
+DERIVED = ("epochs", "statistics_batch")
+"""Fields of a recipe that fine-tuning derives from other options, such as freeze and gradient_batch."""
+
 REMEDY = "start again with a lower learning rate (resuming from the last saved state would diverge again)"
 
 
@@ -193,13 +196,13 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training again.") from None
+    _check_same(path, state, training)  # first, because start and images determine some fields of the recipe
     if changed:
         name = changed[0]
         raise CheckpointError(
             f"{path} belongs to a training with {name} = {theirs[name]!r}, not {ours[name]!r}: pass the same "
             "options, or another --name."
         )
-    _check_same(path, state, training)
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
@@ -258,10 +261,10 @@ def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state["finished"]
-        changed = [
-            *_changed(json.loads(state["recipe"]), recipe),
+        changed = [  # the start and the images first, because they determine some fields of the recipe
+            *(["checkpoint"] if _other_init(state, training) else []),
             *(["data"] if state["data"] != training.data or _other_images(state, training) else []),
-            *(["init"] if _other_init(state, training) else []),
+            *_changed(json.loads(state["recipe"]), recipe),
         ]
     except Exception:  # no state, or none that can be resumed
         return False
@@ -293,6 +296,7 @@ def _named(init: str | None) -> str:
 
 
 def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The fields in which the recipe of a state differs."""
+    """The fields in which the recipe of a state differs; last those that may only follow from the others."""
     ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]
+    changed = [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]
+    return sorted(changed, key=lambda name: name in DERIVED)
