@@ -1269,6 +1269,16 @@ class Output:
     note: str = "a word"
 
 
+def test_default_statistics_of_a_converted_network_are_checked():
+    converted = convert(Block(lambda m, x: m.body(x), body=small()), only="body")
+    assert converted.body.default_statistics == "population"
+    with pytest.raises(UnknownNameError, match="unknown statistics 'nonsense'"):
+        converted.body.default_statistics = "nonsense"
+    converted.body.default_statistics = "sample"
+    for same in (converted, copy.deepcopy(converted)):
+        assert same.body.default_statistics == "sample"
+
+
 def test_outputs_of_any_kind_are_proved_from_a_seed():
     def forward(m, x):
         y = m.body(x) + torch.rand(1)  # in evaluation, too

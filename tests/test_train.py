@@ -336,7 +336,7 @@ def test_patience_is_told_in_output_record_config_and_card(capsys):
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2
-    assert "It stopped after 2 of 9 epochs: the last 1 were not better." in Path("runs/mine/mine/README.md").read_text()
+    assert "It stopped after 2 of 9 epochs: the last was not better." in Path("runs/mine/mine/README.md").read_text()
     command(*start, "--name", "whole", "--epochs", "1")
     assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
@@ -693,12 +693,15 @@ def test_train_without_checkpoints_says_what_to_name(monkeypatch, refused):
 def test_bad_input_ends_evaluate_with_one_sentence(tree, checkpoint, refused):
     start = ("evaluate", checkpoint, "--device", "cpu", "--data")
     assert "there is no folder" in refused(*start, "nowhere")
-    assert "has 2 classes" in refused(*start, tree)
+    advice = f"or fine-tune it with bkn-zoo train {tree} --checkpoint {checkpoint}"
+    said = refused(*start, tree)
+    assert all(words in said for words in ("has 2 classes", advice))
     for found, called in (("dark", "a"), ("light", "b")):
         (tree / found).rename(tree / called)
     for more in ("c", "d", "f"):
         shutil.copytree(tree / "a", tree / more)
-    assert "has 'f' where" in refused(*start, tree)
+    said = refused(*start, tree)
+    assert all(words in said for words in ("has 'f' where", advice))
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
     assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")

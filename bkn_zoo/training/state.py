@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.provenance import processes
-from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
+from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError, counted
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.training.optimizer import make_optimizer
@@ -233,14 +233,14 @@ def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
         )
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes
-        how = "1 process" if together == 1 else f"{together} processes"
+        how = counted(together, "process")
         resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
         raise CheckpointError(f"{path} belongs to a training by {how}, not {processes()}: resume {resume}.")
     if None not in (state["images"], training.images) and state["images"] != training.images:
         (train, chosen), (now, chosen_now) = state["images"], training.images or []
         raise CheckpointError(
-            f"{path} belongs to a training on {train} images with {chosen} for validation, not {now} and {chosen_now}: "
-            "resume with the same data."
+            f"{path} belongs to a training on {counted(train, 'image')} with {chosen} for validation, not {now} and "
+            f"{chosen_now}: resume with the same data."
         )
     # With fewer or more classes, tensors differ, too.
     for old, new in zip(state["label_names"] or [], training.label_names or [], strict=False):
