@@ -305,7 +305,7 @@ def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefi
         new = [each for each in plan.calls if each.name not in called]
         for each in new:
             priors: dict[str, int] = {}
-            for below, _ in (source for piece in each.pieces for source in piece.sources):
+            for below, _ in dict.fromkeys(source for piece in each.pieces for source in piece.sources):
                 other = prefix + plan.calls[below].name
                 priors[other] = priors.get(other, 0) + 1
             path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
