@@ -41,7 +41,8 @@ FIELDS = {
     "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
     "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
     "gradient_batch": "images per optimizer step, over all processes",
-    "statistics_batch": "images per statistics group; None is all that a process holds at a time",
+    "statistics_batch": "images per statistics group (the images that are normalized together); None is all that a "
+    "process holds at a time",
     "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
     "size": "side of the network's input in pixels; None is the data set's or the checkpoint's",
     "train_size": "the same in training, if different",

@@ -206,7 +206,7 @@ def further_images(
 
 
 def images_at_a_time(recipe: Recipe) -> int:
-    """The number of images per pass of a process, which is also the default statistics batch."""
+    """The number of images per pass of a process, which is also the default group size."""
     return recipe.micro_batch or recipe.gradient_batch // processes()
 
 
