@@ -191,7 +191,8 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint, capsys):
     changed = [not torch.equal(before[name], after[name]) for name in before if "fc" not in name]
     assert not changed[0]
     assert any(changed)
-    whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, quiet=True, **options)
+    whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, **options)
+    assert "batches of 16, statistics groups of " in capsys.readouterr().out
     assert not torch.equal(before["conv.conv.weight"], whole.model.state_dict()["conv.conv.weight"])
 
 
