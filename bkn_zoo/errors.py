@@ -72,6 +72,12 @@ class NonFiniteLossError(TrainingError):
     """A training that diverged: a loss or a weight is infinite or not a number."""
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, in the singular or plural: "1 image", "2 images", "2 classes"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A question with the closest of the choices, for errors about unknown words; empty if none is close."""
     close = get_close_matches(word, list(choices), n=1)

@@ -20,6 +20,26 @@ class Statistics(NamedTuple):
     group: int | None = None
 
 
+class DefaultStatistics:
+    """Gives a network the attribute `default_statistics`, which is checked when it is set."""
+
+    @property
+    def default_statistics(self) -> str:
+        """The statistics mode at inference, if a call does not choose one."""
+        return self.__dict__.get("default_statistics", "population")  # under its own name, as in earlier pickles
+
+    @default_statistics.setter
+    def default_statistics(self, mode: str) -> None:
+        check_mode(mode)
+        self.__dict__["default_statistics"] = mode
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a statistics mode that does not exist."""
+    if mode not in MODES:
+        raise UnknownNameError(f"unknown statistics {mode!r}: choose one of {', '.join(MODES)}.")
+
+
 def choose_statistics(training: bool, mode: str | None, group: int | None, default: str = "population") -> Statistics:
     """The statistics for one call of a module in training or evaluation mode."""
     if group is not None and (not isinstance(group, int) or group < 1):
@@ -33,8 +53,7 @@ def choose_statistics(training: bool, mode: str | None, group: int | None, defau
             )
         return Statistics("batch", group)
     mode = default if mode is None else mode
-    if mode not in MODES:
-        raise UnknownNameError(f"unknown statistics {mode!r}: choose one of {', '.join(MODES)}.")
+    check_mode(mode)
     if mode == "expected" and group is None:
         # One image hardly changes the statistics of a large batch, so the expected statistics are the population's.
         return Statistics("population")

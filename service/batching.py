@@ -100,7 +100,9 @@ class Line:
         """Reserve a place in the queue for a request, from before decoding until its response."""
         if self.admitted >= self.length + self.max_batch * self.threads:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
-            raise OverloadedError(f"{self.admitted} requests wait for {self.name}: try again in {wait} s.", wait)
+            raise OverloadedError(
+                f"too many requests wait for {self.name} ({self.admitted}): try again in {wait} s.", wait
+            )
         self.admitted += 1
         self.used = time.monotonic()
         try:

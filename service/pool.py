@@ -153,7 +153,9 @@ class Pool:
         if time.monotonic() < self._failed.get(name, 0.0):
             raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
         if self._waiting >= self.settings.queue_length:
-            raise OverloadedError(f"{self._waiting} requests wait for models to load: try again later.", PAUSE)
+            raise OverloadedError(
+                f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
+            )
         self._check_room(name)
         self._waiting += 1
         try:

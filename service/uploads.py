@@ -157,9 +157,15 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
         many = reason.startswith("Too many files")
         advice = "send several images to /v1/classify/batch, fewer at a time" if many else "send multipart/form-data"
         raise MalformedRequestError(f"the form cannot be read ({reason}): {advice}.") from None
-    images = [await file.read() if isinstance(file, UploadFile) else b"" for file in form.getlist(field)]
-    if not images:
+    files = form.getlist(field)
+    if not files:
         raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")
+    images = [await file.read() for file in files if isinstance(file, UploadFile)]
+    if len(images) < len(files):
+        raise MalformedRequestError(
+            f"the field {field!r} of the form contains text instead of a file: send the file, with an @ before its "
+            f"name, as in -F {field}=@photo.jpg."
+        )
     return images, _chosen({name: text for name, text in form.items() if isinstance(text, str) and text != ""})
 
 

@@ -54,6 +54,11 @@ def test_network_that_cannot_be_made_is_refused(kind, name, options, words):
         create_model(name, **options)
 
 
+def test_unknown_model_error_mentions_libraries_and_convert():
+    with refused(UnknownNameError, "unknown model 'resnet18'", "torchvision:resnet50", "timm:", "bkn_zoo.convert"):
+        create_model("resnet18")
+
+
 def test_a_name_that_is_registered_twice_is_an_error():
     before = list_models()
 
@@ -79,9 +84,10 @@ def test_a_network_checks_its_statistics_and_the_size_of_images(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(("batch", "group"), [(2, 0), (2, -2), (0, None), (0, 2), (5, 2), (4, 3), (2, 4)])
+@pytest.mark.parametrize(("batch", "group"), [(2, 0), (2, -2), (0, None), (0, 2), (5, 2), (4, 3), (2, 4), (1, 2)])
 def test_a_training_batch_that_cannot_be_split_is_refused(name, batch, group):
-    words = f"{batch} images cannot be split into statistics groups of {group}" if batch else "the batch is empty"
+    images = "1 image" if batch == 1 else f"{batch} images"
+    words = f"{images} cannot be split into statistics groups of {group}" if batch else "the batch is empty"
     if group is not None and group < 1:
         words = f"statistics_batch_size is {group}"
     elif batch and name.endswith("_gn"):

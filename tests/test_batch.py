@@ -183,6 +183,16 @@ def test_file_of_another_command_is_refused(whole, tmp_path, capsys, monkeypatch
     assert output.read_bytes() == whole[format]
 
 
+def test_single_image_is_counted_in_the_singular(tmp_path, capsys):
+    output = tmp_path / "out.csv"
+    command = arguments(str(output))
+    command[1] = "photos/0000.png"
+    for _ in range(2):
+        assert cli.main(command) == 0
+    done = f"bkn-zoo: 1 image is in {output}\n"
+    assert capsys.readouterr().err == f"{done}bkn-zoo: 1 image is already in {output}\n{done}"
+
+
 def test_file_without_a_good_image_can_be_gone_on_with(tmp_path):
     for format in ("csv", "json"):
         output = tmp_path / f"out.{format}"

@@ -282,6 +282,15 @@ def test_convolutions_without_a_norm_between_are_one_path():
     assert converted.report.rows[1].path == ("c2", "c3", "c4")
 
 
+def test_report_counts_a_channel_of_a_prior_once():
+    """Also if several channels above read it, each for itself."""
+    converted = convert(nn.Sequential(conv(3, 2), norm(2), conv(2, 4, 2), norm(4), conv(4, 3), norm(3)))
+    assert priors(converted) == {"1": {}, "3": {"1": 2}, "5": {"3": 4}}
+    lines = str(converted.report).splitlines()
+    assert "prior (channels)" in lines[0]
+    assert "1 (2)" in lines[2]
+
+
 def test_beliefs_move_with_their_channels():
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(5), "n4": norm(5)}
 
@@ -1267,6 +1276,16 @@ class Output:
     logits: Tensor
     hidden: tuple[Tensor, ...]
     note: str = "a word"
+
+
+def test_default_statistics_of_a_converted_network_are_checked():
+    converted = convert(Block(lambda m, x: m.body(x), body=small()), only="body")
+    assert converted.body.default_statistics == "population"
+    with pytest.raises(UnknownNameError, match="unknown statistics 'nonsense'"):
+        converted.body.default_statistics = "nonsense"
+    converted.body.default_statistics = "sample"
+    for same in (converted, copy.deepcopy(converted)):
+        assert same.body.default_statistics == "sample"
 
 
 def test_outputs_of_any_kind_are_proved_from_a_seed():

@@ -19,7 +19,7 @@ from bkn_zoo.images import Preprocessing, open_image
 from bkn_zoo.training import official
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, decoded_once, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -629,3 +629,7 @@ def test_class_that_is_all_corrupt_is_refused(files, capsys):
     assert capsys.readouterr().err.count("cannot be read") == 2  # the first of each
     # Of the validation while a training runs, which can go on without.
     assert len(list(evaluation_batches(files, files.validation, 1, CPU))) == 5
+    rows = [next(k for k, x in enumerate(files.train.labels) if x == label) for label in set(files.train.labels)]
+    alone = FileImages([files.train.paths[row] for row in rows], [files.train.labels[row] for row in rows])
+    with pytest.raises(InputError, match=r"the only image of 'bean' cannot be read \(.*\): replace it, or remove"):
+        list(evaluation_batches(files, alone, 1, CPU, strict=True))

@@ -662,11 +662,13 @@ def test_stopped_or_other_training_is_not_replaced(uninterrupted, tmp_path):
     assert replaces_finished(tmp_path, RECIPE, started())
     refused(r"contains another finished training \(lr differs\)", with_(lr=0.123))
     refused(r"contains another finished training \(data differs\)", data="elsewhere/photos")
+    refused(r"training \(freeze differs\)", with_(freeze=True, epochs=7, statistics_batch=1))  # these follow from it
+    refused(r"training \(data differs\)", with_(epochs=7), data="elsewhere/photos")
     assert replaces_finished(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
     for init, other in (("runs/a", "runs/b"), ("runs/a", None), (None, "runs/a")):
         save_state(dataclasses.replace(uninterrupted, init=init), RECIPE, tmp_path)
         assert replaces_finished(tmp_path, RECIPE, started(init=init))
-        refused(r"contains another finished training \(init differs\)", init=other)
+        refused(r"contains another finished training \(checkpoint differs\)", init=other)
 
 
 def test_seconds_of_all_parts_of_a_training_count(tmp_path, monkeypatch):
@@ -755,6 +757,18 @@ def test_resuming_with_another_recipe_is_refused(tmp_path, field, value, says):
         load_state(state, recipe, tmp_path, CPU)
     assert says in str(caught.value)
     assert_identical(weights(state), before)
+
+
+def test_resuming_names_the_option_that_was_changed(tmp_path):
+    ours = {"images": [36, 4], "init": "runs/a"}
+    save_state(started(**ours), RECIPE, tmp_path)
+    for change, facts, says in (
+        ({"freeze": True, "epochs": 7, "statistics_batch": 1}, {}, "with freeze = False, not True"),
+        ({"epochs": 7}, {"images": [40, 12]}, "on 36 images with 4"),
+        ({"statistics_batch": 1}, {"init": "runs/b"}, "started from runs/a, not runs/b"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            loaded(tmp_path, with_(**change), **ours | facts)
 
 
 @pytest.mark.parametrize(

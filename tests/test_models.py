@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from bkn_zoo import create_model, list_models
+from bkn_zoo.errors import UnknownNameError
 from bkn_zoo.models.efficientnet_lite import EfficientNetLite
 from bkn_zoo.models.inception import HalvingMaxPool
 from bkn_zoo.models.resnet import Bottleneck, ResNet
@@ -197,6 +199,20 @@ def test_default_statistics_hold_where_a_call_does_not_say(small):
     assert_close(model(images), model(images, statistics="sample"), rtol=0, atol=0)
     for mode in MODES:  # a last batch may be smaller than a group, or empty
         assert model(images[:0], statistics=mode).shape == (0, 10)
+
+
+@pytest.mark.parametrize("name", ["inception_cifar_bkn", "torchvision:resnet18"])
+def test_default_statistics_are_checked_when_they_are_set(name):
+    model = create_model(name, num_classes=2)
+    model.default_statistics = "sample"
+    for wrong in ("nonsense", None, ["sample"]):
+        with pytest.raises(
+            UnknownNameError, match=r"unknown statistics .*: choose one of population, sample, expected"
+        ):
+            model.default_statistics = wrong
+    for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same.default_statistics == "sample"
+    assert not any("default_statistics" in key for key in model.state_dict())
 
 
 def test_batch_that_is_not_finite_leaves_running_averages_alone(small):

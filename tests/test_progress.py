@@ -135,7 +135,7 @@ def test_no_pass_of_an_evaluation_is_silent(tmp_path, monkeypatch):
         assert what in terminal.shown
     lines = [line.rpartition("\r")[2] for line in terminal.shown.split("\r\n")]
     told = "photos/val/class 1/5.png cannot be read as an image and is left out (1 so far)"
-    left_out = "1 of 20 test images could not be read, and were left out"
+    left_out = "1 of 20 test images could not be read, and was left out"
     assert [line for line in lines if line in (told, left_out)] == [told, left_out] * 2
     training = [line for line in lines if "photos/train/class 0" in line]
     assert training  # but for those that were held out, or in no batch of the only epoch

@@ -88,6 +88,16 @@ def test_batch_answers_each_image_as_if_alone_in_order(running, shape):
     until(lambda: running.lines(path="/v1/classify/batch", images=6, failed=3, model="first"), "the log's line")
 
 
+@pytest.mark.parametrize(("target", "field"), [("/v1/classify", "image"), ("/v1/classify/batch", "images")])
+def test_form_with_text_instead_of_a_file_says_so(running, target, field):
+    body, kind = form((field, IMAGE), (field, "photo.jpg")) if field == "images" else form(image="photo.jpg")
+    reply = running.ask(target, body, Content_Type=kind)
+    assert reply.error == (400, "malformed_request")
+    said = reply.json()["error"]["message"]
+    assert f"{field!r} of the form contains text instead of a file" in said
+    assert f"-F {field}=@photo.jpg" in said
+
+
 def test_batch_is_bounded_like_a_single_request(running):
     def ask(data):
         body, kind = data if isinstance(data, tuple) else (json.dumps(data).encode(), JSON)

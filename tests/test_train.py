@@ -191,7 +191,8 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint, capsys):
     changed = [not torch.equal(before[name], after[name]) for name in before if "fc" not in name]
     assert not changed[0]
     assert any(changed)
-    whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, quiet=True, **options)
+    whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, **options)
+    assert "batches of 16, statistics groups of " in capsys.readouterr().out
     assert not torch.equal(before["conv.conv.weight"], whole.model.state_dict()["conv.conv.weight"])
 
 
@@ -336,7 +337,7 @@ def test_early_stop_is_in_output_record_config_and_card(capsys):
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (2, 2, 9)
     assert bkn_zoo.from_pretrained("runs/mine").config.training["epochs"] == 2
-    assert "It stopped after 2 of 9 epochs: the last 1 were not better." in Path("runs/mine/mine/README.md").read_text()
+    assert "It stopped after 2 of 9 epochs: the last was not better." in Path("runs/mine/mine/README.md").read_text()
     command(*start, "--name", "whole", "--epochs", "1")
     assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
@@ -432,6 +433,22 @@ def test_options_override_the_recipe_wherever_they_stand():
     }  # fmt: skip
     args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
     assert (args.recipe, overrides) == (None, {"augmentation.crop": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("line", "recipe", "data", "freeze"),
+    [
+        ("--freeze photos", None, "photos", True),
+        ("--freeze --graph photos", None, "photos", True),
+        ("--freeze 0.5 photos", None, "photos", 0.5),
+        ("--freeze inception_cifar_bkn.cifar10 photos", "inception_cifar_bkn.cifar10", "photos", True),
+        ("--freeze nowhere", None, "nowhere", True),  # `train` refuses it, since there is no such folder
+        ("photos --freeze yes", None, "photos", "yes"),  # and this, since it is not a value
+    ],
+)
+def test_option_without_a_value_does_not_take_the_folder(line, recipe, data, freeze):
+    args, overrides = parse(line.split())
+    assert (args.recipe and str(args.recipe), str(args.data), overrides["freeze"]) == (recipe, data, freeze)
 
 
 @pytest.mark.parametrize(
@@ -677,12 +694,15 @@ def test_train_without_checkpoints_says_what_to_name(monkeypatch, refused):
 def test_bad_input_ends_evaluate_with_one_sentence(tree, checkpoint, refused):
     start = ("evaluate", checkpoint, "--device", "cpu", "--data")
     assert "there is no folder" in refused(*start, "nowhere")
-    assert "has 2 classes" in refused(*start, tree)
+    advice = f"or fine-tune it with bkn-zoo train {tree} --checkpoint {checkpoint}"
+    said = refused(*start, tree)
+    assert all(words in said for words in ("has 2 classes", advice))
     for found, called in (("dark", "a"), ("light", "b")):
         (tree / found).rename(tree / called)
     for more in ("c", "d", "f"):
         shutil.copytree(tree / "a", tree / more)
-    assert "has 'f' where" in refused(*start, tree)
+    said = refused(*start, tree)
+    assert all(words in said for words in ("has 'f' where", advice))
     assert "unknown data set" in refused(*start, tree, "--dataset", "mnist")
     assert "unknown checkpoint" in refused("evaluate", "no_such_thing", "--data", tree)
     assert "device 'cuda:99' is not available" in refused(*start, tree, "--device", "cuda:99")

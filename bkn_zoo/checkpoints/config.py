@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bkn_zoo.checkpoints.files import read_json
-from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.errors import CheckpointError, InputError, counted
 from bkn_zoo.fields import Count, Rule, check_fields, is_number, make, one_of, refuse
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.modes import MODES
@@ -70,8 +70,8 @@ class Config:
         if self.label_names is not None:
             if len(self.label_names) != self.num_classes:
                 raise InputError(
-                    f"label_names has {len(self.label_names)} names, but num_classes is {self.num_classes}: give one "
-                    "name per class."
+                    f"label_names has {counted(len(self.label_names), 'name')}, but num_classes is {self.num_classes}: "
+                    "give one name per class."
                 )
             object.__setattr__(self, "label_names", tuple(self.label_names))
 

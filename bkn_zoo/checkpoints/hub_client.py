@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from bkn_zoo.errors import BknZooError, HubAccessError, HubError, HubNotFoundError, HubUnavailableError
+from bkn_zoo.errors import BknZooError, HubAccessError, HubError, HubNotFoundError, HubUnavailableError, counted
 
 ATTEMPTS = 3
 """Attempts per request. The client itself also repeats some requests, and resumes incomplete downloads."""
@@ -117,7 +117,7 @@ def explain(what: str, chain: list[BaseException]) -> HubError:
 def _explain_failure(what: str, chain: list[BaseException], status: int | None) -> HubError:
     asked = _retry_after(chain)
     if status == 429:
-        when = f"in {asked} seconds" if asked else "in some minutes"
+        when = f"in {counted(asked, 'second')}" if asked else "in some minutes"
         return HubUnavailableError(f"the Hub accepts no more requests for now (429, about {what}): try again {when}.")
     if status in (409, 412):
         return HubError(f"{what} was changed by someone else meanwhile ({status}): try again.")

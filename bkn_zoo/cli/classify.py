@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from bkn_zoo.checkpoints.files import lock
 from bkn_zoo.checkpoints.preferred import default_checkpoint
 from bkn_zoo.cli.parser import announce, check_checkpoint
-from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.errors import ImageError, InputError, counted
 from bkn_zoo.terminal import printable
 
 if TYPE_CHECKING:  # slow imports happen in the commands that need them
@@ -179,7 +179,7 @@ def _to_file(
         done, end = _read(form, file, args, made)
         todo = [name for name in files if _text(name) not in done]
         if done:
-            print(f"bkn-zoo: {len(done):,} images are already in {args.output}", file=sys.stderr)
+            print(f"bkn-zoo: {_are(len(done))} already in {args.output}", file=sys.stderr)
         count = len(done)
         try:
             file.truncate(end)
@@ -191,11 +191,15 @@ def _to_file(
             file.write(_bytes(form.after if count else form.before + form.after.lstrip()))
             file.flush()
         except KeyboardInterrupt:
-            print(f"bkn-zoo: {count:,} images are in {args.output}: repeat the command to continue", file=sys.stderr)
+            print(f"bkn-zoo: {_are(count)} in {args.output}: repeat the command to continue", file=sys.stderr)
             raise
     bad = f"; {len(failures):,} could not be used" if failures else ""
-    print(f"bkn-zoo: {count:,} images are in {args.output}{bad}", file=sys.stderr)
+    print(f"bkn-zoo: {_are(count)} in {args.output}{bad}", file=sys.stderr)
     return count
+
+
+def _are(count: int) -> str:
+    return f"{counted(count, 'image')} {'is' if count == 1 else 'are'}"
 
 
 def _revision(classifier: "Classifier") -> str | None:

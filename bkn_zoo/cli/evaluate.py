@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,15 +84,18 @@ def read_data(args: argparse.Namespace, model: Network, dataset: str) -> Data:
     # The same share as in training, so that the same images are held out.
     share = None if args.split == "all" else model.config.recipe.get("validation", 0.1)
     data = load_data(dataset, args.data, preprocessing and preprocessing.size, share)
+    kind = [] if dataset == "folder" else ["--dataset", dataset]
+    tune = shlex.join(["bkn-zoo", "train", str(args.data), *kind, "--checkpoint", args.checkpoint])
     if len(data.label_names) != model.num_classes:
         raise InputError(
             f"{args.data} has {len(data.label_names)} classes, but {args.checkpoint} has {model.num_classes}: "
-            "choose the data set that it was trained on."
+            f"choose the data set that it was trained on, or fine-tune it with {tune}"
         )
     for theirs, ours in zip(data.label_names, model.config.label_names or data.label_names, strict=True):
         if theirs != ours:
             raise InputError(
-                f"{args.data} has {theirs!r} where {args.checkpoint} has {ours!r}: use the same names of classes."
+                f"{args.data} has {theirs!r} where {args.checkpoint} has {ours!r}: use the same names of classes, or "
+                f"fine-tune it with {tune}"
             )
     return replace(data, preprocessing=preprocessing or data.preprocessing)
 

@@ -36,11 +36,13 @@ identical to those without an interruption.
 """
 
 FIELDS = {
-    "model": "the network, as in bkn_zoo.list_models(), with new weights unless --checkpoint is given",
+    "model": "the network: one of bkn_zoo.list_models(), torchvision:NAME or timm:NAME; with new weights unless "
+    "--checkpoint is given",
     "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
     "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
     "gradient_batch": "images per optimizer step, over all processes",
-    "statistics_batch": "images per statistics group; None is all that a process holds at a time",
+    "statistics_batch": "images per statistics group (the images that are normalized together); None is all that a "
+    "process holds at a time",
     "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
     "size": "side of the network's input in pixels; None is the data set's or the checkpoint's",
     "train_size": "the same in training, if different",
@@ -83,6 +85,9 @@ WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
 }
 """Other defaults of fields, shown by --help."""
 
+ALONE = [field.name for field in dataclasses.fields(Recipe) if bool in (field.type, *get_args(field.type))]
+"""Fields that are true or false. Their options need no value."""
+
 OTHER_NAMES = {"gradient_batch": ("--batch-size", "--gradient-batch")}
 
 
@@ -113,10 +118,7 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
     for field in dataclasses.fields(Recipe):
         if field.name in FIELDS:
             names = OTHER_NAMES.get(field.name, (f"--{field.name.replace('_', '-')}",))
-            # What is true or false may be named alone.
-            alone: dict[str, Any] = (
-                {"nargs": "?", "const": "true"} if bool in (field.type, *get_args(field.type)) else {}
-            )
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.name in ALONE else {}
             what = _described(field, FIELDS[field.name])
             fields.add_argument(*names, dest=field.name, metavar="VALUE", help=what, **alone)
     tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse` takes them out
@@ -151,6 +153,7 @@ def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.N
         else:
             rest.append(word)
     args = parser.read(rest)
+    _give_back_sources(args)
     _take_sources(parser, args)
     if args.private and not args.publish:
         parser.error("--private is for --publish")
@@ -159,6 +162,16 @@ def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.N
         if not value:  # perhaps a variable of the shell that is not set
             parser.error(f"--{name.replace('_', '-')} needs a value")
     return args, {name: literal(value) for name, value in overrides.items()}
+
+
+def _give_back_sources(args: argparse.Namespace) -> None:
+    """Move a recipe or folder that argparse took for the value of an option without one, as in --freeze FOLDER."""
+    for name in ALONE:
+        value = getattr(args, name)
+        is_value = not value or not isinstance(literal(value), str)
+        if not is_value and (find_recipe(value).exists() or not (args.sources or args.data)):
+            args.sources.append(value)
+            setattr(args, name, "true")
 
 
 def _take_sources(parser: Parser, args: argparse.Namespace) -> None:

@@ -22,12 +22,12 @@ from bkn_zoo.conversion.replace import LinkedNorm, names_of, replace_norms
 from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
-from bkn_zoo.modes import Statistics, choose_statistics
+from bkn_zoo.modes import DefaultStatistics, Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import check_gain, no_weight_decay
 from bkn_zoo.norms.centered import BATCHNORM_GAIN
 
 
-class Converted(nn.Module):
+class Converted(DefaultStatistics, nn.Module):
     """A network from `convert`. Its class is a subclass of the original's class and of this one.
 
     Attributes:
@@ -44,7 +44,6 @@ class Converted(nn.Module):
     report: Report
     foldable: dict[str, str] = types.MappingProxyType({})  # type: ignore[assignment]
     statistics_batch_size: int | None = None
-    default_statistics: str = "population"
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with the chosen statistics.
@@ -306,7 +305,7 @@ def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefi
         new = [each for each in plan.calls if each.name not in called]
         for each in new:
             priors: dict[str, int] = {}
-            for below, _ in (source for piece in each.pieces for source in piece.sources):
+            for below, _ in dict.fromkeys(source for piece in each.pieces for source in piece.sources):
                 other = prefix + plan.calls[below].name
                 priors[other] = priors.get(other, 0) + 1
             path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))

@@ -9,7 +9,7 @@ class Row:
 
     Attributes:
         norm: its name.
-        priors: the norms whose beliefs it receives, with their numbers of channels.
+        priors: the norms whose beliefs it receives, with the number of their channels that it uses.
         path: the layers in between.
         transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
         note: why it has no prior, or why it is unchanged.
@@ -45,7 +45,7 @@ class Report:
     parameters_after: int
 
     def __str__(self) -> str:
-        table = [("norm", "prior", "over", "A")]
+        table = [("norm", "prior (channels)", "over", "A")]
         for row in self.rows:
             prior = _few(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.modes import Statistics, choose_statistics
+from bkn_zoo.modes import DefaultStatistics, Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
 
@@ -16,7 +16,7 @@ State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
 
 
-class Network(OneNoise):
+class Network(DefaultStatistics, OneNoise):
     """A classifier whose norms share one choice of statistics per call.
 
     Attributes:

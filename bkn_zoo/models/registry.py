@@ -121,7 +121,10 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     if network not in _networks or norm not in NORMS:
         known = list_models()
         close = f" (did you mean {name}_bkn?)" if name in _networks else did_you_mean(name, known)
-        raise UnknownNameError(f"unknown model {name!r}{close}: choose one of {', '.join(known)}.")
+        raise UnknownNameError(
+            f"unknown model {name!r}{close}: choose one of {', '.join(known)}, or a network of a library, such as "
+            "torchvision:resnet50 or timm:repvgg_a0, or convert your own with bkn_zoo.convert(network)."
+        )
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")

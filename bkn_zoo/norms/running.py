@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bkn_zoo import kernels
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import InputError, counted
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.kalman import Belief
@@ -256,7 +256,8 @@ class RunningNorm(nn.Module):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             raise InputError(
-                f"this layer normalizes {self.num_features} channels, but its input has the shape {tuple(x.shape)}."
+                f"this layer normalizes {counted(self.num_features, 'channel')}, but its input has the shape "
+                f"{tuple(x.shape)}."
             )
         (weight,) = self.own("weight")
         if weight is not None and x.device != weight.device:

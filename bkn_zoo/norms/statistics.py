@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import InputError, counted
 from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, also exported from here
 from bkn_zoo.norms.kalman import Belief
 
@@ -22,7 +22,7 @@ def group_size(count: int, group: int | None) -> int:
     group = max(count, 1) if group is None else group  # an empty batch is zero groups of one
     if count % group:
         raise InputError(
-            f"a batch of {count} images cannot be split into statistics groups of {group}: "
+            f"a batch of {counted(count, 'image')} cannot be split into statistics groups of {group}: "
             "make the batch a multiple of statistics_batch_size."
         )
     return group

@@ -289,9 +289,8 @@ def _training(config: Config, run: Run) -> str:
         "validation images."
     )
     done, recipe = training.get("epochs"), config.recipe
-    ended = (
-        f" It stopped after {done} of {recipe.get('epochs')} epochs: the last {recipe.get('patience')} were not better."
-    )
+    last = "the last was" if recipe.get("patience") == 1 else f"the last {recipe.get('patience')} were"
+    ended = f" It stopped after {done} of {recipe.get('epochs')} epochs: {last} not better."
     return (
         f"## Training\n\nTrained on {dataset_name(config) or 'unnamed data'} with {_normalized(config)}, "
         f"from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "

@@ -88,9 +88,11 @@ class FileImages:
             return
         paths = [path for path, other in zip(self.paths, self.labels, strict=True) if other == label]
         if not any(map(_can_be_read, paths)):
+            one = len(paths) == 1
+            what = "the only image" if one else f"none of the {len(paths)} images"
+            which = f"cannot be read ({paths[0]})" if one else f"can be read, such as {paths[0]}"
             raise InputError(
-                f"none of the {len(paths)} images of {names[label]!r} can be read, such as {paths[0]}: replace them, "
-                "or remove the class."
+                f"{what} of {names[label]!r} {which}: replace {'it' if one else 'them'}, or remove the class."
             )
         self.not_lost.add(label)
 
@@ -98,7 +100,8 @@ class FileImages:
         """At the end, report how many of these images could not be read."""
         if self.unreadable:
             images = f"{kind} images" if kind else "images"
-            say(f"{len(self.unreadable)} of {len(self)} {images} could not be read, and were left out")
+            verb = "was" if len(self.unreadable) == 1 else "were"
+            say(f"{len(self.unreadable)} of {len(self)} {images} could not be read, and {verb} left out")
 
 
 def _can_be_read(path: Path) -> bool:

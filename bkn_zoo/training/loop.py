@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bkn_zoo.checkpoints.provenance import processes
-from bkn_zoo.errors import InputError, NonFiniteLossError
+from bkn_zoo.errors import InputError, NonFiniteLossError, counted
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
@@ -206,7 +206,7 @@ def further_images(
 
 
 def images_at_a_time(recipe: Recipe) -> int:
-    """The number of images per pass of a process, which is also the default statistics batch."""
+    """The number of images per pass of a process, which is also the default group size."""
     return recipe.micro_batch or recipe.gradient_batch // processes()
 
 
@@ -235,13 +235,14 @@ def local_batch(recipe: Recipe) -> int:
     pass_size = recipe.micro_batch or local
     if local % pass_size:
         raise InputError(
-            f"a batch of {local} images per process cannot be split into micro-batches of {pass_size}: use a divisor."
+            f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of {pass_size}: "
+            "use a divisor."
         )
     group = recipe.statistics_batch
     if group is not None and pass_size % group and not recipe.freeze:  # frozen norms do not observe
         raise InputError(
-            f"statistics_batch is {group}, but {pass_size} images at a time cannot be split into groups of that size: "
-            "choose a number that divides them."
+            f"statistics_batch is {group}, but {counted(pass_size, 'image')} at a time cannot be split into groups of "
+            f"that size: choose a number that divides {pass_size}."
         )
     return local
 

@@ -202,7 +202,7 @@ def _described(recipe: Recipe, data: Data) -> str:
     if recipe.freeze:
         how = f"the first {recipe.freeze:.0%} of the layers frozen" if recipe.freeze is not True else "classifier only"
     else:
-        how = f"groups of {recipe.statistics_batch or images_at_a_time(recipe)}"
+        how = f"statistics groups of {recipe.statistics_batch or images_at_a_time(recipe)}"
     return (
         f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
         f"{recipe.gradient_batch}, {how}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.provenance import processes
-from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
+from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError, counted
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.training.optimizer import make_optimizer
@@ -26,6 +26,9 @@ SAVED = (
     "label_names", "fingerprint", "preprocessing", "init", "processes", "recipe",
 )  # fmt: skip
 """The fields of a saved state."""
+
+DERIVED = ("epochs", "statistics_batch")
+"""Fields of a recipe that fine-tuning derives from other options, such as freeze and gradient_batch."""
 
 REMEDY = "start again with a lower learning rate (resuming from the last saved state would diverge again)"
 
@@ -193,13 +196,13 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training again.") from None
+    _check_same(path, state, training)  # first, because start and images determine some fields of the recipe
     if changed:
         name = changed[0]
         raise CheckpointError(
             f"{path} belongs to a training with {name} = {theirs[name]!r}, not {ours[name]!r}: pass the same "
             "options, or another --name."
         )
-    _check_same(path, state, training)
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
@@ -230,14 +233,14 @@ def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
         )
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes
-        how = "1 process" if together == 1 else f"{together} processes"
+        how = counted(together, "process")
         resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
         raise CheckpointError(f"{path} belongs to a training by {how}, not {processes()}: resume {resume}.")
     if None not in (state["images"], training.images) and state["images"] != training.images:
         (train, chosen), (now, chosen_now) = state["images"], training.images or []
         raise CheckpointError(
-            f"{path} belongs to a training on {train} images with {chosen} for validation, not {now} and {chosen_now}: "
-            "resume with the same data."
+            f"{path} belongs to a training on {counted(train, 'image')} with {chosen} for validation, not {now} and "
+            f"{chosen_now}: resume with the same data."
         )
     # With fewer or more classes, tensors differ, too.
     for old, new in zip(state["label_names"] or [], training.label_names or [], strict=False):
@@ -258,10 +261,10 @@ def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     try:
         state = torch.load(folder / STATE, mmap=True, weights_only=True)
         begun, finished = state["step"] > 0, state["finished"]
-        changed = [
-            *_changed(json.loads(state["recipe"]), recipe),
+        changed = [  # the start and the images first, because they determine some fields of the recipe
+            *(["checkpoint"] if _other_init(state, training) else []),
             *(["data"] if state["data"] != training.data or _other_images(state, training) else []),
-            *(["init"] if _other_init(state, training) else []),
+            *_changed(json.loads(state["recipe"]), recipe),
         ]
     except Exception:  # no state, or none that can be resumed
         return False
@@ -293,6 +296,7 @@ def _named(init: str | None) -> str:
 
 
 def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The fields in which the recipe of a state differs."""
+    """The fields in which the recipe of a state differs; last those that may only follow from the others."""
     ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]
+    changed = [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]
+    return sorted(changed, key=lambda name: name in DERIVED)

@@ -19,11 +19,11 @@ from studies.twins import batches, but_for_twins, chosen_top1, is_plain, read_tw
 TWINS = """\
 ### Compared with other norms
 
-These runs use the same network and recipe with another norm, statistics batch (images per group) or seed. The table has
-top-1 accuracy in percent for each statistics mode: the mean over seeds and, if there are several, ± their standard
-deviation. *batches* are the gradient batch and the statistics batch. The mode in bold was best on the validation
-images, on average over a row's runs. Compare rows by these modes. Between single runs, a difference of about a
-point may be chance."""
+These runs use the same network and recipe with another norm, group size or seed. A statistics group is the set of
+images that are normalized together in training. The table has top-1 accuracy in percent for each statistics mode: the
+mean over seeds and, if there are several, ± their standard deviation. *batches* are the gradient batch and the group
+size. The mode in bold was best on the validation images, on average over a row's runs. Compare rows by these modes.
+Between single runs, a difference of about a point may be chance."""
 
 PARTS_UNKNOWN = (
     "How much of the gain comes from the link between layers (the transition A), and how much from shrinking the "
