@@ -231,13 +231,12 @@ def measure_precision(lite: str, folder: Path, args: argparse.Namespace) -> None
     classifier = bkn_zoo.Classifier.from_pretrained(
         folder.name, device="cpu", engine="openvino", precision=args.precision
     )
-    images, scores = nips2017(args.data / "nips2017"), []
+    images, logits = nips2017(args.data / "nips2017"), []
     with bar(len(images), "nips2017", "image") as done:
         for path, _ in images:
-            scores.append(classifier.scores(classifier.prepare(path)[None], "population"))
+            logits.append(classifier.engine(classifier.prepare(path)[None], "population"))
             done(1)
-    logits = torch.cat([torch.as_tensor(row) for row in scores]).log()
-    metrics = measure(logits, torch.tensor([label for _, label in images]))
+    metrics = measure(torch.cat(logits), torch.tensor([label for _, label in images]))
     file = f"{folder.name}.cpu.json" if args.precision == "f32" else f"{folder.name}.cpu.{args.precision}.json"
     facts = {"checkpoint": folder.name, "engine": "openvino", "precision": args.precision, "split": "nips2017"}
     rows = [{"statistics": "population", "images": len(images), **metrics}]

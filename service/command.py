@@ -9,7 +9,6 @@ from bkn_zoo.errors import BknZooError
 
 from .logs import failed, set_up_logs
 from .settings import OLD_PREFIX, Settings, read_settings
-from .workers import supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,7 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
-        return serve(settings) if settings.workers == 1 else supervise(settings, serve)
+        if settings.workers == 1:
+            return serve(settings)
+        from .workers import supervise  # imported here, so that --help is fast
+
+        return supervise(settings, serve)
     except BknZooError as error:
         return failed(error)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Loaded:
         self.classifier.scores(self._blank)
         if settings.usual_images:
             self.classifier.watch(image_files(settings.usual_images))
+        self.precisions = _precisions(self.classifier)
         self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
         # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
@@ -273,7 +275,17 @@ class Pool:
             "accuracy": config.accuracy,
             "revision": loaded.classifier.revision if loaded else None,
             "precision": loaded.classifier.engine.precision if loaded else None,
+            "precisions": loaded.precisions if loaded else {},
         }
+
+
+def _precisions(classifier: Classifier) -> dict[str, str]:
+    """The precision of each mode, without modes that the engine does not support in its precision."""
+    found = {}
+    for mode in MODES:
+        with suppress(InputError):
+            found[mode] = classifier.engine.precision_at(mode)
+    return found
 
 
 def _give_memory_back() -> None:

@@ -73,6 +73,7 @@ class Model(BaseModel):
     accuracy: dict[str, dict[str, float]] = {}
     revision: str | None = None
     precision: str | None = None  # null until it is loaded
+    precisions: dict[str, str] = {}  # of each statistics mode; empty until it is loaded
 
 
 class Models(BaseModel):

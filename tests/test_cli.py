@@ -23,6 +23,7 @@ from bkn_zoo import cli
 from bkn_zoo.errors import HubNotFoundError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.classifier import Classifier
+from bkn_zoo.inference.engines import TorchEngine
 from bkn_zoo.modes import MODES
 
 COMMAND = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
@@ -156,6 +157,13 @@ def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
     for mode in MODES:
         best = classifier(photos / "b.PNG", mode, top_k=1).predictions[0]
         assert f"{best.score:.4f}  {best.label}" in rows[0]
+
+
+def test_compare_shows_precisions_that_differ(call, photos, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "precision_at", lambda self, mode: "f16" if mode == "population" else "f32")
+    title, _, times, *_ = call("compare", photos / "b.PNG").out.splitlines()
+    assert title.endswith("by small with torch on cpu")
+    assert re.findall(r" ms in (\w+)", times) == ["f16", "f32", "f32"]
 
 
 def test_list_shows_checkpoints_and_names_damaged_ones(call, root, tmp_path, monkeypatch):

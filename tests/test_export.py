@@ -1,7 +1,10 @@
 """Checkpoints as files for ONNX Runtime and OpenVINO, used without this package."""
 
+import errno
 import json
+import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference import engines
 from bkn_zoo.inference import export as exporting
 from bkn_zoo.norms import BatchKalmanNorm2d
 
@@ -28,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("shallow_network")
 OWN, CONVERTED = "inception_cifar_bkn", "timm:test_efficientnet"  # which has depthwise convolutions and gates
 SIZE = 32
 ABOUT = {"label_names": list("abcd"), "preprocessing": Preprocessing(SIZE, (0.4,) * 3, (0.2,) * 3)}
+HALF = {"INFERENCE_PRECISION_HINT": "f16"}
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
 
 
@@ -95,6 +100,17 @@ def test_a_file_gives_the_network_s_logits(format, mode, folders, tmp_path):
                 assert 1 in kernel or kernel != [size.get_length() for size in sizes]
 
 
+@pytest.mark.parametrize("largest", [0.0, math.inf])
+def test_statistics_too_large_for_f16_stay_f32(largest, folders, tmp_path, monkeypatch):
+    """On Arm, OpenVINO computes in f16 by default, and such a file gave NaN."""
+    monkeypatch.setattr(engines, "LARGEST_STATISTIC", largest)
+    path = bkn_zoo.export(folders[OWN], tmp_path / "mine.xml", format="openvino", statistics="expected")
+    assert (exporting.KEPT_IN_F32 in path.read_text()) is (largest == 0)
+    if "FP16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        nodes = openvino.Core().compile_model(path, "CPU", HALF).get_runtime_model().get_ops()
+        assert ("f16" in {node.get_rt_info()["runtimePrecision"].astype(str) for node in nodes}) is (largest > 0)
+
+
 def assert_half_as_large(path, checkpoint):
     network = bkn_zoo.from_pretrained(checkpoint)
     folded = sum(p.numel() for n, p in network.named_parameters() if "norm" not in n)
@@ -123,15 +139,22 @@ def checkpoint(folders, tmp_path, monkeypatch):
     return tmp_path / "mine"
 
 
-def test_the_command_exports_a_checkpoint_without_golden_tensors(checkpoint, capsys):
+def test_the_command_exports_a_checkpoint_without_golden_tensors(checkpoint, capsys, monkeypatch):
     """As downloaded ones are."""
+    monkeypatch.setattr(engines, "LARGEST_STATISTIC", 0.0)  # in `population`, they are folded and any size is possible
     (checkpoint / "golden.safetensors").unlink()
     Path("mine.population.xml").write_text("an earlier one")
     options = ["--format", "openvino", "--statistics", "population", "--precision", "f16"]
     assert cli.main(["export", str(checkpoint), *options]) == 0
-    assert capsys.readouterr().out == "mine.population.xml\n"
+    said = capsys.readouterr()
+    assert said.out == "mine.population.xml\n"
+    begun, ended = said.err.splitlines()
+    assert begun.startswith(f"bkn-zoo: exporting {checkpoint} to openvino in f16 and comparing the outputs")
+    size = sum(Path(file).stat().st_size for file in os.listdir()) / 1e6
+    assert ended == f"bkn-zoo: {size:.1f} MB in mine.population.xml and mine.population.bin"
     assert sorted(os.listdir()) == ["mine.population.bin", "mine.population.xml"]
     assert_half_as_large(Path("mine.population.xml"), checkpoint)
+    assert exporting.KEPT_IN_F32 not in Path("mine.population.xml").read_text()
 
 
 @pytest.mark.parametrize("format", SUFFIXES)
@@ -147,17 +170,43 @@ def test_a_file_without_the_golden_logits_is_not_written(format, checkpoint, mon
     assert [Path(file).read_text() for file in os.listdir()] == ["an earlier one"]
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_bad_export_options_are_refused(checkpoint, monkeypatch):
     for error, words, options in [
         (UnknownNameError, "unknown format 'tflite': choose one of onnx, openvino", {"format": "tflite"}),
         (UnknownNameError, "unknown precision 'int8': choose one of f32, f16", {"precision": "int8"}),
         (UnknownNameError, "unknown statistics 'batch'", {"statistics": "batch"}),
         (InputError, r"mine\.bin does not end in \.onnx", {"output": "mine.bin"}),
-        (CheckpointError, "could not be written", {"output": "no/such/folder/mine.onnx"}),
     ]:
         with pytest.raises(error, match=words):
             bkn_zoo.export(checkpoint, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_write_onnx", full)
+        with pytest.raises(CheckpointError, match=r"could not be written \(.*No space"):
+            bkn_zoo.export(checkpoint)
     monkeypatch.setattr(exporting, "find_spec", lambda package: None)
     with pytest.raises(InputError, match=r"needs onnx: install it with pip install 'bkn-zoo\[export\]'"):
         bkn_zoo.export(checkpoint)
     assert os.listdir() == []
+
+
+def test_unusable_files_are_refused_before_loading(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(exporting, "load", lambda *_: pytest.fail("it was loaded"))
+    Path("folder.onnx").mkdir()
+    for output, words in [
+        ("no/such/mine.onnx", "there is no folder no/such for mine.onnx: create it, or choose another file"),
+        ("folder.onnx", "folder.onnx is a folder: choose another file"),
+        ("mine.xml", "mine.xml does not end in .onnx"),
+    ]:
+        with pytest.raises(InputError, match=re.escape(words)):
+            bkn_zoo.export(checkpoint, output)
+        assert cli.main(["export", str(checkpoint), "--format", "onnx", "--output", output]) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert "exporting" not in said
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match=r"\. is not writable: choose another folder"):
+        bkn_zoo.export(checkpoint, "mine.onnx")

@@ -5,19 +5,25 @@ import re
 import shlex
 import shutil
 import textwrap
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torchvision
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 from shallow import shallow
 from studies.replication_cells import difference, read_records
 from studies.replication_plan import read_plan
 
 import bkn_zoo
 from bkn_zoo import cli
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.images import open_image, preprocess
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
 
@@ -69,6 +75,21 @@ def test_python_examples_run(document, tmp_path, monkeypatch):
         exec(compile("\n" * lines_above + code, str(document), "exec"), namespace)
     for line in COMMAND.findall(text):
         assert cli.main(shlex.split(line, comments=True)) == 0, line
+
+
+@pytest.mark.parametrize("name", list_checkpoints())
+def test_guide_preprocesses_like_the_classifier(name):
+    """For the runtimes of exported files; up to one of 255 levels where images are enlarged."""
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^side = .*?^batch = .*?$", text, re.MULTILINE | re.DOTALL)
+    preprocessing = Config.read(find(name) / CONFIG).preprocessing
+    wanted = json.loads(json.dumps(asdict(preprocessing)))
+    namespace = {"wanted": wanted, "np": np, "Image": Image, "ImageOps": ImageOps}
+    exec(code.replace("photo.jpg", str(PHOTOGRAPH)), namespace)
+    exact = preprocess(open_image(PHOTOGRAPH), preprocessing).numpy()
+    levels = 255 * np.array(wanted["std"])[:, None, None]
+    enlarged = wanted["native_size"] not in (None, wanted["size"])
+    assert np.abs(levels * (namespace["batch"][0] - exact)).max() < (1.01 if enlarged else 0.01)
 
 
 def test_output_in_the_readme_is_real(capsys):

@@ -17,7 +17,9 @@ from huggingface_hub import InferenceClient
 from service_process import ROOT, ServiceProcess, save_small_checkpoint, until
 
 from bkn_zoo import Classifier
+from bkn_zoo.inference import engines
 from bkn_zoo.norms import MODES
+from service.pool import _precisions
 
 IMAGE = encoded(picture(1, side=50))
 TEXT = base64.b64encode(IMAGE).decode()
@@ -136,8 +138,20 @@ def test_models_differ_and_are_listed(running):
     models = running.ask("/v1/models").json()["models"]
     assert [(model["name"], model["default"]) for model in models] == [("first", True), ("second", False)]
     assert models[0]["architecture"] == "inception_cifar_bkn"
+    assert list(models[0]["precisions"]) == list(MODES)
+    assert models[0]["precisions"]["population"] == models[0]["precision"]
     first, second = (running.ask(f"/v1/classify?model={name}", IMAGE).json() for name in ("first", "second"))
     assert first["predictions"] != second["predictions"]
+
+
+@pytest.mark.parametrize(("precision", "others"), [("f16", {}), ("auto", {"sample": "f32", "expected": "f32"})])
+def test_precisions_of_the_modes_may_differ(precision, others, checkpoints, monkeypatch):
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(engines, "LARGEST_STATISTIC", 0.0)
+    monkeypatch.setattr(engines.OpenVINOEngine, "_fastest_precision", lambda self: "f16")
+    folder = str(checkpoints / "first")
+    classifier = Classifier.from_pretrained(folder, device="cpu", engine="openvino", precision=precision)
+    assert _precisions(classifier) == {"population": "f16", **others}
 
 
 def test_labels_of_a_model_are_listed(running):

@@ -792,6 +792,31 @@ def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch
     assert (pixels * 255 - (pixels * 255).round()).abs().max() < 1e-3  # bytes, once the mean and std are undone
 
 
+def test_evaluate_in_f16_measures_the_modes_that_it_can(mine, monkeypatch, capsys, refused):
+    pytest.importorskip("openvino")
+    monkeypatch.setattr("bkn_zoo.inference.engines.LARGEST_STATISTIC", 0.0)
+    start = (
+        "evaluate",
+        mine,
+        "photos",
+        "--split",
+        "all",
+        "--device",
+        "cpu",
+        "--engine",
+        "openvino",
+        "--precision",
+        "f16",
+    )
+    command(*start)
+    said = capsys.readouterr()
+    assert "sample and expected cannot run in f16 with OpenVINO, because means or variances at " in said.err
+    assert "are too large: measure with --precision f32 or --engine torch." in said.err
+    assert "| population | 24 |" in said.out
+    assert "| sample |" not in said.out
+    assert "sample cannot run in f16 with OpenVINO" in refused(*start, "--statistics", "sample")
+
+
 def test_all_images_may_be_one_of_each_class(tree, mine, capsys, refused):
     for folder in tree.iterdir():
         for path in sorted(folder.iterdir())[1:]:

@@ -309,6 +309,11 @@ def test_command_of_a_resumed_run_can_be_repeated(monkeypatch):
     assert "--resume" not in environment()["command"]
 
 
+def test_command_of_a_module_is_recorded_with_its_name(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/anywhere/bkn_zoo/__main__.py", "evaluate", "mine", "/data/photos"])
+    assert environment()["command"] == "python -m bkn_zoo evaluate mine photos"
+
+
 def test_port_in_use_names_the_option(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

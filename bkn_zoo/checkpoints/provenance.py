@@ -42,6 +42,8 @@ def environment(seed: int | None = None) -> dict[str, Any]:
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv if word != "--resume"]
     if os.path.isabs(sys.argv[0]) and Path(sys.argv[0]).parent.name == "scripts":
         words[0] = f"scripts/{words[0]}"
+    if os.path.isabs(sys.argv[0]) and words[0] == "__main__.py":
+        words[:1] = ["-m", Path(sys.argv[0]).parent.name]
     return {
         "command": shlex.join(launched(words)),
         "processes": processes(),

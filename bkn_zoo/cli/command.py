@@ -13,6 +13,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import TextIO
 
+from bkn_zoo.checkpoints.files import check_file
 from bkn_zoo.checkpoints.locate import find
 from bkn_zoo.cli.classify import FAILED, classify
 from bkn_zoo.cli.options import (
@@ -28,6 +29,7 @@ from bkn_zoo.cli.options import (
 from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
+from bkn_zoo.inference import SUFFIXES
 from bkn_zoo.terminal import printable
 from bkn_zoo.version import __version__
 
@@ -166,12 +168,18 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     check_checkpoint(args.checkpoint)
-    announce(f"loading {args.checkpoint}")
+    if args.output:
+        check_file(args.output, SUFFIXES[args.format])
+    how = f"to {args.format} in {args.precision} and comparing the outputs, which takes 10 seconds to a few minutes"
+    print(f"bkn-zoo: exporting {printable(args.checkpoint)} {how}", file=sys.stderr, flush=True)
     from bkn_zoo.inference.export import export
 
-    print(
-        export(args.checkpoint, args.output, format=args.format, statistics=args.statistics, precision=args.precision)
-    )
+    options = {"format": args.format, "statistics": args.statistics, "precision": args.precision}
+    path = export(args.checkpoint, args.output, **options)
+    print(path)
+    files = [path] if args.format == "onnx" else [path, path.with_suffix(".bin")]
+    size = sum(file.stat().st_size for file in files) / 1e6
+    print(f"bkn-zoo: {size:.1f} MB in {' and '.join(printable(file.name) for file in files)}", file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,8 @@
 import argparse
 import os
 import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from bkn_zoo.checkpoints.files import make_folder
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import InputError
-from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.inference.engines import create_engine, too_large_for_f16
 from bkn_zoo.models import Network
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
@@ -29,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
     check_device(args.device)
     keep_to_quota()
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
+    args.statistics = measurable(model, args.statistics, args.engine, args.precision)
     dataset = args.dataset or model.config.recipe.get("dataset", "folder")
     make_places(args, dataset)
     data = read_data(args, model, dataset)
@@ -61,6 +64,21 @@ def run(args: argparse.Namespace) -> None:
             paths = draw(args.report, images, logits[mode], labels, data.label_names, title)
         for path in paths:
             print(path)
+
+
+def measurable(model: Network, modes: Sequence[str], engine: str, precision: str) -> list[str]:
+    """The modes that the engine supports in this precision. Prints why it does not support others; an error if none."""
+    limited = engine == "openvino" and precision == "f16"
+    wrong = {mode: where for mode in modes if limited and (where := too_large_for_f16(model, mode))}
+    if wrong:
+        why = (
+            f"{' and '.join(wrong)} cannot run in f16 with OpenVINO, because means or variances at "
+            f"{next(iter(wrong.values()))} are too large: measure with --precision f32 or --engine torch."
+        )
+        if len(wrong) == len(set(modes)):
+            raise InputError(why)
+        print(f"bkn-zoo: {why}", file=sys.stderr, flush=True)
+    return [mode for mode in modes if mode not in wrong]
 
 
 def make_places(args: argparse.Namespace, dataset: str) -> None:

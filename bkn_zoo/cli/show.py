@@ -32,13 +32,16 @@ def compare(args: argparse.Namespace) -> int:
     classifier = load(args)
     image = classifier.prepare(args.image)[None]
     columns = []
+    precisions = {mode: classifier.engine.precision_at(mode) for mode in MODES}
+    same = len(set(precisions.values())) == 1
     for mode in MODES:
         scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
         seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
         chosen = " (default)" if mode == classifier.choose() else ""
         best = classifier.best(scores, args.top_k)
-        columns.append([f"{mode}{chosen}", f"{seconds * 1e3:.1f} ms", *(f"{p.score:.4f}  {p.label}" for p in best)])
-    how = f"{classifier.engine_name} in {classifier.engine.precision} on {classifier.device}"
+        spent = f"{seconds * 1e3:.1f} ms" + ("" if same else f" in {precisions[mode]}")
+        columns.append([f"{mode}{chosen}", spent, *(f"{p.score:.4f}  {p.label}" for p in best)])
+    how = f"{classifier.engine_name}{f' in {precisions[MODES[0]]}' if same else ''} on {classifier.device}"
     print(printable(f"{args.image}, by {classifier.name} with {how}"))
     _print_columns(list(zip(*columns, strict=True)))
     return 0

@@ -8,3 +8,6 @@ PRECISIONS = ("auto", "f32", "f16", "bf16")
 
 FORMATS = ("onnx", "openvino")
 """The formats of exported checkpoints."""
+
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+"""The endings of their files."""

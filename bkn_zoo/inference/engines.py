@@ -121,6 +121,10 @@ class Engine:
         with torch.inference_mode():
             return self._run(images, chosen)
 
+    def precision_at(self, mode: str) -> str:
+        """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
+        return self.precision
+
     def _fastest_precision(self) -> str:
         """The fastest precision of the hardware."""
         raise NotImplementedError
@@ -243,7 +247,7 @@ class OpenVINOEngine(Engine):
         return torch.cat([graph(part, own) for part in parts])
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
-        precision = self._precision_at(statistics)
+        precision = self.precision_at(statistics.mode)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY", **self._threads}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
@@ -267,21 +271,25 @@ class OpenVINOEngine(Engine):
             return Graph(compiled(translate(network, statistics.mode, torch.zeros(1, *shape[1:])), options))
         return kept(self.model, None, options, lambda: Graph(compiled(built, options)), built)
 
-    def _precision_at(self, statistics: Statistics) -> str:
+    def precision_at(self, mode: str) -> str:
         """The engine's precision, unless it chose f16 itself and f16 cannot represent an image's statistics."""
-        if self.precision != "f16" or statistics.mode == "population":
-            return self.precision
-        for name, norm in self.model.named_modules():
-            if not isinstance(norm, RunningNorm):
-                continue
-            if max(norm.running_mean.abs().max(), norm.running_var.max(), norm.image_var.max()) > LARGEST_STATISTIC:
-                if self.chooses:
-                    return "f32"
-                raise InputError(
-                    f"means or variances at {name} are too large for f16: choose "
-                    "precision='f32', engine='torch' or statistics='population'."
-                )
-        return self.precision
+        where = too_large_for_f16(self.model, mode) if self.precision == "f16" else None
+        if where is not None and not self.chooses:
+            raise InputError(
+                f"means or variances at {where} are too large for f16 in OpenVINO: choose precision f32, engine torch "
+                "or statistics population."
+            )
+        return self.precision if where is None else "f32"
+
+
+def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
+    """The first norm whose statistics OpenVINO cannot compute in f16 in this mode, by name; None if there is none."""
+    for name, norm in model.named_modules():
+        if mode != "population" and isinstance(norm, RunningNorm) and norm.track_running_stats:
+            means, variances = norm.running_mean.abs(), torch.maximum(norm.running_var, norm.image_var)
+            if torch.maximum(means, variances).max() > LARGEST_STATISTIC:
+                return name
+    return None
 
 
 def _native() -> list[str]:

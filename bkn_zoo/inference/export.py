@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import GOLDEN, sync
+from bkn_zoo.checkpoints.files import GOLDEN, check_file, sync
 from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load
 from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
-from bkn_zoo.inference import FORMATS
+from bkn_zoo.inference import FORMATS, SUFFIXES
+from bkn_zoo.inference.engines import too_large_for_f16
 from bkn_zoo.inference.folding import in_precision, prepare
 from bkn_zoo.inference.openvino_graph import average_by_rows, core
 from bkn_zoo.inference.tracing import trace, translate
@@ -34,7 +35,8 @@ TOLERANCES = {"f32": GOLDEN_TOLERANCE, "f16": 0.05}
 
 OPSET = 18  # of ONNX. With 19 and later, ONNX Runtime on Arm lacks average pooling in f16.
 
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+KEPT_IN_F32 = '<rt_info><attribute name="precise" version="0" /></rt_info>'
+"""Marks a layer of an OpenVINO file. OpenVINO then computes it in f32, even if it computes the others in f16."""
 
 
 def export(
@@ -69,13 +71,13 @@ def export(
         raise UnknownNameError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
     if precision not in PRECISIONS:
         raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
+    if output is not None:
+        check_file(Path(output), SUFFIXES[format])
     location = locate(name)
     model = load(location)
     mode = model.default_statistics if statistics is None else statistics
     chosen = choose_statistics(False, mode, model.statistics_batch_size)
     path = Path(f"{_short(location)}.{mode}{SUFFIXES[format]}" if output is None else output)
-    if path.suffix != SUFFIXES[format]:
-        raise InputError(f"{path} does not end in {SUFFIXES[format]}, as files for {format} do: rename it.")
     images, wanted = _examples(model, location.folder / GOLDEN, mode)
     network = in_precision(prepare(model, chosen), PRECISIONS[precision])
     about = _metadata(model, location, mode, precision)
@@ -84,6 +86,8 @@ def export(
     try:
         scratch.mkdir()
         write(scratch / path.name, network, chosen.mode, images, about)
+        if format == "openvino" and too_large_for_f16(model, mode):
+            _keep_in_f32(scratch / path.name)
         _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
         _put_in_place(scratch, path)
     except OSError as error:
@@ -188,6 +192,11 @@ def _write_openvino(path: Path, network: Network, mode: str, images: Tensor, abo
     for key, value in about.items():
         model.set_rt_info(value, ["bkn_zoo", key])
     openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _keep_in_f32(path: Path) -> None:
+    """Mark all layers: on Arm, OpenVINO would compute f32 in f16. Layers that are f16 in the file stay f16."""
+    path.write_text(path.read_text("utf-8").replace("</layer>", f"{KEPT_IN_F32}</layer>"), "utf-8")
 
 
 def _read_openvino(path: Path) -> Callable[[Tensor], Tensor]:

@@ -75,13 +75,15 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
     statistics is an input.
     """
     inputs = [ops.parameter([1, *shape])]
+    precision = options.get(ov.properties.hint.inference_precision)
+    pairs = precision == "bf16" and platform.machine() in ("x86_64", "AMD64")
     beliefs: list[Belief] = []
     if not population:
         inputs.append(ops.parameter([1]))
         norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
         if norms:
             weigh(norms, Symbol(inputs[1]))
-        for norm in norms:
+        for norm in norms if pairs else ():
             vars(norm)["_predict"] = functools.partial(_noted, beliefs, norm._predict)
         network.statistics_batch_size = network.statistics_batch_size or 1  # replaced by `weigh`
     stand_in: Any = Symbol(inputs[0])
@@ -90,9 +92,9 @@ def build_graph(network: Network | Converted, shape: tuple[int, ...], population
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
     _merge_products(model)
-    if options.get(ov.properties.hint.inference_precision) == "bf16" and platform.machine() in ("x86_64", "AMD64"):
+    if pairs:
         _pair_products(model, beliefs)
-    _store_weights(model, halves=options.get(ov.properties.hint.inference_precision) == "f16")
+    _store_weights(model, halves=precision == "f16")
     return model
 
 
