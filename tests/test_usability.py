@@ -171,8 +171,8 @@ def seconds_of_help(command):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_help_takes_less_than_half_a_second():
-    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 0.5 for _ in range(2))]
+def test_help_takes_less_than_a_second():
+    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 1 for _ in range(2))]
     assert slow == []
 
 
