@@ -33,6 +33,7 @@ from bkn_zoo.cli import ended
 from bkn_zoo.conversion import learn_statistics, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, open_image, preprocess
+from bkn_zoo.inference.engines import too_large_for_f16
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
@@ -227,19 +228,26 @@ def measure_all(lite: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def measure_precision(lite: str, folder: Path, args: argparse.Namespace) -> None:
-    """Accuracy in OpenVINO with a CPU's own precision, in `population`; the other modes always run in f32 there."""
+    """Accuracy in OpenVINO in one precision, in each mode that has it: f16 is too small for some statistics."""
     classifier = bkn_zoo.Classifier.from_pretrained(
         folder.name, device="cpu", engine="openvino", precision=args.precision
     )
-    images, logits = nips2017(args.data / "nips2017"), []
+    model, images = classifier.model, nips2017(args.data / "nips2017")
+    modes = [mode for mode in MODES if args.precision != "f16" or too_large_for_f16(model, mode) is None]
+    logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     with bar(len(images), "nips2017", "image") as done:
         for path, _ in images:
-            logits.append(classifier.engine(classifier.prepare(path)[None], "population"))
+            image = classifier.prepare(path)[None]
+            for mode, outputs in logits.items():
+                outputs.append(classifier.engine(image, mode))
             done(1)
-    metrics = measure(torch.cat(logits), torch.tensor([label for _, label in images]))
+    labels = torch.tensor([label for _, label in images])
+    rows = [
+        {"statistics": mode, "images": len(images), **measure(torch.cat(outputs), labels)}
+        for mode, outputs in logits.items()
+    ]
     file = f"{folder.name}.cpu.json" if args.precision == "f32" else f"{folder.name}.cpu.{args.precision}.json"
     facts = {"checkpoint": folder.name, "engine": "openvino", "precision": args.precision, "split": "nips2017"}
-    rows = [{"statistics": "population", "images": len(images), **metrics}]
     write_results(ROOT / "results" / "evaluate" / file, rows, None, **facts)
 
 
