@@ -1,6 +1,7 @@
 """Reads the images and options of a request."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from .errors import (
     SlowError,
     TooLargeError,
     UnavailableError,
+    UnsupportedFormatError,
 )
 from .schemas import Options
 from .settings import Settings
@@ -30,6 +32,7 @@ OPTIONS = tuple(Options.model_fields)
 MAX_NAMES = 32  # in a query or a JSON object, because each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop are not
+FILE_NAME = re.compile(rb"[ -~]{1,4096}\.\w{2,5}")
 SMALL_JSON = 32_768  # bytes that are parsed in the event loop
 
 Work = Callable[..., Awaitable[Any]]  # runs a function of an input of this size in a thread: (size, function, ...)
@@ -48,7 +51,7 @@ async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, 
     elif kind == JSON:
         image, given = await _parse_json(await _read(request), work, _one_image, field)
     else:  # any other content type; the first bytes determine the format
-        image, given = await _read(request), {}
+        image, given = _not_text(await _read(request)), {}
     return _image(image), _options(query | given)
 
 
@@ -132,6 +135,16 @@ def _image(image: bytes) -> bytes:
     if not image:
         raise MalformedRequestError("the request has no image: send its bytes as the body, or see /docs.")
     return image
+
+
+def _not_text(body: bytes) -> bytes:
+    """Refuse the mistakes of curl's users: a file's name instead of the file, and JSON without its content type."""
+    if body.startswith(b"{") or FILE_NAME.fullmatch(body):
+        raise UnsupportedFormatError(
+            "the body is text instead of an image: with curl, send --data-binary @photo.jpg; send JSON with the header "
+            "Content-Type: application/json."
+        )
+    return body
 
 
 def _or_error(read: Callable[..., bytes], *arguments: Any) -> bytes | ServiceError:

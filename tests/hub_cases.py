@@ -258,7 +258,7 @@ def every_refusal_is_one_sentence_and_only_busy_hubs_are_asked_again():
         assert found.waits == waited, status
     order(pattern="GET /api/models/owner/status-429/", times=99, status=429, headers={"Retry-After": "3600"})
     busy = load("owner/status-429")
-    assert_refused(busy, "HubUnavailableError", "try again in 3600 seconds")
+    assert_refused(busy, "HubUnavailableError", "try again in 3,600 seconds")
     assert busy.waits == []
     order(pattern="GET /api/models/owner/status-429/", times=1, status=429, headers={"Retry-After": "7"})
     once = load("owner/status-429")

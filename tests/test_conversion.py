@@ -351,7 +351,7 @@ def test_features_seen_before_need_a_weight_per_channel():
         return m.n3(torch.cat([x, m.c3(m.n2(x))], 1))
 
     converted = plan_of(forward, **layers)
-    assert priors(converted)["n3"] == {"n2": 12}
+    assert priors(converted)["n3"] == {"n2": 6}
     assert shapes(converted) == {"n1": (), "n2": ((4,), (2, 4)), "n3": ((6,), (2, 6))}
     assert converted.no_weight_decay() >= {"n2.transition.0", "n2.transition.1", "n3.raw_gain"}
 

@@ -79,7 +79,9 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             data = json.loads(file.read(), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist, so the checkpoint is incomplete: {remedy}.") from None
+        raise CheckpointError(
+            f"{path} does not exist, so {path.parent} is not a complete checkpoint: choose another folder, or {remedy}."
+        ) from None
     except OSError as error:
         raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:

@@ -254,7 +254,8 @@ def _advice(experiments: Sequence[Experiment], records: Records) -> str:
                 right[name][0] += arm == first
                 right[name][1] += arm == first or gaps[arm].verdict() == "within chance"
             row["best of the four"] = ARMS[first]
-            row["advice against best"] = f"{gaps[advised].value:+.1f} ± {gaps[advised].error:.1f}"
+            if advised != first:
+                row["advice against best"] = f"{gaps[advised].value:+.1f} ± {gaps[advised].error:.1f}"
             close = gaps[advised].verdict() == "within chance"
             row["match"] = "yes" if advised == first else "within chance" if close else "no"
         rows.append(row)
