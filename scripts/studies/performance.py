@@ -88,6 +88,15 @@ INFERENCE = [
         )
         for network in ("torchvision:resnet50", "timm:efficientnet_lite0", "torchvision:regnet_y_400mf")
     ),
+    *(
+        Headline(
+            f"efficientnet_lite0, the default checkpoint, file to answer, {precision}",
+            "defaults.x86_64",
+            {"checkpoint": "efficientnet_lite0_bkn.imagenet", "precision": precision, "statistics": "sample"},
+            "ratio_to_population",
+        )
+        for precision in ("f32", "auto")
+    ),
     _image("resnet101", 224, "infer_cuda", "bf16", batch=1),
     _image("resnet101", 224, "infer_cuda", "bf16", batch=32),
 ]
