@@ -32,7 +32,7 @@ OPTIONS = tuple(Options.model_fields)
 MAX_NAMES = 32  # in a query or a JSON object, because each is compared with the options
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop are not
-FILE_NAME = re.compile(rb"[ -~]{1,4096}\.\w{2,5}")
+FILE_NAME = re.compile(rb"[^\r\n\0]+\.(jpe?g|png|webp|gif|bmp|tiff?|json)", re.IGNORECASE)
 SMALL_JSON = 32_768  # bytes that are parsed in the event loop
 
 Work = Callable[..., Awaitable[Any]]  # runs a function of an input of this size in a thread: (size, function, ...)
@@ -139,7 +139,8 @@ def _image(image: bytes) -> bytes:
 
 def _not_text(body: bytes) -> bytes:
     """Refuse the mistakes of curl's users: a file's name instead of the file, and JSON without its content type."""
-    if body.startswith(b"{") or FILE_NAME.fullmatch(body):
+    start = body[:5000].strip()
+    if start.startswith(b"{") or (len(body) < 5000 and FILE_NAME.fullmatch(start)):
         raise UnsupportedFormatError(
             "the body is text instead of an image: with curl, send --data-binary @photo.jpg; send JSON with the header "
             "Content-Type: application/json."

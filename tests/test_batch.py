@@ -193,7 +193,7 @@ def test_single_image_is_counted_in_the_singular(tmp_path, capsys):
     assert capsys.readouterr().err == f"{done}bkn-zoo: 1 image is already in {output}\n{done}"
 
 
-def test_file_without_a_good_image_can_be_gone_on_with(tmp_path):
+def test_file_without_a_good_image_can_be_resumed(tmp_path):
     for format in ("csv", "json"):
         output = tmp_path / f"out.{format}"
         command = arguments(str(output), format=format)

@@ -406,6 +406,8 @@ def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(own, monkeypatch
     assert graph.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
     assert automatic.precision == "f16"  # of all else
     assert [automatic.precision_at(mode) for mode in MODES] == ["f16", "f32", "f32"]
+    own.statistics_batch_size = None
+    assert automatic.precision_at("expected") == "f16"  # it is the same as `population` then
     assert TorchEngine(own, precision="f16").precision_at("sample") == "f16"
 
 

@@ -100,9 +100,11 @@ def test_form_with_text_instead_of_a_file_says_so(running, target, field):
     assert f"-F {field}=@photo.jpg" in said
 
 
-@pytest.mark.parametrize("body", [b"docs/coffee.jpg", b'{"image": "aGVsbG8="}\n'], ids=["a name", "json"])
+@pytest.mark.parametrize(
+    "body", ["docs/coffee.jpg", "été.JPG\n", ' {"image": "aGVsbG8="}\n'], ids=["a name", "accents", "json"]
+)
 def test_text_as_the_body_says_how_to_send_an_image(running, body):
-    reply = running.ask(body=body, Content_Type="application/x-www-form-urlencoded")  # as curl sends it
+    reply = running.ask(body=body.encode(), Content_Type="application/x-www-form-urlencoded")  # as curl sends it
     assert reply.error == (415, "unsupported_format")
     said = reply.json()["error"]["message"]
     assert "--data-binary @photo.jpg" in said

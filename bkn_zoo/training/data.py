@@ -7,12 +7,14 @@ interrupted training continues with the same batches. The host never waits for a
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bkn_zoo.errors import ImageError, InputError
-from bkn_zoo.images import Preprocessing, central_square, enlarge, normalize, open_image
+from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
+from bkn_zoo.images.reading import resized_square
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.decoded import Squares
@@ -131,7 +133,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         pixels = self.squares.get(candidate)
         if pixels is None:
             p = self.preprocessing
-            square = central_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop)
-            pixels = square.mul_(255).round_().byte()
+            square = resized_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop)
+            pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)
             self.squares.put(candidate, pixels)
         return pixels

@@ -32,6 +32,7 @@ class Squares:
         return None if self.pixels is None or not self.known[row] else self.pixels[row]
 
     def put(self, row: int, pixels: Tensor) -> None:
+        """Store the bytes of a square."""
         if self.pixels is not None:
             self.pixels[row] = pixels
             self.known[row] = 1
