@@ -28,6 +28,8 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
             `centered` and, for ablations, `link`. For `_brn`: `warmup`, `r_steps` and `d_steps`. For `_gn`:
             `channels_per_group`. For a library's network: numbers and lists of numbers for its constructor.
     """
+    if not isinstance(pretrained, bool):
+        raise InputError(f"pretrained is {pretrained!r}: pass the checkpoint's name first, and pretrained=True.")
     if not pretrained:
         network, dot, _ = name.partition(".")
         if dot and network in list_models():

@@ -707,6 +707,7 @@ def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
         ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "omit initial_gain"),
         (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
         ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
+        (SMALL, {"pretrained": "a.tree"}, "pretrained is 'a.tree': pass the checkpoint's name first"),
     ]:
         with pytest.raises((InputError, UnknownNameError), match=words):
             bkn_zoo.create_model(name, **options)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,22 @@ def test_list_shows_checkpoints_and_names_damaged_ones(call, root, tmp_path, mon
     damaged = call("list")
     assert (damaged.code, damaged.out) == (1, found.out)
     assert "damaged" in damaged.err
+
+
+def test_accuracy_on_other_images_is_marked(call, root, tmp_path, monkeypatch):
+    for name, training in {"mine": {"test_images": "validation"}, "theirs": {"measured_on": "ten photographs"}}.items():
+        shutil.copytree(root / "small", tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"training": config["training"] | training}))
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
+    _, *rows, first, second = call("list").out.splitlines()
+    marks = {row.split()[0]: row.split()[-1] for row in rows}
+    assert first.startswith("* not on the test images of its data set, but on ")
+    assert second.startswith("** not on the test images of its data set, but on ")
+    places = {"*": first, "**": second}
+    assert "validation images" in places[marks["mine"]]
+    assert "ten photographs" in places[marks["theirs"]]
+    assert "validation images" in call("info", "mine").out
 
 
 def test_without_checkpoints_the_remedy_is_named(call, photos, tmp_path, monkeypatch):

@@ -143,18 +143,18 @@ def test_the_command_exports_a_checkpoint_without_golden_tensors(checkpoint, cap
     """As downloaded ones are."""
     monkeypatch.setattr(engines, "LARGEST_STATISTIC", 0.0)  # in `population`, they are folded and any size is possible
     (checkpoint / "golden.safetensors").unlink()
-    Path("mine.population.xml").write_text("an earlier one")
+    Path("mine.population.f16.xml").write_text("an earlier one")
     options = ["--format", "openvino", "--statistics", "population", "--precision", "f16"]
     assert cli.main(["export", str(checkpoint), *options]) == 0
     said = capsys.readouterr()
-    assert said.out == "mine.population.xml\n"
+    assert said.out == "mine.population.f16.xml\n"
     begun, ended = said.err.splitlines()
     assert begun.startswith(f"bkn-zoo: exporting {checkpoint} to openvino in f16 and comparing the outputs")
     size = sum(Path(file).stat().st_size for file in os.listdir()) / 1e6
-    assert ended == f"bkn-zoo: {size:.1f} MB in mine.population.xml and mine.population.bin"
-    assert sorted(os.listdir()) == ["mine.population.bin", "mine.population.xml"]
-    assert_half_as_large(Path("mine.population.xml"), checkpoint)
-    assert exporting.KEPT_IN_F32 not in Path("mine.population.xml").read_text()
+    assert ended == f"bkn-zoo: {size:.1f} MB in mine.population.f16.xml and mine.population.f16.bin"
+    assert sorted(os.listdir()) == ["mine.population.f16.bin", "mine.population.f16.xml"]
+    assert_half_as_large(Path("mine.population.f16.xml"), checkpoint)
+    assert exporting.KEPT_IN_F32 not in Path("mine.population.f16.xml").read_text()
 
 
 @pytest.mark.parametrize("format", SUFFIXES)

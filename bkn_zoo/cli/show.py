@@ -63,7 +63,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 def list_here(args: argparse.Namespace) -> int:
     """Print all local checkpoints in order of preference. The first is the default."""
     rows, code = [("name", "architecture", "classes", "data", "statistics", "top-1 (%)")], 0
-    names, elsewhere = list_checkpoints(), ""
+    names, marks = list_checkpoints(), dict[str, str]()
     try:
         usable = usable_checkpoints()
     except CheckpointError:
@@ -77,18 +77,26 @@ def list_here(args: argparse.Namespace) -> int:
             continue
         accuracy = top1(config)
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
-        if accuracy is not None and (where := config.training.get("measured_on")):
-            shown, elsewhere = f"{shown} *", str(where)
+        if accuracy is not None and (where := _measured_on(config)):
+            shown += f" {marks.setdefault(where, '*' * (len(marks) + 1))}"
         data, marked = str(config.dataset or "-"), f"{name} (default)" if name in usable[:1] else name
         rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
     if len(rows) > 1:
         _print_columns(rows)
-        if elsewhere:
-            print(printable(f"* not on the test images of its data set, but on {elsewhere}"))
+        for where, mark in marks.items():
+            print(printable(f"{mark} not on the test images of its data set, but on {where}"))
     elif code == 0:
         remedy = "set BKN_ZOO_CHECKPOINTS to a folder of checkpoints, or use one on the Hub (owner/repo)"
         print(f"bkn-zoo: there are no local checkpoints: {remedy}.", file=sys.stderr)
     return code
+
+
+def _measured_on(config: Config) -> str | None:
+    """The images of the accuracy, if they are not the test images of the data set."""
+    if config.training.get("test_images") == "validation":
+        return "validation images, which also chose the epoch and the mode"
+    where = config.training.get("measured_on")
+    return None if where is None else str(where)
 
 
 def info(args: argparse.Namespace) -> int:
@@ -123,8 +131,8 @@ def info(args: argparse.Namespace) -> int:
     facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
     facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
     shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
-    if "measured_on" in config.training:
-        shown["accuracy measured on"] = config.training["measured_on"]
+    if where := _measured_on(config):
+        shown["accuracy measured on"] = where
     _print_columns([row for name, value in shown.items() for row in _rows(name, value)])
     announce("its training, its files and the options of its norms: --format json")
     return 0

@@ -56,8 +56,8 @@ def export(
 
     Args:
         name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
-        output: the file to write; by default named after checkpoint and mode, in the working directory. An existing
-            file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in .bin.
+        output: the file to write; by default named after checkpoint, mode and f16, in the working directory. An
+            existing file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in .bin.
         format: "onnx" or "openvino".
         statistics: "population", "sample" or "expected", fixed in the file; by default that of the checkpoint.
         precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay float32.
@@ -77,7 +77,8 @@ def export(
     model = load(location)
     mode = model.default_statistics if statistics is None else statistics
     chosen = choose_statistics(False, mode, model.statistics_batch_size)
-    path = Path(f"{_short(location)}.{mode}{SUFFIXES[format]}" if output is None else output)
+    half = ".f16" if precision == "f16" else ""
+    path = Path(f"{_short(location)}.{mode}{half}{SUFFIXES[format]}" if output is None else output)
     images, wanted = _examples(model, location.folder / GOLDEN, mode)
     network = in_precision(prepare(model, chosen), PRECISIONS[precision])
     about = _metadata(model, location, mode, precision)

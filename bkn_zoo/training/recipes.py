@@ -125,7 +125,9 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
             close = did_you_mean(Path(path).stem, (file.stem for file in SOURCE_TREE.glob("*.toml")))
-            raise InputError(f"{path} cannot be read ({error.strerror}): pass a recipe file{close}.") from None
+            raise InputError(
+                f"{path} cannot be read ({error.strerror}): pass a recipe file, or the name of one in recipes/{close}."
+            ) from None
         except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     for name, value in (overrides or {}).items():
