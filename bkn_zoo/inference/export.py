@@ -57,7 +57,8 @@ def export(
     Args:
         name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
         output: the file to write; by default named after checkpoint, mode and f16, in the working directory. An
-            existing file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in .bin.
+            existing file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in
+            .bin.
         format: "onnx" or "openvino".
         statistics: "population", "sample" or "expected", fixed in the file; by default that of the checkpoint.
         precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay float32.
