@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bkn_zoo.cli.train import main, parse
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
+from bkn_zoo.training import finish
 from bkn_zoo.training.curves import draw_curves
 from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, fitted
 from bkn_zoo.training.head_start import _fit
@@ -230,6 +232,15 @@ def test_pace_tells_the_whole_time_and_advises(monkeypatch):
     assert len(told) >= 2
     assert told[0].endswith(" to go; shorter: --freeze")  # the steps are so slow that this is the first estimate
     assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told[1:])
+
+
+def test_each_mode_has_its_own_threshold(monkeypatch):
+    right, wrong = torch.eye(2).repeat(20, 1), torch.eye(2).flip(1).repeat(20, 1)
+    logits = {"population": wrong, "sample": right, "expected": 9 * right}
+    monkeypatch.setattr(finish, "predict", lambda *_, **__: (logits, torch.arange(40) % 2))
+    plan = SimpleNamespace(device="cpu", workers=0, quiet=True)
+    found = finish._thresholds(torch.nn.Identity(), SimpleNamespace(validation=[]), plan)
+    assert found == {"sample": pytest.approx(0.7311, abs=1e-4), "expected": 0.99}
 
 
 def test_redirected_bars_print_lines(capsys, monkeypatch):

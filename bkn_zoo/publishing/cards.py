@@ -268,7 +268,9 @@ def _accuracy(config: Config) -> str:
         about = [f"Accuracy in percent on {config.training['measured_on']}, with the stored weights."]
     about += [INTERVAL] if "top1_low" in metrics else []
     mode = config.default_statistics
-    doubt = [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if config.uncertain_below else []
+    doubt = (
+        [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if mode in config.uncertain_below else []
+    )
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics]), *doubt])
 
 

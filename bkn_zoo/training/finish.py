@@ -136,15 +136,14 @@ def _best_statistics(
 def _thresholds(model: Network, data: Data, plan: Plan) -> dict[str, float]:
     """For each statistics mode, the probability below which an answer is uncertain, from the validation images.
 
-    The dict is empty if too few of their answers are correct.
+    A mode is missing if too few of its answers are correct.
     """
     device = torch.device(plan.device)
     batches = evaluation_batches(data, data.validation, batch_size(device), device, plan.workers)
     what = None if plan.quiet else "measuring the confidence"
     logits, labels = predict(model.to(device), batches, what=what, total=len(data.validation))
     found = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
-    known = {mode: threshold for mode, threshold in found.items() if threshold is not None}
-    return known if len(known) == len(found) else {}
+    return {mode: threshold for mode, threshold in found.items() if threshold is not None}
 
 
 def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
