@@ -82,6 +82,11 @@ class Config:
         return recipe if isinstance(recipe, dict) else {}
 
     @property
+    def on_validation(self) -> bool:
+        """Whether the accuracy was measured on the validation images, because there were no others."""
+        return self.training.get("test_images") == "validation"
+
+    @property
     def dataset(self) -> Any:
         """The data set of the training, as its recipe names it; None if nothing is said of it."""
         return self.recipe.get("dataset", self.training.get("dataset"))

@@ -93,7 +93,7 @@ def list_here(args: argparse.Namespace) -> int:
 
 def _measured_on(config: Config) -> str | None:
     """The images of the accuracy, if they are not the test images of the data set."""
-    if config.training.get("test_images") == "validation":
+    if config.on_validation:
         return "validation images, which also chose the epoch and the mode"
     where = config.training.get("measured_on")
     return None if where is None else str(where)

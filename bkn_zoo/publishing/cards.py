@@ -171,7 +171,7 @@ def _metadata(config: Config, name: str) -> str:
             task_type="image-classification",
             dataset_type=data.hub or config.recipe["dataset"],
             dataset_name=data.shown,
-            dataset_split=None if _on_validation(config) else data.split,
+            dataset_split=None if config.on_validation else data.split,
             metric_type="accuracy",
             metric_name=f"{METRICS[metric]}, {mode} statistics",
             metric_value=value,
@@ -263,7 +263,7 @@ def _accuracy(config: Config) -> str:
         | {metric: f"{value:g}" for metric, value in measured.items()}
         for mode, measured in config.accuracy.items()
     ]
-    about = [SEEN] if _on_validation(config) else [MEASURED, _dataset(config).note]
+    about = [SEEN] if config.on_validation else [MEASURED, _dataset(config).note]
     if "measured_on" in config.training:  # imported weights, not trained with a recipe
         about = [f"Accuracy in percent on {config.training['measured_on']}, with the stored weights."]
     about += [INTERVAL] if "top1_low" in metrics else []
@@ -272,11 +272,6 @@ def _accuracy(config: Config) -> str:
         [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if mode in config.uncertain_below else []
     )
     return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics]), *doubt])
-
-
-def _on_validation(config: Config) -> bool:
-    """Whether the accuracy was measured on the validation images, because there were no others."""
-    return config.training.get("test_images") == "validation"
 
 
 def _training(config: Config, run: Run) -> str:
