@@ -1,6 +1,6 @@
 """The statistics modes, and the choice of one for a call. Plain Python, so that it can be imported without torch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bkn_zoo.errors import InputError, UnknownNameError
 
@@ -21,17 +21,19 @@ class Statistics(NamedTuple):
 
 
 class DefaultStatistics:
-    """Gives a network the attribute `default_statistics`, which is checked when it is set."""
+    """Gives a network the attribute `default_statistics`, which is checked when it is set.
 
-    @property
-    def default_statistics(self) -> str:
-        """The statistics mode at inference, if a call does not choose one."""
-        return self.__dict__.get("default_statistics", "population")  # under its own name, as in earlier pickles
+    Attributes:
+        default_statistics: the statistics mode at inference, if a call does not choose one.
+    """
 
-    @default_statistics.setter
-    def default_statistics(self, mode: str) -> None:
-        check_mode(mode)
-        self.__dict__["default_statistics"] = mode
+    # A plain attribute, as in earlier pickles. With a property of that name, torch.compile of torch 2.11 recurses.
+    default_statistics: str = "population"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "default_statistics":
+            check_mode(value)
+        super().__setattr__(name, value)
 
 
 def check_mode(mode: str) -> None:
