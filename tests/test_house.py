@@ -20,8 +20,8 @@ FLOORS = [
     {"bkn_zoo.publishing"},
     {"bkn_zoo.training", "bkn_zoo.inference"},
     {"bkn_zoo.create"},
-    {"bkn_zoo.checkpoints"},
     {"bkn_zoo.conversion"},
+    {"bkn_zoo.checkpoints"},
     {"bkn_zoo.models"},
     {"bkn_zoo.norms"},
     {"bkn_zoo.kernels"},
@@ -134,7 +134,7 @@ def loaded():
 def test_nothing_is_imported_before_it_is_needed(loaded):
     """PyTorch alone takes seconds."""
     assert {name for name in loaded["package"] if name.startswith("bkn_zoo")} == {
-        "bkn_zoo", "bkn_zoo.errors", "bkn_zoo.version"
+        "bkn_zoo", "bkn_zoo.checkpoints", "bkn_zoo.checkpoints.builders", "bkn_zoo.errors", "bkn_zoo.version"
     }  # fmt: skip
     assert loaded["list"].isdisjoint(HEAVY)
     assert loaded["command"].isdisjoint(["torch", "fastapi"])  # who only has workers serve
