@@ -206,7 +206,7 @@ class BatchKalmanNorm(RunningNorm):
         """Names of the parameters to exclude from weight decay, in the form that timm expects."""
         return no_weight_decay(self)
 
-    def forward(
+    def with_prior(
         self,
         x: Tensor,
         prior: Belief | None = None,
@@ -214,7 +214,7 @@ class BatchKalmanNorm(RunningNorm):
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
-        y, belief = super().forward(x, prior, statistics, residual, relu)
+        y, belief = super().with_prior(x, prior, statistics, residual, relu)
         (center,) = self.own("center")
         if center is None or belief is None:
             return y, belief
@@ -282,7 +282,9 @@ class BatchKalmanNorm(RunningNorm):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"
-        return f"{text}, initial_belief=True" if self.has_prior and self.prior_features is None else text
+        if self.has_prior and self.prior_features is None:
+            text += ", initial_belief=True"
+        return text if self.link is None else f"{text}, below: {', '.join(self.link.below()) or 'none'}"
 
 
 def held(rows: Tensor, gain: Tensor) -> Tensor:
