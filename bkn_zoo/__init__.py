@@ -7,6 +7,7 @@ checkpoints does not import PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bkn_zoo.checkpoints.builders import LIBRARY_MODULES
 from bkn_zoo.errors import (
     BknZooError,
     CheckpointError,
@@ -96,6 +97,8 @@ LAZY_NAMES = {
 
 PACKAGES = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
 """Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""
+
+LIBRARY_MODULES.update(dict.fromkeys(("torchvision", "timm"), "bkn_zoo.conversion.libraries"))
 
 
 def __getattr__(name: str) -> Any:

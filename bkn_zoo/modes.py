@@ -1,6 +1,6 @@
 """The statistics modes, and the choice of one for a call. Plain Python, so that it can be imported without torch."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bkn_zoo.errors import InputError, UnknownNameError
 
@@ -18,22 +18,6 @@ class Statistics(NamedTuple):
 
     mode: str
     group: int | None = None
-
-
-class DefaultStatistics:
-    """Gives a network the attribute `default_statistics`, which is checked when it is set.
-
-    Attributes:
-        default_statistics: the statistics mode at inference, if a call does not choose one.
-    """
-
-    # A plain attribute, as in earlier pickles. With a property of that name, torch.compile of torch 2.11 recurses.
-    default_statistics: str = "population"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "default_statistics":
-            check_mode(value)
-        super().__setattr__(name, value)
 
 
 def check_mode(mode: str) -> None:
