@@ -139,9 +139,8 @@ def how_to_go_on(error: BaseException, command: str, plan: Plan | None, found: S
     from bkn_zoo.checkpoints.provenance import machines
 
     saved = plan and stamp(plan)
-    if (
-        plan is None or saved is None or (not plan.resume and saved == found)
-    ):  # no state, or that of an earlier training
+    # There is no state, or only that of an earlier training.
+    if plan is None or saved is None or (not plan.resume and saved == found):
         return "stopped before the first step: begin again with the same command"
     stopped = "stopped at once, and the last saved state stays"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped

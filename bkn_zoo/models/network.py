@@ -152,9 +152,8 @@ def initialize(network: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             with torch.no_grad():
-                module.weight.mul_(
-                    math.sqrt(module.groups)
-                )  # PyTorch includes the outputs of other groups in the fan-out
+                # PyTorch includes the outputs of other groups in the fan-out.
+                module.weight.mul_(math.sqrt(module.groups))
 
 
 def global_average(x: Tensor) -> Tensor:
