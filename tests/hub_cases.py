@@ -419,7 +419,8 @@ def other_files_of_a_network_replace_the_old_ones_and_tags_stay():
     second = push("replaced", folder=whole, tag="v2").value
     kinds = {change.file: change.kind for change in second.changes}
     assert (kinds["model.safetensors"], kinds["config.json"]) == ("added", "changed")
-    assert {file for file, kind in kinds.items() if kind == "removed"} == WEIGHTS
+    assert {file for file, kind in kinds.items() if kind == "removed"} == WEIGHTS  # not LICENSE, which only the Hub has
+    assert "LICENSE" in tell("repositories/owner/replaced")["commits"][second.commit]
     both = push("replaced", folder=whole, tag="v3", create_pr=True)
     assert_refused(both, "InputError", "pull request cannot be tagged")
     order(pattern="GET /storage/", flip=-1)

@@ -57,7 +57,7 @@ def folder(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "MAX_FILE_SIZE", 200_000)
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
-        bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about)
+        bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about, license_text="Apache License\n")
     (root / "bundled" / "results" / "runs").mkdir(parents=True)
     text = card_of(Config.read(root / "bundled" / NAME / "config.json"), NAME, root / "bundled" / "results")
     (root / "bundled" / NAME / "README.md").write_text(text)

@@ -169,7 +169,8 @@ def files_of(folder: Path) -> list[Path]:
     for path in sorted(files):
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist, so the checkpoint is incomplete: save it again.")
-    return sorted(files)
+    own_license = folder / LICENSE
+    return sorted({*files, own_license} if own_license.is_file() else files)
 
 
 def make_folder(folder: Path) -> None:

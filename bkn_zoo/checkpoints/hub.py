@@ -19,7 +19,6 @@ from bkn_zoo.checkpoints.files import (
     CONFIG,
     INDEX,
     NEEDED_FILES,
-    OWN_FILES,
     WEIGHTS,
     check_hashes,
     files_of,
@@ -125,7 +124,7 @@ class Publication:
 
 
 def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
-    """The changes that publishing a checkpoint folder would make. Files that are not part of a checkpoint are kept."""
+    """The changes that publishing a checkpoint folder would make. Only files of weights are ever removed."""
     from huggingface_hub.hf_api import RepoFile
 
     try:
@@ -140,8 +139,8 @@ def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
             found.append(Change(name, "added", path.stat().st_size))
         elif not _is_same(path, there[name]):
             found.append(Change(name, "changed", path.stat().st_size))
-    ours = [name for name in there if any(fnmatch(name, pattern) for pattern in OWN_FILES)]
-    return found + [Change(name, "removed", 0) for name in sorted(ours) if name not in local]
+    weights = [name for name in there if name == INDEX or fnmatch(name, "model*.safetensors")]
+    return found + [Change(name, "removed", 0) for name in sorted(weights) if name not in local]
 
 
 def push_to_hub(
