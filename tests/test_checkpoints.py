@@ -199,6 +199,32 @@ def test_labels_and_options_are_taken_over_but_no_accuracy(folder, tmp_path):
     assert again.accuracy == again.training == {}
 
 
+@pytest.mark.parametrize("name", [SMALL, "efficientnet_lite0_gn", "torchvision:resnet18", "timm:test_resnet"])
+def test_new_classifier_is_saved_without_the_old_labels(name, tmp_path):
+    model = bkn_zoo.create_model(name, 3).eval()
+    model.save_pretrained(tmp_path / "old", label_names=["a", "b", "c"], preprocessing=CIFAR, training={"epochs": 1})
+    model = from_pretrained(tmp_path / "old")
+    images = torch.randn(2, 3, 32, 32)
+    if name.startswith("torchvision:"):
+        with pytest.raises(InputError, match="has no forward_features"):
+            model.forward_features(images)
+    else:
+        features = model.forward_features(images, statistics="sample")
+        head = model.forward_head if name.startswith("timm:") else model.head
+        torch.testing.assert_close(head(features), model(images, statistics="sample"))
+        assert features.ndim == 4
+    model.reset_classifier(3)
+    assert (model.config.label_names, model.config.training, model.config.preprocessing) == (None, {}, CIFAR)
+    model.reset_classifier(5)
+    model.save_pretrained(tmp_path / "new")
+    loaded = from_pretrained(tmp_path / "new")
+    assert loaded(images).shape == (2, 5)
+    assert (loaded.config.label_names, loaded.config.preprocessing) == (None, CIFAR)
+    if ":" not in name:
+        with pytest.raises(InputError, match="num_classes is 0: choose a whole number"):
+            model.reset_classifier(0)
+
+
 def test_stored_weights_are_measured_before_they_are_named(tmp_path):
     model, folder = make(), tmp_path / "checkpoint"
 
@@ -705,12 +731,14 @@ def test_create_model_loads_checkpoints_by_their_names(monkeypatch):
     for name, options, words in [
         (f"{SMALL}.tree", {}, f"the name of a checkpoint: pass pretrained=True, or use '{SMALL}'"),
         ("a.tree", {"pretrained": True, "initial_gain": 0.1}, "omit initial_gain"),
-        (SMALL, {"pretrained": True}, r"several checkpoints of .*: name one of a\.tree, b\.named"),
         ("inception_cifar_gn", {"pretrained": True}, "no checkpoint of inception_cifar_gn"),
         (SMALL, {"pretrained": "a.tree"}, "pretrained is 'a.tree': pass the checkpoint's name first"),
     ]:
         with pytest.raises((InputError, UnknownNameError), match=words):
             bkn_zoo.create_model(name, **options)
+    monkeypatch.setattr("bkn_zoo.create.DEFAULT_CHECKPOINTS", {})  # as for a network of the user
+    with pytest.raises(UnknownNameError, match=r"several checkpoints of .*: name one of a\.tree, b\.named"):
+        bkn_zoo.create_model(SMALL, pretrained=True)
     monkeypatch.delenv("BKN_ZOO_CHECKPOINTS")
     assert bkn_zoo.create_model(SMALL, pretrained=True).config.preprocessing == CIFAR
 

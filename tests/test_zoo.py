@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from studies.replication_plan import CLASSES
 from studies.twins import but_for_twins, read_twins
 
-from bkn_zoo import from_pretrained
+from bkn_zoo import create_model, from_pretrained, list_models
 from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import read_record
 from bkn_zoo.training.recipes import read_recipe
@@ -48,6 +49,14 @@ def test_checkpoint_files_stay_small():
     sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
     assert max(sizes) <= 45e6
     assert sum(sizes) <= 220e6
+
+
+def test_default_checkpoints_are_of_their_networks():
+    configs = {folder.name: Config.read(folder / "config.json") for folder in FOLDERS}
+    assert set(list_models(pretrained=True)) == {config.architecture for config in configs.values()}
+    assert all(configs[name].architecture == network for network, name in DEFAULT_CHECKPOINTS.items())
+    assert create_model("inception_cifar_bkn", pretrained=True).config == configs["inception_cifar_bkn.cifar10"]
+    assert list_models("*cifar*", pretrained=True) == ["inception_cifar_bkn"]
 
 
 @each

@@ -91,6 +91,12 @@ class Config:
         """The data set of the training, as its recipe names it; None if nothing is said of it."""
         return self.recipe.get("dataset", self.training.get("dataset"))
 
+    def for_classes(self, num_classes: int) -> "Config":
+        """The config of the same network with a new classifier: without labels, training, accuracy and weights."""
+        kept = ("format_version", "architecture", "norm", "norm_options", "statistics_batch_size", "default_statistics")
+        fields = {name: getattr(self, name) for name in (*kept, "preprocessing", "versions")}
+        return Config(num_classes=num_classes, **fields)
+
     def to_json(self) -> str:
         """The text of config.json."""
         try:

@@ -7,6 +7,7 @@ on the Hub. It is complete or absent, even if the process that writes it dies.
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -33,7 +34,7 @@ from bkn_zoo.checkpoints.files import (
     weights_file,
     write,
 )
-from bkn_zoo.checkpoints.hub import remove_damaged
+from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub, remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
     copied,
@@ -145,6 +146,31 @@ def from_pretrained(
         cache_dir: folder for downloads; by default the cache of huggingface_hub (HF_HOME).
     """
     return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
+
+
+def publish_network(
+    model: Network,
+    repository: str,
+    *,
+    private: bool = False,
+    tag: str | None = None,
+    create_pr: bool = False,
+    **about: Any,
+) -> Publication:
+    """Save a network, and publish it on the Hub; `about` are arguments of `save_pretrained`, such as `label_names`.
+
+    The other arguments are those of `bkn_zoo.push_to_hub`, which publishes a checkpoint folder.
+    """
+    check_repository(repository)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, repository.partition("/")[2])
+        save_pretrained(model, folder, **about)
+        return push_to_hub(folder, repository, private=private, tag=tag, create_pr=create_pr)
+
+
+# Methods of all networks. They are added here because models do not import checkpoints.
+Network.save_pretrained = save_pretrained
+Network.push_to_hub = publish_network
 
 
 def load(location: Location, as_stored: bool = False) -> Network:
