@@ -20,8 +20,9 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import Branch, ConvNorm, Network, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
-from bkn_zoo.norms.kalman import Belief, carry
+from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
 AnyNetwork = TypeVar("AnyNetwork", bound=Network | Converted)
@@ -114,6 +115,7 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # such as pruned weights
     network = copy.deepcopy(model, shared)
     network.eval()
+    with_constant_weights(network)
     for tensor in (*network.parameters(), *network.buffers()):
         stays = tensor.dtype == torch.float32 or (as_stored and tensor.dtype == torch.float16 and tensor.ndim > 1)
         if tensor.is_floating_point() and not stays:
@@ -121,10 +123,13 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     return network
 
 
+INNER = nn.ParameterList, nn.ParameterDict  # modules inside norms, which only hold parameters
+
+
 def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     """Convert the weights of `network` to a precision. Norms and statistics stay float32."""
     norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
-    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, nn.ParameterList)]
+    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, INNER)]
     for module in set(network.modules()).difference(parts):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point():
@@ -205,6 +210,7 @@ class ImageNorm(nn.Module):
     others: Any
     partners_mean: Any
     partners_var: Any
+    low_rank = False  # whether A is a product of two factors
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
@@ -226,12 +232,18 @@ class ImageNorm(nn.Module):
             weigh([self], torch.tensor(1 / (statistics.group or 1)))
         if isinstance(norm, BatchKalmanNorm) and self.has_prior:
             gain = norm.gain.repeat(norm.num_features)
-            self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
-            squares = [
-                nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
-            ]
-            if squares:
-                self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
+            self.gain, self.distrust = nn.Buffer(gain), nn.Buffer(1 - gain)
+            if norm.factors is not None:
+                self.low_rank = True
+                self.left, self.right = map(in_full_precision, norm.factors)
+                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * self.left)
+            else:
+                self.transition = norm.transition
+                squares = [
+                    nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
+                ]
+                if squares:
+                    self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
         center = getattr(norm, "center", None)
         self.center = None if center is None else nn.Buffer(in_full_precision(center))
@@ -262,6 +274,9 @@ class ImageNorm(nn.Module):
 
     def _predict(self, prior: Any) -> tuple[Any, Any]:
         """The predicted mean, and (1 - q) times the predicted variance."""
+        if self.low_rank:
+            mean = F.linear(F.linear(prior.mean, self.right), self.left, self.center)
+            return mean, carry_variance(prior.var, Factors(self.left_of_variance, self.right)) + self.process_noise
         if self.transition is None:  # a first layer with an initial belief
             return self.center, self.process_noise
         mean = _carry(prior.mean, self.transition, self.center)
@@ -375,8 +390,11 @@ class JoinedInception(nn.Module):
         self.head.conv.out_channels = sum(self.widths)
         states = [head.state_dict() for head in heads]
         for name, tensor in self.head.state_dict(keep_vars=True).items():
-            if tensor.ndim > 0:  # a scalar is the same for all
-                tensor.data = torch.cat([state[name] for state in states])
+            parts = [state[name] for state in states]
+            if name.startswith("norm.left"):  # U of A = U V: each branch has its own V
+                tensor.data = torch.block_diag(*parts)
+            elif tensor.ndim > 0:  # a scalar is the same for all
+                tensor.data = torch.cat(parts)
 
     def forward(self, state: State, statistics: Statistics) -> State:
         x, belief = self.head(state, statistics)
