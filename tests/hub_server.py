@@ -6,15 +6,13 @@ in a folder. Files that end in .safetensors are LFS files, as on the Hub; they a
 
 Uploads to the real Hub go through Xet: hf_xet, a compiled library, splits files into chunks and speaks to a storage
 service of its own, which this server is not. HF_HUB_DISABLE_XET=1 makes the client take the older, still supported way
-of LFS. Set HF_ENDPOINT before huggingface_hub is imported, which reads it only then; hence the tests' subprocesses.
+of LFS. huggingface_hub reads HF_ENDPOINT when it is imported; tests in one process set it in `constants`.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import re
-import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +58,6 @@ class Fault:
         status: answered instead, with `headers`.
         cut: bytes of the answer's body (or of an upload) after which the connection is closed.
         flip: place of a byte of the body that is changed.
-
         move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
@@ -71,7 +68,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
     flip: int | None = None
-
     move: str | None = None
 
 
@@ -94,9 +90,8 @@ class HubServer(ThreadingHTTPServer):
         self.root, self.token = root, token
         self.repositories = {}
         self.faults = []
-        self.log = []  # "METHOD /path", with " +token" where one came, and the range asked for
+        self.log = []  # "METHOD /path", with " +token" where one came
         self.lock = threading.Lock()
-        self.connections = []
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.storage = f"http://localhost:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -142,6 +137,14 @@ class HubServer(ThreadingHTTPServer):
         tree |= {path: self.store(data, path.endswith(".safetensors")) for path, data in files.items()}
         return self.commit(repository, {path: blob for path, blob in tree.items() if path not in remove})
 
+    def head(self, name):
+        """The commit of the main branch."""
+        return self.repositories[name].branches[MAIN]
+
+    def read(self, name, path):
+        """A file of the main branch."""
+        return (self.root / self.repositories[name].commits[self.head(name)][path].etag).read_bytes()
+
 
 def git_oid(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -152,10 +155,6 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: HubServer
-
-    def setup(self):
-        super().setup()
-        self.server.connections.append(self.connection)
 
     def log_message(self, format, *args):
         pass
@@ -168,20 +167,15 @@ class Handler(BaseHTTPRequestHandler):
     def route(self):
         self.url = urlsplit(self.path)
         request = f"{self.command} {unquote(self.url.path)}"
-        has_token = "Authorization" in self.headers
-        if not self.url.path.startswith("/-/"):
-            at = self.headers.get("Range", "")
-            self.server.log.append(request + (" +token" if has_token else "") + (f" {at}" if at else ""))
+        self.server.log.append(request + (" +token" if "Authorization" in self.headers else ""))
         self.fault = self.server.take_fault(request)
-
         self.body = self.read_body()
         if self.body is None:
             self.close_connection = True
             return
         try:
             if self.fault.status is not None:
-                code = "RepoNotFound" if self.fault.status == 404 else ""
-                raise Answer(self.fault.status, {"error": "ordered"}, X_Error_Code=code, **self.fault.headers)
+                raise Answer(self.fault.status, {"error": "ordered"}, **self.fault.headers)
             for method, pattern, handler in ROUTES:
                 match = re.fullmatch(pattern, self.url.path)
                 if match and (self.command == method or (self.command == "HEAD" and method == "GET")):
@@ -393,45 +387,6 @@ class Handler(BaseHTTPRequestHandler):
         repository.tags[tag] = self.revision(repository, revision)
         raise Answer()
 
-    # Orders of tests, from processes other than the server's.
-
-    def order_faults(self):
-        self.server.faults = [Fault(**fault) for fault in self.json()]
-        raise Answer()
-
-    def copy_repository(self):
-        asked = self.json()
-        there = self.server.repositories[asked["from"]]
-        contents = there.commits[there.branches[MAIN]]
-        files = {path: (self.server.root / blob.etag).read_bytes() for path, blob in contents.items()}
-        files |= {path: base64.b64decode(data) for path, data in asked.get("files", {}).items()}
-        raise Answer(body={"commit": self.server.add(asked["to"], files, tuple(asked.get("remove", ())))})
-
-    def forget(self):
-        for key in self.json():
-            (self.server.root / key).unlink()
-        raise Answer()
-
-    def show_repository(self, name):
-        repository = self.server.repositories[name]
-        etags = {
-            commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
-        }
-        raise Answer(body=vars(repository) | {"commits": etags})
-
-    def show_log(self):
-        raise Answer(body=self.server.log)
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
-        for connection in self.server.connections:
-            if connection is not self.connection:
-                with contextlib.suppress(OSError):  # closed already
-                    connection.shutdown(socket.SHUT_RDWR)
-        self.close_connection = True
-        raise Answer()
-
 
 NAME, REVISION = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
 ROUTES = [
@@ -450,10 +405,4 @@ ROUTES = [
     ("POST", f"/{NAME}\\.git/info/lfs/verify", Handler.lfs_verify),
     ("GET", r"/storage/(\w+)", Handler.storage),
     ("PUT", r"/upload/(\w+)", Handler.upload),
-    ("POST", "/-/faults", Handler.order_faults),
-    ("POST", "/-/copy", Handler.copy_repository),
-    ("POST", "/-/forget", Handler.forget),
-    ("GET", "/-/log", Handler.show_log),
-    ("GET", f"/-/repositories/{NAME}", Handler.show_repository),
-    ("POST", "/-/stop", Handler.stop),
 ]
