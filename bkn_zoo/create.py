@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from bkn_zoo.checkpoints.builders import build_network, of_library
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
-from bkn_zoo.conversion.libraries import build, from_library, of_library
+from bkn_zoo.conversion.libraries import from_library
 from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models import Network, list_models
@@ -34,7 +35,7 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
         network, dot, _ = name.partition(".")
         if dot and network in list_models():
             raise UnknownNameError(f"{name!r} is the name of a checkpoint: pass pretrained=True, or use {network!r}.")
-        return build(name, num_classes, **options)
+        return build_network(name, num_classes, **options)
     if of_library(name):
         return from_library(name, num_classes, options, pretrained=True).eval()
     if options:

@@ -44,14 +44,14 @@ def hub_errors(what: str, token: str | bool | None = None) -> Iterator[None]:
     except BknZooError:
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        kind, message = _explain(what, error)
+        kind, message = _sentence_for(what, error)
         for secret in (token, get_token()):
             message = message.replace(secret, "***") if secret and isinstance(secret, str) else message
         # Not "from error": messages of the client may contain secrets.
         raise kind(SECRET.sub("***", message) + ".") from None
 
 
-def _explain(what: str, error: Exception) -> tuple[type[HubError], str]:
+def _sentence_for(what: str, error: Exception) -> tuple[type[HubError], str]:
     from huggingface_hub import constants, errors
 
     chain = _chain(error)

@@ -14,18 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted
-from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
-from bkn_zoo.models.network import Branch, ConvNorm, Network, State
+from bkn_zoo.models.network import BeliefNetwork, Branch, ConvNorm, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
-AnyNetwork = TypeVar("AnyNetwork", bound=Network | Converted)
+AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
 
 
@@ -46,8 +44,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            kind = LinkedImageNorm if isinstance(module, Linked) else ImageNorm
-            _replace(network, name, kind(module, statistics))
+            _replace(network, name, ImageNorm(module, statistics))
     return join(network)
 
 
@@ -68,8 +65,7 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
         conv.weight = nn.Parameter(weight, requires_grad=False)  # a new parameter, because others may share the old one
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
-        kind = LinkedFoldedNorm if isinstance(norm, Linked) else FoldedNorm
-        _replace(network, name, kind(shift if pooled else None))
+        _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
 
 
@@ -98,9 +94,9 @@ def _takes_in(conv: nn.Module) -> bool:
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace a norm by a layer. In a converted network, the layer gets the links of the norm."""
-    norm = network.get_submodule(name)
-    if isinstance(layer, Linked) and isinstance(norm, Linked):
-        layer.take_links(norm)
+    norm: Any = network.get_submodule(name)
+    if norm.link is not None:
+        norm.link.attach(layer, norm)
     network.set_submodule(name, layer)
 
 
@@ -137,14 +133,14 @@ def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     return network
 
 
-def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bool]]:
+def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
     A converted network stores this. For other networks, a small image passes through to find out, because names and
     order of modules do not determine it.
     """
-    if isinstance(network, Converted):
-        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced yet
+    if network.foldable is not None:
+        norms = {name for name, module in network.named_modules() if isinstance(module, RunningNorm)}  # not replaced
         convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
         return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
@@ -182,21 +178,21 @@ class FoldedNorm(nn.Module):
     """
 
     shift: Tensor | None
+    link: Any = None  # as in RunningNorm
 
     def __init__(self, shift: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("shift", None if shift is None else shift[:, None, None])
 
-    def forward(
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return self.with_prior(x, *args, **options) if self.link is None else self.link.normalize(self, x)
+
+    def with_prior(
         self, x: Tensor, prior: None, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, None]:
         if statistics.mode != "population":
             raise InputError(f"a folded network supports only statistics='population', not {statistics.mode!r}.")
         return finish(x if self.shift is None else x + self.shift, residual, relu), None
-
-
-class LinkedFoldedNorm(Linked, FoldedNorm):  # type: ignore[misc]
-    """The same in a converted network."""
 
 
 class ImageNorm(nn.Module):
@@ -210,6 +206,7 @@ class ImageNorm(nn.Module):
     others: Any
     partners_mean: Any
     partners_var: Any
+    link: Any = None  # as in RunningNorm
     low_rank = False  # whether A is a product of two factors
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
@@ -252,7 +249,10 @@ class ImageNorm(nn.Module):
         """As RunningNorm.partners."""
         return self.image_mean, self.image_var, self.image_spread
 
-    def forward(
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return self.with_prior(x, *args, **options) if self.link is None else self.link.normalize(self, x)
+
+    def with_prior(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
         mean, var = observe_fast(x)
@@ -281,10 +281,6 @@ class ImageNorm(nn.Module):
             return self.center, self.process_noise
         mean = _carry(prior.mean, self.transition, self.center)
         return mean, _carry(prior.var, self.transition_squared, self.process_noise)
-
-
-class LinkedImageNorm(Linked, ImageNorm):  # type: ignore[misc]
-    """The same in a converted network."""
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
