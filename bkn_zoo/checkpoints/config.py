@@ -82,6 +82,11 @@ class Config:
         return recipe if isinstance(recipe, dict) else {}
 
     @property
+    def top1(self) -> float | None:
+        """The accuracy in the default mode; None if it was not measured."""
+        return self.accuracy.get(self.default_statistics, {}).get("top1")
+
+    @property
     def on_validation(self) -> bool:
         """Whether the accuracy was measured on the validation images, because there were no others."""
         return self.training.get("test_images") == "validation"

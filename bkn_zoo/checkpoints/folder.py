@@ -33,7 +33,7 @@ from bkn_zoo.checkpoints.files import (
     reading,
     sync,
     weights_file,
-    write,
+    write_file,
 )
 from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub, remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
@@ -75,8 +75,8 @@ def save_pretrained(
     uncertain_below: dict[str, float] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
+    license: str | None = None,
     license_text: str | None = None,
-    measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
 ) -> None:
     """Write a checkpoint folder, or replace one.
 
@@ -92,14 +92,16 @@ def save_pretrained(
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode of calls that do not choose one; by default that of the model.
         card: text of README.md; by default a short card, which never replaces another card.
+        license: the licence that the short card names, an identifier of the Hub such as "mit"; by default none.
         license_text: text of a file LICENSE, for weights with a licence of their own.
-        measure: instead of `accuracy` and `card`, a function of the stored network that returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
-    config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
+    config = _make_config(model, default_statistics, **about, uncertain_below=uncertain_below)
     folder = Path(folder).resolve()
+    keep_card = card is None
+    card = short_card(config, folder.name, license) if card is None else card
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
-    _check_replaceable(folder, keep_card=card is None and measure is None)
+    _check_replaceable(folder, keep_card)
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,15 +109,11 @@ def save_pretrained(
         with waiting(f"writing {folder.name}"):
             hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
             config = replace(config, sha256=hashes)
-            write(scratch / CONFIG, config.to_json().encode())
-            stored, golden = _try(scratch, folder)
-            write(scratch / GOLDEN, safetensors.torch.save(golden))
-        if measure is not None:
-            accuracy, card = measure(stored)
-            write(scratch / CONFIG, replace(config, accuracy=accuracy).to_json().encode())
-        write(scratch / CARD, (short_card(config, folder.name) if card is None else card).encode())
+            write_file(scratch / CONFIG, config.to_json().encode())
+            write_file(scratch / GOLDEN, safetensors.torch.save(_try(scratch, folder)))
+        write_file(scratch / CARD, card.encode())
         if license_text is not None:
-            write(scratch / LICENSE, license_text.encode())
+            write_file(scratch / LICENSE, license_text.encode())
         sync(scratch)
         put_in_place(scratch, folder)
     except OSError as error:
@@ -124,6 +122,27 @@ def save_pretrained(
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def add_accuracy(folder: Path, accuracy: dict[str, dict[str, float]]) -> Config:
+    """Write the accuracy of a stored network into its config.json. Returns the new config."""
+    config = replace(Config.read(folder / CONFIG), accuracy=accuracy)
+    _replace_file(folder / CONFIG, config.to_json())
+    return config
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Replace the README.md of a checkpoint."""
+    _replace_file(folder / CARD, text)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        write_file(scratch, text.encode())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def from_pretrained(
@@ -145,7 +164,7 @@ def from_pretrained(
         token: for the Hub; by default that of `hf auth login` or HF_TOKEN; False sends none.
         cache_dir: folder for downloads; by default the cache of huggingface_hub (HF_HOME).
     """
-    return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
+    return load_checkpoint(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
 def publish_network(
@@ -173,7 +192,7 @@ Network.save_pretrained = save_pretrained
 Network.push_to_hub = publish_network
 
 
-def load(location: Location, as_stored: bool = False) -> Network:
+def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
     """Load the network of a checkpoint that `locate` found.
 
     Args:
@@ -197,7 +216,7 @@ def load(location: Location, as_stored: bool = False) -> Network:
 
 
 def load_folder(folder: Path, as_stored: bool = False) -> Network:
-    """The network of a checkpoint folder; see `load`."""
+    """The network of a checkpoint folder; see `load_checkpoint`."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
     weights = read_weights(path)
@@ -242,7 +261,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
         raise CheckpointError(
             f"{path} contains {few(golden)} instead of input, {', '.join(MODES)}: save the model again."
         )
-    outputs = _outputs(load_folder(folder), golden["input"])
+    outputs = golden_outputs(load_folder(folder), golden["input"])
     differences = {}
     for mode, output in outputs.items():
         if output.shape != golden[mode].shape:
@@ -260,7 +279,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     return differences
 
 
-def _describe(model: Network, default_statistics: str | None, **given: Any) -> Config:
+def _make_config(model: Network, default_statistics: str | None, **given: Any) -> Config:
     if not isinstance(model, Network):
         kind = type(model).__name__
         raise InputError(
@@ -313,11 +332,10 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
         )
 
 
-def _try(scratch: Path, folder: Path) -> tuple[Network, dict[str, Tensor]]:
-    """The network as stored, and its golden outputs; an error if it would not load."""
+def _try(scratch: Path, folder: Path) -> dict[str, Tensor]:
+    """The golden outputs of the network as stored; an error if it would not load."""
     try:
-        stored = load_folder(scratch)
-        return stored, _make_golden(stored)
+        return _make_golden(load_folder(scratch))
     except BknZooError as error:
         raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
 
@@ -328,14 +346,14 @@ def _make_golden(model: Network) -> dict[str, Tensor]:
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(1, 3, size, size, generator=generator, dtype=torch.float32, device="cpu")
-    outputs = _outputs(model, images)
+    outputs = golden_outputs(model, images)
     for mode, output in outputs.items():
         if not output.isfinite().all():
             raise CheckpointError(f"the network's {mode} output is not finite: train it before saving it.")
     return {"input": images, **outputs}
 
 
-def _outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
+def golden_outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         return {mode: model(images, statistics=mode) for mode in MODES}
 

@@ -34,7 +34,7 @@ def usable_checkpoints() -> list[str]:
     accurate ones. `bkn-zoo list` has the same order.
     """
     ranked = sorted(
-        (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, -(top1(config) or 0.0), name)
+        (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, -(config.top1 or 0.0), name)
         for name, config in _usable(list_checkpoints())
     )
     if not ranked:
@@ -43,11 +43,6 @@ def usable_checkpoints() -> list[str]:
             "--checkpoint), or set BKN_ZOO_CHECKPOINTS to a folder of checkpoints."
         )
     return [rank[-1] for rank in ranked]
-
-
-def top1(config: Config) -> float | None:
-    """The accuracy that a checkpoint reports in its default mode."""
-    return config.accuracy.get(config.default_statistics, {}).get("top1")
 
 
 def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:

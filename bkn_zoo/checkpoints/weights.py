@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write
+from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write_file
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
 from bkn_zoo.regular import open_regular
@@ -42,12 +42,12 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], max_file_size: int) 
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else SHARD.format(number, len(shards))
         data = safetensors.torch.save(shard, metadata={"format": "pt"})
-        write(folder / file, data)
+        write_file(folder / file, data)
         hashes[file] = hashlib.sha256(data).hexdigest()
         files |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": files}
-        write(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return hashes
 
 
@@ -71,7 +71,7 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors, for the result of `weights_file`. They must be finite."""
     if path.name == WEIGHTS:
-        return _finite(of_today(read_tensors(path)), path)
+        return _check_finite(of_today(read_tensors(path)), path)
     files = read_index(path)
     weights: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
@@ -80,11 +80,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{path.parent / file} does not contain the tensors that {INDEX} lists: restore both files."
             )
-        weights |= _finite(of_today(shard), path.parent / file)
+        weights |= _check_finite(of_today(shard), path.parent / file)
     return weights
 
 
-def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _check_finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         # Minimum and maximum are NaN if any number is. Other ways take many times as long for 16 bits.
         if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
