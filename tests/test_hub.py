@@ -219,10 +219,9 @@ def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, weights,
     assert "LICENSE" in server.repositories[REPOSITORY].commits[second.commit]
     both = {"tag": "v3", "create_pr": True}
     assert_refused("InputError", ["cannot be tagged"], hub.push_to_hub, "whole", REPOSITORY, **both)
-    server.faults = [Fault("GET /storage/", flip=-1)]
-    arguments = ("whole", REPOSITORY, second.commit)
+    hub.verify_published("whole", REPOSITORY, second.commit)
+    arguments = ("whole", REPOSITORY, first)
     assert_refused("DamagedFileError", ["differs from the local file"], hub.verify_published, *arguments)
-    server.faults = []
     for name, commit in ((REPOSITORY, second.commit), (f"{REPOSITORY}@v1", first)):
         assert_loads(name, commit)
     assert server.repositories[REPOSITORY].tags == {"v1": first, "v2": second.commit}

@@ -7,7 +7,6 @@ from a repository is executed or unpickled.
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,13 +129,14 @@ class Publication:
     pull_request: str | None
 
 
-def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
+def changes(folder: str | os.PathLike[str], repository: str, revision: str | None = None) -> list[Change]:
     """The changes that publishing a checkpoint folder would make. Only files of weights are ever removed."""
     from huggingface_hub.hf_api import RepoFile
 
     there: dict[str, RepoFile] = {}
     with suppress(HubNotFoundError), hub_errors(repository):
-        there = {entry.path: entry for entry in _api().list_repo_tree(repository) if isinstance(entry, RepoFile)}
+        entries = _api().list_repo_tree(repository, revision=revision)
+        there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
     local = {path.name: path for path in files_of(Path(folder))}
     found = []
     for name, path in local.items():
@@ -199,15 +199,11 @@ def check_repository(repository: str) -> None:
 
 
 def verify_published(folder: str | os.PathLike[str], repository: str, revision: str) -> None:
-    """Download all files of a checkpoint into an empty cache, and compare them with the folder."""
-    local = files_of(Path(folder))
-    with tempfile.TemporaryDirectory() as cache, hub_errors(repository):
-        copy = _snapshot(repository, revision, [path.name for path in local], cache_dir=cache)
-        for path in local:
-            if not (copy / path.name).exists() or sha256(copy / path.name) != sha256(path):
-                raise DamagedFileError(
-                    f"{path.name} of {repository} differs from the local file: publish again.", path.name
-                )
+    """Refuse a publication whose files, by the hashes that the Hub lists, differ from those of the folder."""
+    for change in changes(folder, repository, revision):
+        raise DamagedFileError(
+            f"{change.file} of {repository} differs from the local file: publish again.", change.file
+        )
 
 
 def _commit(api: "HfApi", folder: Path, repository: str, create_pr: bool) -> Publication:

@@ -4,7 +4,6 @@ The client itself retries transfers, resumes them, and uses its cache if the Hub
 """
 
 import errno
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +12,52 @@ from bkn_zoo.errors import BknZooError, HubAccessError, HubError, HubNotFoundErr
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SECRET = re.compile(r"hf_\w+|Bearer\s+[^\s'\"]+")
-CHANGED = (HubError, "{what} was changed by someone else meanwhile ({status}): try again")
-FAILED = (HubUnavailableError, "the Hub failed ({status}, about {what}): try again later")
-BY_STATUS: dict[int, tuple[type[HubError], str]] = {
-    401: (HubAccessError, "the Hub requires a valid token for {what} (401): set HF_TOKEN, or run `hf auth login`"),
-    403: (HubAccessError, "the token is not allowed to do this with {what} (403): use another one, or ask the owner"),
-    404: (HubNotFoundError, "the Hub has no {what}, or it is private: correct the name, or set HF_TOKEN"),
-    409: CHANGED,
-    412: CHANGED,
-    429: (
-        HubUnavailableError,
-        "the Hub accepts no more requests for now (429, about {what}): try again in some minutes",
+
+BAD_TOKEN = HubAccessError, "the token contains invalid characters: set HF_TOKEN again, or run `hf auth login`"
+NO_TOKEN = HubAccessError, "the Hub requires a valid token for {what} (401): set HF_TOKEN, or run `hf auth login`"
+NOT_FOUND = HubNotFoundError, "the Hub has no {what}, or it is private: correct the name, or set HF_TOKEN"
+CHANGED = HubError, "{what} was changed by someone else meanwhile ({status}): try again"
+BUSY = HubUnavailableError, "the Hub accepts no more requests (429, about {what}): try again in some minutes"
+FAILED = HubUnavailableError, "the Hub failed ({status}, about {what}): try again later"
+REFUSED = HubAccessError, "the token is not allowed to do this with {what} (403): use another one, or ask the owner"
+GATED = HubAccessError, "{what} is open to approved users only: ask for access on its page, and set HF_TOKEN"
+NO_REVISION = HubNotFoundError, "{what} does not exist, but its repository does: correct the revision after the @"
+OFFLINE = (
+    HubUnavailableError,
+    (
+        "{what} is not completely in the cache, and HF_HUB_OFFLINE forbids downloads: unset it, or load the checkpoint "
+        "once without it"
     ),
+)
+UNREACHABLE = (
+    HubUnavailableError,
+    (
+        "the Hub cannot be reached for {what}, or the transfer stopped ({last}): check the connection and HF_ENDPOINT, and "
+        "try again; complete files are kept"
+    ),
+)
+FULL = (
+    HubError,
+    (
+        "there is no space for {what} in {cache}: free space there, or set HF_HOME or cache_dir to a folder on another disk"
+    ),
+)
+UNWRITABLE = HubError, "{what} cannot be stored ({reason}): set HF_HOME to a folder that you can write to"
+OTHER = HubError, "{what}: {reason}"
+
+BY_CLASS = {
+    "OfflineModeIsEnabled": OFFLINE,
+    "UnicodeEncodeError": BAD_TOKEN,
+    "LocalProtocolError": BAD_TOKEN,
+    "LocalTokenNotFoundError": NO_TOKEN,
+    "RevisionNotFoundError": NO_REVISION,
+    "GatedRepoError": GATED,
+    "RepositoryNotFoundError": NOT_FOUND,
 }
+"""By the name of a class of the error or of one of its causes; the first that fits counts."""
+
+BY_STATUS = {401: NO_TOKEN, 403: REFUSED, 404: NOT_FOUND, 409: CHANGED, 412: CHANGED, 429: BUSY}
+DISCONNECTED = {"HTTPError", "ConnectionError", "TimeoutError", "JSONDecodeError"}
 
 
 @contextmanager
@@ -36,7 +68,7 @@ def hub_errors(what: str, token: str | bool | None = None) -> Iterator[None]:
         what: the repository and revision, for the message.
         token: the caller's token, if any, which the message must not show.
     """
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HTTPError  # of the HTTP library that the client uses
 
     try:
@@ -44,55 +76,33 @@ def hub_errors(what: str, token: str | bool | None = None) -> Iterator[None]:
     except BknZooError:
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        kind, message = _sentence_for(what, error)
+        chain = _chain(error)
+        status = next(filter(None, (getattr(getattr(each, "response", None), "status_code", 0) for each in chain)), 0)
+        kind, message = _kind_of(chain, status)
+        reason = getattr(error, "strerror", None) or f"{error}. ".partition(". ")[0].strip().splitlines()[0]
+        message = message.format(
+            what=what, status=status, reason=reason, last=type(chain[-1]).__name__, cache=constants.HF_HUB_CACHE
+        )
         for secret in (token, get_token()):
             message = message.replace(secret, "***") if secret and isinstance(secret, str) else message
         # Not "from error": messages of the client may contain secrets.
         raise kind(SECRET.sub("***", message) + ".") from None
 
 
-def _sentence_for(what: str, error: Exception) -> tuple[type[HubError], str]:
-    from huggingface_hub import constants, errors
-
-    chain = _chain(error)
-    status = next(filter(None, (getattr(getattr(each, "response", None), "status_code", 0) for each in chain)), 0)
-
-    def is_one_of(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(each, kinds) for each in chain)
-
-    if is_one_of(errors.OfflineModeIsEnabled):
-        return HubUnavailableError, (
-            f"{what} is not completely in the cache, and HF_HUB_OFFLINE forbids downloads: unset it, or load the "
-            "checkpoint once without it"
-        )
-    if any(isinstance(each, OSError) and each.errno in FULL_DISK for each in chain):
-        return HubError, (
-            f"there is no space for {what} in {constants.HF_HUB_CACHE}: free space there, or set HF_HOME or cache_dir "
-            "to a folder on another disk"
-        )
-    if is_one_of(UnicodeEncodeError) or any(type(each).__name__ == "LocalProtocolError" for each in chain):
-        return HubAccessError, "the token contains invalid characters: set HF_TOKEN again, or run `hf auth login`"
-    if is_one_of(errors.RevisionNotFoundError):
-        return HubNotFoundError, f"{what} does not exist, but its repository does: correct the revision after the @"
-    if is_one_of(errors.GatedRepoError):
-        return HubAccessError, f"{what} is open to approved users only: ask for access on its page, and set HF_TOKEN"
-    if is_one_of(errors.RepositoryNotFoundError):
-        status = 404
-    if is_one_of(errors.LocalTokenNotFoundError):
-        status = 401
-    if status in BY_STATUS or status >= 500:
-        kind, message = BY_STATUS.get(status, FAILED)
-        return kind, message.format(what=what, status=status)
+def _kind_of(chain: list[BaseException], status: int) -> tuple[type[HubError], str]:
+    names = {kind.__name__ for error in chain for kind in type(error).__mro__}
+    numbers = [error.errno for error in chain if isinstance(error, OSError)]
+    if any(number in FULL_DISK for number in numbers):
+        return FULL
+    for name, found in BY_CLASS.items():
+        if name in names:
+            return found
+    if status:
+        return BY_STATUS.get(status, FAILED if status >= 500 else OTHER)
     # A file that is shorter than announced, or not in the cache, is an OSError without a number.
-    unnumbered = any(isinstance(each, OSError) and each.errno is None for each in chain)
-    if not status and (unnumbered or is_one_of(errors.HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError)):
-        return HubUnavailableError, (
-            f"the Hub cannot be reached for {what}, or the transfer stopped ({type(chain[-1]).__name__}): check the "
-            "connection and HF_ENDPOINT, and try again; complete files are kept"
-        )
-    if not status and isinstance(error, OSError):
-        return HubError, f"{what} cannot be stored ({error.strerror}): set HF_HOME to a folder that you can write to"
-    return HubError, f"{what}: {str(error).strip().partition('. ')[0].splitlines()[0].rstrip('.')}"
+    if None in numbers or names & DISCONNECTED:
+        return UNREACHABLE
+    return UNWRITABLE if numbers else OTHER
 
 
 def _chain(error: BaseException) -> list[BaseException]:
