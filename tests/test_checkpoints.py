@@ -25,7 +25,6 @@ from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, verify_golden, write_card
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
-from bkn_zoo.checkpoints.weights import ALIGNMENT
 from bkn_zoo.conversion import load_batchnorm_weights
 from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN
 from bkn_zoo.errors import HubError
@@ -249,8 +248,6 @@ def test_weights_as_stored_run_as_those_in_float32(folder, name):
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(bytes(os.fstat(file.fileno()).st_size))
     assert {weight.dtype for weight in stored.parameters() if weight.ndim > 1} == {torch.float16}
-    assert len({tensor.untyped_storage().data_ptr() for tensor in stored.state_dict().values()}) == 1
-    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in stored.state_dict().values())
     assert not stored.training
     for mode in MODES:
         assert torch.equal(create_engine(stored, name)(images, mode), create_engine(usual, name)(images, mode)), mode

@@ -98,9 +98,8 @@ class Config:
 
     def for_classes(self, num_classes: int) -> "Config":
         """The config of the same network with a new classifier: without labels, training, accuracy and weights."""
-        kept = ("format_version", "architecture", "norm", "norm_options", "statistics_batch_size", "default_statistics")
-        fields = {name: getattr(self, name) for name in (*kept, "preprocessing", "versions")}
-        return Config(num_classes=num_classes, **fields)
+        empty: dict[str, Any] = {name: {} for name in ("training", "accuracy", "uncertain_below", "sha256")}
+        return dataclasses.replace(self, num_classes=num_classes, label_names=None, **empty)
 
     def to_json(self) -> str:
         """The text of config.json."""

@@ -22,26 +22,12 @@ FAILED = HubUnavailableError, "the Hub failed ({status}, about {what}): try agai
 REFUSED = HubAccessError, "the token is not allowed to do this with {what} (403): use another one, or ask the owner"
 GATED = HubAccessError, "{what} is open to approved users only: ask for access on its page, and set HF_TOKEN"
 NO_REVISION = HubNotFoundError, "{what} does not exist, but its repository does: correct the revision after the @"
-OFFLINE = (
-    HubUnavailableError,
-    (
-        "{what} is not completely in the cache, and HF_HUB_OFFLINE forbids downloads: unset it, or load the checkpoint "
-        "once without it"
-    ),
-)
+OFFLINE = HubUnavailableError, "{what} is not completely in the cache, and HF_HUB_OFFLINE forbids downloads: unset it"
 UNREACHABLE = (
     HubUnavailableError,
-    (
-        "the Hub cannot be reached for {what}, or the transfer stopped ({last}): check the connection and HF_ENDPOINT, and "
-        "try again; complete files are kept"
-    ),
+    "the Hub cannot be reached for {what}, or the transfer stopped ({last}): check the connection, and try again",
 )
-FULL = (
-    HubError,
-    (
-        "there is no space for {what} in {cache}: free space there, or set HF_HOME or cache_dir to a folder on another disk"
-    ),
-)
+FULL = HubError, "there is no space for {what} in {cache}: free space there, or set HF_HOME to a folder on another disk"
 UNWRITABLE = HubError, "{what} cannot be stored ({reason}): set HF_HOME to a folder that you can write to"
 OTHER = HubError, "{what}: {reason}"
 

@@ -51,9 +51,6 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError:  # loading it by name will say why
             continue
-        if config.preprocessing is not None and _is_model(config.architecture):
+        network = config.architecture.rpartition("_")[0]
+        if config.preprocessing is not None and (network in NETWORKS or is_model(config.architecture)):
             yield name, config
-
-
-def _is_model(architecture: str) -> bool:
-    return architecture.rpartition("_")[0] in NETWORKS or is_model(architecture)
