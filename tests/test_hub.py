@@ -41,6 +41,7 @@ SECRETS = (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "not-like-a-token
 NAME, ZOO_NAME = "shallow_bkn.test", "inception_cifar_bkn.cifar10"
 REPOSITORY, TAG = f"owner/{NAME}", "v1"
 NOWHERE = "http://127.0.0.1:9"
+WEIGHTS = {f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)} | {"model.safetensors.index.json"}
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))  # small, because every test runs them
 
 
@@ -75,11 +76,6 @@ def files(folder):
 
 
 @pytest.fixture(scope="module")
-def weights(files):
-    return {name for name in files if name.startswith("model")}
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     """The outputs of the checkpoint."""
     model = from_pretrained(folder)
@@ -107,8 +103,8 @@ def server(started, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     close_session()
     started.repositories, started.faults, started.log = {}, [], []
-    commit = started.add(REPOSITORY, files)
-    started.repositories[REPOSITORY].tags[TAG] = commit
+    started.add(REPOSITORY, files)
+    started.repositories[REPOSITORY].tags[TAG] = started.head(REPOSITORY)
     yield started
     assert not [request for request in started.log if "/storage/" in request and "+token" in request], "a token left"
 
@@ -202,7 +198,7 @@ def test_a_network_is_published_by_its_method(server, command, folder):
     assert (code, f"owner/saved: main is {server.head('owner/saved')}, verified" in printed) == (0, True)
 
 
-def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, weights, assert_loads):
+def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, assert_loads):
     """The same network in one file, over the one in shards; then tags and pull requests."""
     first = server.head(REPOSITORY)
     from_pretrained(folder).save_pretrained("whole")
@@ -214,7 +210,7 @@ def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, weights,
     second = hub.push_to_hub("whole", REPOSITORY, tag="v2")
     kinds = {change.file: change.kind for change in second.changes}
     assert (kinds["model.safetensors"], kinds["config.json"]) == ("added", "changed")
-    assert {file for file, kind in kinds.items() if kind == "removed"} == weights  # not LICENSE, which only the Hub has
+    assert {file for file, kind in kinds.items() if kind == "removed"} == WEIGHTS  # not LICENSE, which only the Hub has
     assert "LICENSE" in server.repositories[REPOSITORY].commits[second.commit]
     both = {"tag": "v3", "create_pr": True}
     assert_refused("InputError", ["cannot be tagged"], hub.push_to_hub, "whole", REPOSITORY, **both)
@@ -278,9 +274,9 @@ def test_name_is_refused_where_the_client_would_refuse_it(name):
 # Load.
 
 
-def test_a_checkpoint_loads_by_id_tag_commit_and_short_name(server, weights, tmp_path, monkeypatch, assert_loads):
+def test_a_checkpoint_loads_by_id_tag_commit_and_short_name(server, tmp_path, monkeypatch, assert_loads):
     assert_loads(REPOSITORY)
-    assert cached(tmp_path, NAME) == weights | {"config.json"}
+    assert cached(tmp_path, NAME) == WEIGHTS | {"config.json"}
     server.log.clear()
     assert_loads(f"{REPOSITORY}@{TAG}")
     assert not [request for request in server.log if "/storage/" in request]
@@ -333,12 +329,12 @@ def test_a_token_opens_private_repositories_and_a_bad_one_is_named(server, monke
     assert_loads(REPOSITORY)
 
 
-def test_without_the_hub_only_a_complete_cache_serves(server, weights, tmp_path, monkeypatch, assert_loads):
+def test_without_the_hub_only_a_complete_cache_serves(server, tmp_path, monkeypatch, assert_loads):
     commit = server.head(REPOSITORY)
     server.faults = [Fault("GET /storage/", after=1, times=999, cut=0)]
     words = [REPOSITORY, "transfer stopped", "try again"]
     assert_refused("HubUnavailableError", words, from_pretrained, REPOSITORY)
-    assert "config.json" in cached(tmp_path, NAME) < weights | {"config.json"}
+    assert "config.json" in cached(tmp_path, NAME) < WEIGHTS | {"config.json"}
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         words = [REPOSITORY, "not completely in the cache", "HF_HUB_OFFLINE", "unset it"]
@@ -380,7 +376,7 @@ def test_unknown_networks_are_refused_before_a_download(server, files, tmp_path,
     assert cached(tmp_path, NAME) == {"config.json"}
 
 
-def test_nothing_of_a_repository_is_executed(server, weights, tmp_path, assert_loads):
+def test_nothing_of_a_repository_is_executed(server, tmp_path, assert_loads):
     class Exploit:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
@@ -389,7 +385,7 @@ def test_nothing_of_a_repository_is_executed(server, weights, tmp_path, assert_l
     strange |= dict.fromkeys(("hubconf.py", "modeling.py"), f"open({str(tmp_path / 'ran')!r}, 'w')".encode())
     server.add(REPOSITORY, strange)
     assert_loads(REPOSITORY)
-    server.add(REPOSITORY, {}, remove=weights)
+    server.add(REPOSITORY, {}, remove=WEIGHTS)
     words = [REPOSITORY, "pytorch_model.bin instead of", "never loaded"]
     assert_refused("CheckpointError", words, from_pretrained, REPOSITORY)
     assert strange.keys().isdisjoint(cached(tmp_path, NAME))
