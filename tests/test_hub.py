@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from hub_server import Fault, HubServer
 from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import close_session, validate_repo_id
 from image_trees import write_noise
 from PIL import Image
-from service_process import ServiceProcess
 from shallow import shallow
 
 import bkn_zoo
@@ -35,6 +35,8 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.publish import card_of
+from service.app import create_app
+from service.settings import read_settings
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
 SECRETS = (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "not-like-a-token")
@@ -468,24 +470,15 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch):
         locate.locate("not a name")
 
 
-def test_service_answers_from_a_repository_as_from_a_folder(tmp_path):
-    """Bit for bit, of a trained checkpoint, and started again without the Hub: JSON keeps every digit of a float."""
-    folder = Path(__file__).parent.parent / "checkpoints" / ZOO_NAME
-    photo = io.BytesIO()
+@pytest.mark.parametrize("offline", [False, True])
+def test_service_names_the_commit_of_a_repository(server, offline, monkeypatch):
+    name, photo, deadline = f"{REPOSITORY}@{TAG}", io.BytesIO(), time.monotonic() + 100
     Image.radial_gradient("L").save(photo, "PNG")
-    (tmp_path / "server").mkdir()
-    server = HubServer(tmp_path / "server", TOKEN)
-    commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
-    server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
-    name = f"owner/{ZOO_NAME}@v1"
-    found = bkn_zoo.Classifier.from_pretrained(folder, engine="torch")(photo.getvalue(), top_k=10)
-    wanted = [{"label": p.label, "score": p.score} for p in found.predictions]
-    variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*", "HF_ENDPOINT": server.endpoint}
-    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
-        flags = ("--models", name, "--engine", "torch")
-        with ServiceProcess(tmp_path, *flags, environment=variables | offline, ready_within=180) as process:
-            answer = process.ask("/v1/classify?top_k=10", photo.getvalue()).json()
-            assert TOKEN not in process.log()
-        assert (answer["model"], answer["revision"], answer["predictions"]) == (name, commit, wanted)
-        server.shutdown()
-        server.server_close()
+    wanted = bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo.getvalue()).predictions
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with TestClient(create_app(read_settings(["--models", name, "--engine", "torch"]))) as client:
+        while client.get("/health/ready").status_code != 200:
+            assert time.monotonic() < deadline
+        answer = client.post("/v1/classify", content=photo.getvalue()).json()
+    assert (answer["model"], answer["revision"]) == (name, server.head(REPOSITORY))
+    assert answer["predictions"] == [{"label": p.label, "score": p.score} for p in wanted]
