@@ -331,6 +331,11 @@ def test_a_token_opens_private_repositories_and_a_bad_one_is_named(server, monke
     assert_loads(REPOSITORY)
 
 
+def test_an_interrupted_transfer_is_resumed(server, assert_loads):
+    server.faults = [Fault("GET /storage/", after=1, cut=1000)]
+    assert_loads(REPOSITORY)
+
+
 def test_without_the_hub_only_a_complete_cache_serves(server, tmp_path, monkeypatch, assert_loads):
     commit = server.head(REPOSITORY)
     server.faults = [Fault("GET /storage/", after=1, times=999, cut=0)]

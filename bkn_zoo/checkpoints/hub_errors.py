@@ -1,6 +1,6 @@
 """Turns errors of huggingface_hub into errors of bkn_zoo: one sentence with the remedy, and never a token.
 
-The client itself retries transfers, resumes them, and uses its cache if the Hub cannot be reached.
+The client itself resumes interrupted transfers, and uses its cache if the Hub cannot be reached.
 """
 
 import errno

@@ -6,20 +6,8 @@ from bkn_zoo.checkpoints.builders import is_model
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.defaults import NETWORKS, PREFERRED_CHECKPOINT
 from bkn_zoo.errors import CheckpointError
-
-PREFERRED_CHECKPOINT = "efficientnet_lite0_bkn.imagenet"
-"""Not the most accurate checkpoint, but the fastest and smallest for photographs: results/benchmark_defaults.*.json."""
-
-NETWORKS = (
-    "efficientnet_lite0",
-    "efficientnet_lite1",
-    "efficientnet_lite2",
-    "inception_cifar",
-    "inception_v2",
-    "resnet101",
-)
-"""The networks of the zoo, listed here so that choosing a checkpoint does not import PyTorch."""
 
 
 def default_checkpoint() -> str:
