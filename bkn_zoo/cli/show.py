@@ -13,7 +13,7 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.checkpoints.preferred import default_checkpoint, top1, usable_checkpoints
+from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
 from bkn_zoo.cli.classify import FAILED, load
 from bkn_zoo.cli.parser import announce
 from bkn_zoo.errors import CheckpointError, ImageError
@@ -75,7 +75,7 @@ def list_here(args: argparse.Namespace) -> int:
             print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
             code = FAILED
             continue
-        accuracy = top1(config)
+        accuracy = config.top1
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
         if accuracy is not None and (where := _measured_on(config)):
             shown += f" {marks.setdefault(where, '*' * (len(marks) + 1))}"
@@ -112,9 +112,9 @@ def info(args: argparse.Namespace) -> int:
         print("\n".join(map(printable, config.label_names)))
         return 0
     announce(f"loading {args.checkpoint}")
-    from bkn_zoo.checkpoints.folder import load as load_network
+    from bkn_zoo.checkpoints.folder import load_checkpoint
 
-    model = load_network(location)
+    model = load_checkpoint(location)
     with reading():
         size = sum(file.stat().st_size for file in location.folder.iterdir())
     facts = {
