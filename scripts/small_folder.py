@@ -25,7 +25,7 @@ from bkn_zoo.cli import ended
 from bkn_zoo.images import open_image, preprocess
 from bkn_zoo.models import Network
 from bkn_zoo.publishing.results import write_record
-from bkn_zoo.training.evaluation import measure
+from bkn_zoo.training.evaluation import measure_accuracy as measure
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "small_folder.json"
 CLASSES = 5

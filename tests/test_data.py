@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
-from bkn_zoo.training import official
+from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
@@ -170,7 +170,7 @@ def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny, monkeypatch):
     for k, path in enumerate(sorted(tiny.rglob("*.JPEG"))):
         write_image(path, (20 * k, 10, 240), (64, 64))
     alone = load_data("tiny_imagenet", tiny)
-    monkeypatch.setattr(official, "CHUNK", 3)
+    monkeypatch.setattr(datasets, "CHUNK", 3)
     together = load_data("tiny_imagenet", tiny)
     for split in ("train", "validation", "test"):
         assert torch.equal(getattr(alone, split).images, getattr(together, split).images)
@@ -380,7 +380,7 @@ def test_files_are_decoded_once(tmp_path, workers):
 def test_too_many_files_for_memory_are_decoded_again(tmp_path, monkeypatch):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     kept = batches(data)
-    monkeypatch.setattr("bkn_zoo.training.decoded.MOST_BYTES", 0)
+    monkeypatch.setattr("bkn_zoo.training.datasets.CACHED_BYTES", 0)
     assert same(batches(load_data("folder", tmp_path, size=16)), kept)
 
 

@@ -21,17 +21,14 @@ from bkn_zoo.cli.train import main, parse
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
-from bkn_zoo.training import finish
-from bkn_zoo.training.curves import draw_curves
-from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, fitted
-from bkn_zoo.training.head_start import _fit
+from bkn_zoo.training import finish, loop
+from bkn_zoo.training.data import Runtime
+from bkn_zoo.training.finish import draw_curves
 from bkn_zoo.training.interruption import Stopped
-from bkn_zoo.training.network import build
-from bkn_zoo.training.origin import find_origin
-from bkn_zoo.training.pace import Pace
-from bkn_zoo.training.plan import make_plan
+from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, adapted, find_origin, plan_training
 from bkn_zoo.training.recipes import read_recipe
-from bkn_zoo.training.run import _in_known_precision, alone
+from bkn_zoo.training.run import alone
+from bkn_zoo.training.start import first_network, fit_classifier
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 NETWORK = "inception_cifar_bkn"
@@ -135,8 +132,9 @@ def test_diverged_training_raises_its_own_error():
 @pytest.mark.parametrize("supported", [True, False])
 def test_bfloat16_falls_back_on_a_cpu_without_it(supported, monkeypatch, capsys):
     monkeypatch.setattr("bkn_zoo.training.run._cpu_supports_bfloat16", lambda: supported)
-    plan = make_plan(None, "photos", {"model": NETWORK}, device="cpu")
-    assert _in_known_precision(plan).recipe.precision == ("bfloat16" if supported else "float32")
+    monkeypatch.setattr("bkn_zoo.training.run._train_as_planned", lambda plan, runtime: plan)
+    plan = bkn_zoo.fine_tune("photos", model=NETWORK, device="cpu")
+    assert plan.recipe.precision == ("bfloat16" if supported else "float32")
     assert ("training in float32" in capsys.readouterr().out) is not supported
 
 
@@ -166,7 +164,7 @@ def test_features_that_hardly_vary_get_no_large_weights():
     features[:, 0] = 1e-7 * torch.randn(40)
     start = torch.nn.Linear(8, 2)
     torch.nn.init.zeros_(start.weight)
-    weight, _, loss = _fit(start, (features[:30], labels[:30]), (features[30:], labels[30:]))
+    weight, _, loss = fit_classifier(start, (features[:30], labels[:30]), (features[30:], labels[30:]))
     assert weight[:, 0].abs().max() < 0.01 * weight.abs().max()
     assert loss < 0.3  # at the end: it began at 0.69
 
@@ -179,7 +177,7 @@ def test_fit_starts_from_a_classifier_that_is_right():
     with torch.no_grad():
         known.weight.copy_(torch.tensor([[-1.0] * 8, [1.0] * 8]))
         known.bias.zero_()
-    found = _fit(known, (features[:2], labels[:2]), (features[2:], labels[2:]))
+    found = fit_classifier(known, (features[:2], labels[:2]), (features[2:], labels[2:]))
     assert torch.equal((features @ found[0].T + found[1]).argmax(1), labels)
     assert (found[0] - known.weight).norm() < 0.1 * known.weight.norm()
 
@@ -207,8 +205,8 @@ def test_body_is_kept_only_if_validation_improves(checkpoint, monkeypatch, bette
         metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece"), 50.0)
         return dict.fromkeys(MODES, metrics | {"loss": next(losses, 0.1), "loss_error": 0.1})
 
-    for module in ("loop", "head_start", "finish"):
-        monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate", evaluate)
+    for module in ("loop", "start", "finish"):
+        monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate_on", evaluate)
     epochs = 2 if better else 9
     options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, freeze=False, **options)
@@ -221,25 +219,24 @@ def test_no_epochs_without_a_pretrained_network_are_refused(refused):
     assert "epochs is 0" in refused("train", "photos", *NEW[:-1], "0")
 
 
-def test_pace_tells_the_whole_time_and_advises(monkeypatch):
-    clock, lines = iter(range(0, 10_000, 20)), []
-    monkeypatch.setattr("bkn_zoo.training.pace.time.monotonic", lambda: next(clock))
-    pace = Pace(lines.append, 0, steps=50, extra=0.0, advice="shorter: --freeze")
-    for _ in range(6):
-        pace.after_step("0.5")
-    assert any(line.startswith("about ") and line.endswith(" min for all epochs") for line in lines)
+def test_long_training_tells_its_time_and_advises(monkeypatch, capsys):
+    clock = iter(range(0, 1_000_000, 20))
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
+    bkn_zoo.fine_tune("photos", model=NETWORK, size=8, epochs=9, gradient_batch=4, device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("about ") and " for all epochs" in line for line in lines)
     told = [line for line in lines if line.startswith("step ")]  # where there is no terminal
-    assert len(told) >= 2
-    assert told[0].endswith(" to go; shorter: --freeze")  # the steps are so slow that this is the first estimate
-    assert all(", loss 0.5, about " in line and line.endswith(" to go") for line in told[1:])
+    assert len(told) > 2
+    assert all(", loss " in line and " to go" in line for line in told[1:])
+    assert sum("to shorten it: use a GPU (many times faster) or --epochs 3" in line for line in lines) == 1
 
 
 def test_each_mode_has_its_own_threshold(monkeypatch):
     right, wrong = torch.eye(2).repeat(20, 1), torch.eye(2).flip(1).repeat(20, 1)
     logits = {"population": wrong, "sample": right, "expected": 9 * right}
-    monkeypatch.setattr(finish, "predict", lambda *_, **__: (logits, torch.arange(40) % 2))
-    plan = SimpleNamespace(device="cpu", workers=0, quiet=True)
-    found = finish._thresholds(torch.nn.Identity(), SimpleNamespace(validation=[]), plan)
+    monkeypatch.setattr(finish, "compute_logits", lambda *_, **__: (logits, torch.arange(40) % 2))
+    data = SimpleNamespace(validation=[])
+    found = finish._thresholds(torch.nn.Identity(), data, Runtime(torch.device("cpu"), quiet=True))
     assert found == {"sample": pytest.approx(0.7311, abs=1e-4), "expected": 0.99}
 
 
@@ -306,7 +303,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
 @pytest.mark.parametrize("better", [False, True])
 def test_averaged_weights_get_better_statistics_of_their_own(checkpoint, monkeypatch, better):
     goodness = iter([0.9, 0.8] if better else [0.8, 0.8])
-    monkeypatch.setattr("bkn_zoo.training.finish.top1", lambda metrics: next(goodness))
+    monkeypatch.setattr("bkn_zoo.training.finish._best_top1", lambda metrics: next(goodness))
     options = {"validation": 0.3, "gradient_batch": 8, "epochs": 1, "ema": 0.9, "freeze": False}
     result = bkn_zoo.fine_tune("photos", init=checkpoint, name="averaged", device="cpu", quiet=True, **options)
     record, norm = result.record, result.model.conv.norm
@@ -382,7 +379,7 @@ def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, 
 
     before = sorted((tmp_path / "out").iterdir())
     with monkeypatch.context() as patched:
-        patched.setattr("bkn_zoo.training.finish.evaluate", measure)
+        patched.setattr("bkn_zoo.training.finish.evaluate_on", measure)
         with pytest.raises(SystemExit) as end:
             command(*start, "--resume")
     assert end.value.code == 128 + signal.SIGTERM
@@ -440,7 +437,7 @@ def test_options_override_the_recipe_wherever_they_stand():
     assert (args.recipe, args.data) == (Path("recipes/x.toml"), Path("D"))
     assert overrides == {
         "augmentation.crop": 0.25, "augmentation.flip": True, "norm_options.warmup": 100, "lr": 0.05, "seed": 1,
-        "statistics_batch": None, "weight_decay": 0.003, "graph": False, "model": "m", "ema": 0, "freeze": True,
+        "statistics_batch_size": None, "weight_decay": 0.003, "graph": False, "model": "m", "ema": 0, "freeze": True,
     }  # fmt: skip
     args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
     assert (args.recipe, overrides) == (None, {"augmentation.crop": 0.25})
@@ -490,22 +487,22 @@ def test_unknown_or_incomplete_option_is_refused(wrong, says, capsys):
         (11, {}, (8, 4, 25)),  # and no more, though they make fewer steps
         (2, {}, (2, 2, 25)),
         (180, {"gradient_batch": 6}, (6, 2, 5)),
-        (180, {"statistics_batch": 1, "epochs": 3}, (16, 1, 3)),
-        (180, {"statistics_batch": None}, (16, None, 8)),
+        (180, {"statistics_batch_size": 1, "epochs": 3}, (16, 1, 3)),
+        (180, {"statistics_batch_size": None}, (16, None, 8)),
         (180, {"freeze": True}, (16, 4, 0)),  # the classifier is fitted before the first epoch
     ],
 )
 def test_batches_groups_and_epochs_of_small_data_sets(images, given, sizes):
-    recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch": 4} | given)
-    found = fitted(recipe, images, given)
-    assert fitted(recipe, images, given, cpu=True).freeze == given.get("freeze", CPU_FREEZE)
-    assert (found.gradient_batch, found.statistics_batch, found.epochs) == sizes
+    recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK, "statistics_batch_size": 4} | given)
+    found = adapted(recipe, images, given)
+    assert adapted(recipe, images, given, cpu=True).freeze == given.get("freeze", CPU_FREEZE)
+    assert (found.gradient_batch, found.statistics_batch_size, found.epochs) == sizes
 
 
 @pytest.mark.parametrize(("images", "epochs"), [(54, 200), (200, 84), (100_000, 60)])
 def test_new_weights_are_not_trained_like_pretrained_ones(images, epochs):
-    plan = make_plan(None, "photos", {"model": NETWORK})
-    recipe = fitted(plan.recipe, images, plan.given, pretrained=False, cpu=True)
+    plan = plan_training(None, "photos", {"model": NETWORK})
+    recipe = adapted(plan.recipe, images, plan.given, pretrained=False, cpu=True)
     assert (recipe.optimizer, recipe.lr, recipe.patience, recipe.freeze) == ("sgd", 0.05, None, False)
     assert recipe.epochs == epochs
 
@@ -516,7 +513,7 @@ def test_new_weights_are_not_trained_like_pretrained_ones(images, epochs):
         ("resnet101_bkn.tiny_imagenet --data D", "resnet101_bkn.tiny_imagenet"),
         (
             "resnet101_bkn.tiny_imagenet --data D --statistics_batch None --model resnet101_bn",
-            "resnet101_bkn.tiny_imagenet-model_resnet101_bn-statistics_batch_None",
+            "resnet101_bkn.tiny_imagenet-model_resnet101_bn-statistics_batch_size_None",
         ),
         ("resnet101_bkn.tiny_imagenet --data D --epochs 2 --name twin", "twin"),
         ("--data some/photos --model resnet101_bn", "resnet101_bn.photos"),
@@ -529,7 +526,7 @@ def test_run_is_named_after_what_is_overridden(line, name, tmp_path, monkeypatch
     (tmp_path / "My photos").mkdir()
     monkeypatch.chdir(tmp_path / "My photos")
     args, overrides = parse(line.split())
-    assert make_plan(args.recipe, args.data, overrides, init=args.checkpoint, name=args.name).name == name
+    assert plan_training(args.recipe, args.data, overrides, init=args.checkpoint, name=args.name).name == name
     check_repository(f"me/{name}")
 
 
@@ -537,7 +534,7 @@ def test_run_is_named_after_what_is_overridden(line, name, tmp_path, monkeypatch
     ("names", "kept"), [(["dark", "light"], True), (["rust", "scratch"], False), (["dark", "light", "eel"], False)]
 )
 def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, kept):
-    model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
+    model = first_network(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
     assert bool(model.get_parameter("fc.weight").any()) == kept
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
     changed = {name for name, tensor in source.items() if not torch.equal(tensor, own[name])}
@@ -545,7 +542,7 @@ def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, kept):
 
 
 def test_rows_of_known_classes_are_kept(mine):
-    model = build(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
+    model = first_network(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
     source = bkn_zoo.from_pretrained(mine)
     assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight")[[1, 0]])
     assert torch.equal(model.get_parameter("fc.bias"), source.get_parameter("fc.bias")[[1, 0]])
@@ -643,7 +640,7 @@ def test_only_the_first_process_prints(rank, tree, checkpoint, capsys, monkeypat
     ("options", "says"),
     [
         ("--publish me --results mine", "must be in a folder called runs: use --results mine/runs"),
-        ("--statistics_batch 3", "statistics_batch is 3, but 16 images at a time cannot be split"),
+        ("--statistics_batch 3", "statistics_batch_size is 3, but 16 images at a time cannot be split"),
         ("--statistics_batch 3 --gradient_batch 8 --micro_batch 4", "but 4 images at a time cannot"),
         ("--device cuda:99", "device 'cuda:99' is not available"),
     ],

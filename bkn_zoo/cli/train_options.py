@@ -10,7 +10,7 @@ from typing import Any, get_args
 from bkn_zoo.cli.options import add_workers
 from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_device, with_dashes
 from bkn_zoo.fields import wanted
-from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
+from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
 from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
 DESCRIPTION = """\
@@ -25,8 +25,8 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
     torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
 
 Options override fields of the recipe: --epochs 5 --augmentation.cutmix 1.0 --norm-options.warmup 100
---statistics-batch None (whole batches). Overrides become part of the run's name, unless --name is given. The output
-folder, runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt and
+--statistics-batch-size None (whole batches). Overrides become part of the run's name, unless --name is given. The
+output folder, runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt and
 results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test images are used
 once, at the end, with the stored weights.
 
@@ -41,8 +41,8 @@ FIELDS = {
     "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
     "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
     "gradient_batch": "images per optimizer step, over all processes",
-    "statistics_batch": "images per statistics group (the images that are normalized together); None is all that a "
-    "process holds at a time",
+    "statistics_batch_size": "images per statistics group (the images that are normalized together); None is all that "
+    "a process holds at a time",
     "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
     "size": "side of the network's input in pixels; None is the data set's or the checkpoint's",
     "train_size": "the same in training, if different",
@@ -80,7 +80,7 @@ AUGMENTATION = {
 }
 TABLES = ("--augmentation.", "--norm-options.")
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
-    "to fine-tune": FINE_TUNING | {"statistics_batch": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
+    "to fine-tune": FINE_TUNING | {"statistics_batch_size": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
     "new weights without a recipe": FROM_SCRATCH,
 }
 """Other defaults of fields, shown by --help."""
@@ -88,7 +88,10 @@ WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
 ALONE = [field.name for field in dataclasses.fields(Recipe) if bool in (field.type, *get_args(field.type))]
 """Fields that are true or false. Their options need no value."""
 
-OTHER_NAMES = {"gradient_batch": ("--batch-size", "--gradient-batch")}
+OTHER_NAMES = {
+    "gradient_batch": ("--batch-size", "--gradient-batch"),
+    "statistics_batch_size": ("--statistics-batch-size", "--statistics-batch"),
+}
 
 
 def train_parser(prog: str = "bkn-zoo train") -> Parser:

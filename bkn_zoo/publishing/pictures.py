@@ -13,7 +13,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import open_image
 from bkn_zoo.training.datasets import FileImages, Images
-from bkn_zoo.training.evaluation import measure, shown
+from bkn_zoo.training.evaluation import measure_accuracy, show_top1
 
 MOST_CLASSES = 30  # so that names are readable
 MOST_NUMBERS = 15  # so that percentages are readable
@@ -42,7 +42,9 @@ def draw(
     scores, found = logits.softmax(1).cpu().max(1)
     labels = labels.cpu()
     right = int((found == labels).sum())
-    title = f"{title}\n{right:,} of {len(labels):,} right: {shown(measure(logits, labels.to(logits.device)))}"
+    title = (
+        f"{title}\n{right:,} of {len(labels):,} right: {show_top1(measure_accuracy(logits, labels.to(logits.device)))}"
+    )
     paths = folder / "confusion.png", folder / "mistakes.png"
     counts = torch.zeros(len(names), len(names), dtype=torch.long)
     counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)

@@ -6,7 +6,7 @@ Random numbers depend only on the given numbers, so the same numbers give the sa
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,16 @@ from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images import Preprocessing, per_channel
-from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.recipes import Augmentation
 
 MAX_STRETCH = 0.5  # of a random crop: the logarithm of width / height
+
+
+class Batch(NamedTuple):
+    """Preprocessed images and, per image, the probability of each class (zeros and a one without mixing)."""
+
+    images: Tensor
+    targets: Tensor
 
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:

@@ -6,6 +6,7 @@ interrupted training continues with the same batches. The host never waits for a
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +16,23 @@ from torch.utils.data import DataLoader, Dataset
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import resized_square
-from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
-from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.decoded import Squares
-from bkn_zoo.training.image_sets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.training.augmentation import Batch, drawing_from, generator, mix, transforms, vary
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, Squares
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
+
+
+class Runtime(NamedTuple):
+    """How a training runs.
+
+    Attributes:
+        workers: processes that decode image files.
+        quiet: whether nothing is printed.
+    """
+
+    device: torch.device
+    workers: int = 0
+    quiet: bool = False
 
 
 def training_batches(
@@ -71,12 +83,8 @@ def evaluation_batches(
             labels = images.labels[start : start + batch].to(device)
             yield Batch(_input(pixels, data.preprocessing), classes[labels])
         return
-    loader = DataLoader(
-        _Files(images, data.preprocessing),
-        batch_size=batch,
-        num_workers=workers,
-        worker_init_fn=leave_group,
-    )
+    files = _Files(images, data.preprocessing)
+    loader = DataLoader(files, batch_size=batch, num_workers=workers, worker_init_fn=leave_group)
     for pixels, labels, broken in loader:
         images.report_broken(broken[broken >= 0].tolist(), data.label_names if strict else None)
         good = broken < 0

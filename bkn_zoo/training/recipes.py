@@ -2,6 +2,7 @@
 
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,9 @@ SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
 PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
 """Short names of precisions, as in inference."""
+
+EARLIER_NAMES = {"statistics_batch": "statistics_batch_size"}
+"""Names of fields in recipes and states of earlier versions."""
 
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
@@ -58,7 +62,7 @@ class Recipe:
         epochs: passes over the training images. For fine-tuning, 0 trains only the classifier, on features that are
             computed once.
         gradient_batch: images per optimizer step, over all processes.
-        statistics_batch: images per statistics group; None is all images of a pass.
+        statistics_batch_size: images per statistics group; None is all images of a pass.
         micro_batch: images per forward pass, if the gradient batch does not fit; None is all at once.
         optimizer: "sgd" (with Nesterov momentum) or "adamw".
         schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
@@ -81,7 +85,7 @@ class Recipe:
     dataset: str
     epochs: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")]
     gradient_batch: Count
-    statistics_batch: Count | None = None
+    statistics_batch_size: Count | None = None
     micro_batch: Count | None = None
     size: Side | None = None
     train_size: Side | None = None
@@ -110,6 +114,16 @@ class Recipe:
         object.__setattr__(self, "precision", PRECISIONS.get(self.precision, self.precision))
         check_fields(self)
 
+    @property
+    def statistics_batch(self) -> int | None:
+        """The earlier name of `statistics_batch_size`."""
+        return self.statistics_batch_size
+
+
+def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe with today's names."""
+    return {EARLIER_NAMES.get(name, name): value for name, value in fields.items()}
+
 
 def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     """The file of a recipe, by its path or, in a checkout, by its name in recipes/."""
@@ -118,7 +132,10 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
+    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top.
+
+    In both, `statistics_batch` is the earlier name of `statistics_batch_size`.
+    """
     fields: dict[str, Any] = {}
     if path is not None:
         try:
@@ -130,7 +147,8 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
             ) from None
         except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
-    for name, value in (overrides or {}).items():
+    fields = renamed(fields)
+    for name, value in renamed(overrides or {}).items():
         table, _, key = name.rpartition(".")
         (fields.setdefault(table, {}) if table else fields)[key] = value
     try:
