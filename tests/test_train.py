@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ from bkn_zoo.training.run import alone
 from bkn_zoo.training.start import first_network, fit_classifier
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
+ROOT = Path(__file__).parent.parent
 NETWORK = "inception_cifar_bkn"
 NEW = ("--model", NETWORK, "--size", "8", "--device", "cpu", "--epochs", "1")
 MODES = {"population", "sample", "expected"}
@@ -121,6 +123,32 @@ def test_train_takes_a_recipe_by_path_name_or_object(tmp_path, monkeypatch):
     assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == flags
     again = bkn_zoo.train("mine", "photos", device="cpu", quiet=True, lr=0.02, resume=True)
     assert torch.equal(again.model.fc.weight, weights[0])
+
+
+def test_scripts_train_and_publish(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.toml").write_text(
+        f'model = "{NETWORK}"\ndataset = "folder"\nepochs = 9\ngradient_batch = 8\nsize = 8\nprecision = "float32"\n'
+    )
+    published, done = [], SimpleNamespace(commit="c")
+    monkeypatch.setattr("bkn_zoo.checkpoints.hub.check_reachable", lambda repository: None)
+    monkeypatch.setattr(
+        bkn_zoo, "push_to_hub", lambda *sent, **_: published.append(sent) or SimpleNamespace(commit="c")
+    )
+
+    def script(name, *words):
+        monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+        return end.value.code
+
+    options = ("--set", "epochs=1", "--license", "mit", "--name", "run", "--device", "cpu", "--push-to-hub", "me/net")
+    assert script("train.py", "mine.toml", "--data", "photos", *options) == 0
+    card = Path("runs/run/run/README.md").read_text()
+    assert all(words in card for words in ("license: mit\n", "## Training", 'from_pretrained("me/net")'))
+    assert script("publish.py", "runs/run/run", "me/net") == 0
+    assert published == [(Path("runs/run/run"), "me/net"), ("runs/run/run", "me/net")]
+    assert capsys.readouterr().out.endswith("published as me/net@c\n")
+    assert script("train.py", "mine.toml", "--data", "photos", "--push-to-hub", "nonsense") == 2  # before it trains
 
 
 @pytest.mark.filterwarnings("ignore:a training batch was not finite")
