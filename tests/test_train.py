@@ -131,9 +131,7 @@ def test_scripts_train_and_publish(tmp_path, monkeypatch, capsys):
     )
     published, done = [], SimpleNamespace(commit="c")
     monkeypatch.setattr("bkn_zoo.checkpoints.hub.check_reachable", lambda repository: None)
-    monkeypatch.setattr(
-        bkn_zoo, "push_to_hub", lambda *sent, **_: published.append(sent) or SimpleNamespace(commit="c")
-    )
+    monkeypatch.setattr(bkn_zoo, "push_to_hub", lambda *sent, **_: published.append(sent) or done)
 
     def script(name, *words):
         monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, words)])
@@ -386,7 +384,7 @@ def test_options_of_brn_reach_its_layers():
     norm = bkn_zoo.from_pretrained("out/mine").conv.norm
     assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
     assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
-    assert result.model.config.norm_options == {"warmup": 3, "r_steps": 9, "d_steps": 7}
+    assert result.model.config.norm_options.items() >= {"warmup": 3, "r_steps": 9, "d_steps": 7}.items()
 
 
 def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, capsys, refused):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bkn_zoo.checkpoints.builders import build_network
 from bkn_zoo.checkpoints.card import is_short_card, short_card
 from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, norm_of
 from bkn_zoo.checkpoints.files import (
@@ -43,7 +44,6 @@ from bkn_zoo.checkpoints.weights import (
     to_stored,
     write_weights,
 )
-from bkn_zoo.conversion.libraries import build
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
@@ -347,7 +347,7 @@ class _SkipRandomInitialization(TorchFunctionMode):
 def _build(config: Config, path: Path) -> Network:
     try:
         with torch.device("cpu"), _SkipRandomInitialization():
-            model = build(config.architecture, config.num_classes, **config.norm_options).float()
+            model = build_network(config.architecture, config.num_classes, **config.norm_options).float()
     except BknZooError as error:
         raise CheckpointError(f"{path}: this network cannot be built: {error}") from None
     except (MemoryError, RuntimeError):  # PyTorch's allocator raises other errors on other systems

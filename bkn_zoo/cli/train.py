@@ -75,9 +75,9 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan
 
 
 def carry_out(plan: TrainingPlan) -> "TrainingResult":
-    from bkn_zoo.training.run import carry_out
+    from bkn_zoo.training.run import run_plan
 
-    return carry_out(plan)
+    return run_plan(plan)
 
 
 def write_long_card(result: "TrainingResult", plan: TrainingPlan) -> None:

@@ -143,7 +143,7 @@ def _parts(config: Config, name: str, run: Run, address: str, license: str | Non
     if isinstance(weights := config.training.get("weights"), str):  # imported
         on = f" and the weights of {weights.partition(';')[0]}"
     first = [
-        f"---\n{_metadata(config, name, license)}\n---",
+        f"---\n{_card_metadata(config, name, license)}\n---",
         f"# {name}",
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
@@ -164,7 +164,7 @@ def _dataset(config: Config) -> Dataset:
     return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
-def _metadata(config: Config, name: str, license: str | None) -> str:
+def _card_metadata(config: Config, name: str, license: str | None) -> str:
     # Imported here, because it is slow and loading a network does not need it.
     from huggingface_hub import EvalResult, ModelCardData
 

@@ -70,7 +70,7 @@ def publish(
     validate(folder, own_name, results)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
     with _with_card_for(repository, folder, own_name, results) as checked:
-        _publish(checked, repository, tag, private, dry_run)
+        _send(checked, repository, tag, private, dry_run)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _with_card_for(repository: str, folder: Path, name: str, results: Path) -> I
         yield copy
 
 
-def _publish(folder: Path, repository: str, tag: str | None, private: bool, dry_run: bool) -> None:
+def _send(folder: Path, repository: str, tag: str | None, private: bool, dry_run: bool) -> None:
     try:
         check_reachable(repository)
         planned = changes(folder, repository)

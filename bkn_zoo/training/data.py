@@ -139,15 +139,15 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
     def _pixels(self, candidate: int, row: int) -> Tensor:
         if self.crops is not None:
             scale, *numbers = self.crops
-            return _bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
+            return _as_bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
         pixels = self.squares.get(candidate)  # from the cache after the first epoch
         if pixels is None:
             p = self.preprocessing
             image = open_image(self.images.paths[candidate])
-            pixels = _bytes(resized_square(image, self.side, p.interpolation, p.crop))
+            pixels = _as_bytes(resized_square(image, self.side, p.interpolation, p.crop))
             self.squares.put(candidate, pixels)
         return pixels
 
 
-def _bytes(image: Image.Image) -> Tensor:
+def _as_bytes(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bkn_zoo.checkpoints.builders import of_library
 from bkn_zoo.checkpoints.card import check_license
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
@@ -82,11 +83,10 @@ class Origin(NamedTuple):
 
 def find_origin(init: str) -> Origin:
     """Find the start called `init`: a folder, a checkpoint's name, "owner/repo", "torchvision:NAME" or "timm:NAME"."""
-    if ":" in init:
-        from bkn_zoo.conversion.libraries import of_library, preprocessing_of
+    if of_library(init):
+        from bkn_zoo.conversion.libraries import preprocessing_of
 
-        if of_library(init):
-            return Origin(init, init, None, preprocessing_of(init, LIBRARY_SIZE))
+        return Origin(init, init, None, preprocessing_of(init, LIBRARY_SIZE))
     location = locate(init)
     config = Config.read(location.folder / CONFIG)
     name = location.folder.resolve().name if is_folder(init) else init
@@ -97,7 +97,7 @@ def find_origin(init: str) -> Origin:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training that `bkn_zoo.training.run.carry_out` can start.
+    """A training that `bkn_zoo.training.run.run_plan` can start.
 
     Attributes:
         recipe: the recipe with all overrides; `given` are those of the caller.
