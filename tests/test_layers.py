@@ -47,11 +47,9 @@ KNOWN_IMPORTS = {
 }
 # fmt: off
 KNOWN_DUPLICATES = {
-    "Engine", "Plan", "Prediction", "Row", "_decode", "_describe", "_described", "_finite", "_kind", "_largest",
-    "_metadata", "_outputs", "_publish", "_put", "_read", "_refused", "_rows", "_run", "_seconds", "_short",
-    "_train", "_write", "build", "carry_out", "check", "finish", "fitted", "fold", "like", "load", "make_plan",
-    "measure", "move", "name_of", "normalize", "parse", "parser", "pool", "predict", "run", "serve", "shown",
-    "top1", "write",
+    "Prediction", "Row", "_describe", "_kind", "_outputs", "_read", "_refused", "_rows", "_run", "_seconds",
+    "_write", "check", "fold", "load", "move", "name_of", "normalize", "parse", "parser", "pool", "predict",
+    "run", "serve", "write",
 }
 # fmt: on
 

@@ -67,7 +67,7 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     chosen = np.sort(_most_confused(counts))
     percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     shown = percent[np.ix_(chosen, chosen)]
-    columns = [_shortened(names[k]) for k in chosen]
+    columns = [_label_text(names[k]) for k in chosen]
     if len(chosen) < len(names):
         shown = np.concatenate([shown, 100 - shown.sum(1, keepdims=True)], axis=1)
         columns.append("any other")
@@ -114,21 +114,11 @@ def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: s
         axes.axis("off")
     for axes, (image, file, name, taken_for, score) in zip(figure.axes, shown, strict=False):
         axes.imshow(image, interpolation="nearest")
-        axes.set_title(f"{_shortened(name)}\n", fontsize=9, color="darkgreen")
-        axes.text(
-            0.5, 1.03, f"{_shortened(taken_for)}, {100 * score:.0f} %", transform=axes.transAxes, ha="center", fontsize=9,
-            color="firebrick",
-        )  # fmt: skip
-        axes.text(
-            0.5,
-            -0.04,
-            _shortened(file, keep_end=True),
-            transform=axes.transAxes,
-            ha="center",
-            va="top",
-            fontsize=7,
-            color="grey",
-        )
+        axes.set_title(f"{_label_text(name)}\n", fontsize=9, color="darkgreen")
+        look: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
+        answer = f"{_label_text(taken_for)}, {100 * score:.0f} %"
+        axes.text(0.5, 1.03, answer, fontsize=9, color="firebrick", **look)
+        axes.text(0.5, -0.04, _label_text(file, keep_end=True), va="top", fontsize=7, color="grey", **look)
     return figure
 
 
@@ -142,7 +132,7 @@ def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
     return Image.fromarray(images.images[row].permute(1, 2, 0).cpu().numpy()), f"number {row}"
 
 
-def _shortened(text: str, keep_end: bool = False) -> str:
+def _label_text(text: str, keep_end: bool = False) -> str:
     """Shortened text, escaped so that matplotlib does not parse it as mathematics."""
     if len(text) > LETTERS:
         text = "…" + text[1 - LETTERS :] if keep_end else text[: LETTERS - 1] + "…"
