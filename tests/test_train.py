@@ -6,7 +6,6 @@ import runpy
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli.train import main, parse
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.progress import bar
 from bkn_zoo.training import finish, loop
 from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.finish import draw_curves
@@ -183,29 +181,22 @@ def test_frozen_fine_tuning_computes_features_once(checkpoint, capsys):
         assert (replaced in capsys.readouterr().out) is not resume
 
 
-def test_features_that_hardly_vary_get_no_large_weights():
-    """They do vary in other images: divided by their own deviation, they would outweigh all others there."""
+def test_classifier_trusts_neither_odd_features_nor_few_images():
+    """A feature that hardly varies here does in other images, and two images say less than a classifier that knows."""
     labels = torch.arange(40) % 2
-    features = torch.randn(40, 8) + 2 * labels[:, None]
+    features = torch.randn(40, 8) + 3 * (labels[:, None] - 0.5)
     features[:, 0] = 1e-7 * torch.randn(40)
     start = torch.nn.Linear(8, 2)
     torch.nn.init.zeros_(start.weight)
     weight, _, loss = fit_classifier(start, (features[:30], labels[:30]), (features[30:], labels[30:]))
     assert weight[:, 0].abs().max() < 0.01 * weight.abs().max()
     assert loss < 0.3  # at the end: it began at 0.69
-
-
-def test_fit_starts_from_a_classifier_that_is_right():
-    """One training image of each class says little: what the checkpoint knows of the classes is better."""
-    labels = torch.arange(40) % 2
-    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 3 * (labels[:, None] - 0.5)
-    known = torch.nn.Linear(8, 2)
     with torch.no_grad():
-        known.weight.copy_(torch.tensor([[-1.0] * 8, [1.0] * 8]))
-        known.bias.zero_()
-    found = fit_classifier(known, (features[:2], labels[:2]), (features[2:], labels[2:]))
-    assert torch.equal((features @ found[0].T + found[1]).argmax(1), labels)
-    assert (found[0] - known.weight).norm() < 0.1 * known.weight.norm()
+        start.weight.copy_(torch.tensor([[-1.0] * 8, [1.0] * 8]))
+        start.bias.zero_()
+    weight, bias, _ = fit_classifier(start, (features[:2], labels[:2]), (features[2:], labels[2:]))
+    assert torch.equal((features @ weight.T + bias).argmax(1), labels)
+    assert (weight - start.weight).norm() < 0.1 * start.weight.norm()
 
 
 def test_lower_layers_are_frozen_on_a_cpu(checkpoint, capsys):
@@ -220,29 +211,6 @@ def test_lower_layers_are_frozen_on_a_cpu(checkpoint, capsys):
     whole = bkn_zoo.fine_tune("photos", init=checkpoint, freeze=False, **options)
     assert "batches of 16, statistics groups of " in capsys.readouterr().out
     assert not torch.equal(before["conv.conv.weight"], whole.model.state_dict()["conv.conv.weight"])
-
-
-@pytest.mark.parametrize("better", [False, True])
-def test_body_is_kept_only_if_validation_improves(checkpoint, monkeypatch, better):
-    """Three epochs without a lower loss end the training, and the frozen network is kept."""
-    losses = iter([0.5, *([0.4, 0.3] if better else [0.7, 0.8, 0.9])])
-
-    def evaluate(*_, **__):
-        metrics = dict.fromkeys(("top1", "top1_low", "top1_high", "top5", "ece"), 50.0)
-        return dict.fromkeys(MODES, metrics | {"loss": next(losses, 0.1), "loss_error": 0.1})
-
-    for module in ("loop", "start", "finish"):
-        monkeypatch.setattr(f"bkn_zoo.training.{module}.evaluate_on", evaluate)
-    epochs = 2 if better else 9
-    options = {"device": "cpu", "quiet": True, "lr": 0.001, "name": "mine"}
-    result = bkn_zoo.fine_tune("photos", init=checkpoint, epochs=epochs, freeze=False, **options)
-    assert (result.record["epochs"], result.record["kept_epoch"]) == ((2, 2) if better else (3, 0))
-    before, after = (model.state_dict() for model in (bkn_zoo.from_pretrained(checkpoint), result.model))
-    assert torch.equal(before["conv.conv.weight"], after["conv.conv.weight"]) is not better
-
-
-def test_no_epochs_without_a_pretrained_network_are_refused(refused):
-    assert "epochs is 0" in refused("train", "photos", *NEW[:-1], "0")
 
 
 def test_long_training_tells_its_time_and_advises(monkeypatch, capsys):
@@ -264,14 +232,6 @@ def test_each_mode_has_its_own_threshold(monkeypatch):
     data = SimpleNamespace(validation=[])
     found = finish._thresholds(torch.nn.Identity(), data, Runtime(torch.device("cpu"), quiet=True))
     assert found == {"sample": pytest.approx(0.7311, abs=1e-4), "expected": 0.99}
-
-
-def test_redirected_bars_print_lines(capsys, monkeypatch):
-    monkeypatch.setattr("bkn_zoo.progress.EVERY", 0.01)
-    with bar(7, "validation", "image", lines=True) as done:
-        done(3)
-        time.sleep(0.2)
-    assert "validation: 3 of 7, 0 s" in capsys.readouterr().err
 
 
 # What a run leaves
@@ -376,17 +336,6 @@ def test_early_stop_is_in_output_record_config_and_card(capsys):
     assert "It stopped after" not in Path("runs/whole/whole/README.md").read_text()
 
 
-def test_options_of_brn_reach_its_layers():
-    result = bkn_zoo.fine_tune(
-        "photos", model="inception_cifar_brn", size=8, epochs=1, device="cpu", gradient_batch=8, statistics_batch=4,
-        output="out", ema=0.5, norm_options={"warmup": 3, "r_steps": 9, "d_steps": 7}, name="mine", quiet=True,
-    )  # fmt: skip
-    norm = bkn_zoo.from_pretrained("out/mine").conv.norm
-    assert (norm.warmup, norm.r_steps, norm.d_steps) == (3, 9, 7)
-    assert norm.num_batches_tracked == 2  # where its schedule stands, though the weights are averaged ones
-    assert result.model.config.norm_options.items() >= {"warmup": 3, "r_steps": 9, "d_steps": 7}.items()
-
-
 def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, capsys, refused):
     in_the_way = tmp_path / "out" / "curves.png"
     in_the_way.mkdir(parents=True)
@@ -415,8 +364,8 @@ def test_unwritable_results_and_signals_lose_no_training(tmp_path, monkeypatch, 
     assert in_the_way.is_file()
 
 
-@pytest.mark.parametrize("count", [1, 2, 40])
-def test_curves_have_whole_epochs_and_hide_nothing(count, monkeypatch):
+@pytest.mark.parametrize("count", [1, 40])
+def test_curves_mark_whole_epochs(count, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     validation = {mode: {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0, "loss": 0.1} for mode in MODES}
@@ -426,9 +375,6 @@ def test_curves_have_whole_epochs_and_hide_nothing(count, monkeypatch):
         ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
         assert ticks
         assert all(tick == round(tick) >= 1 for tick in ticks)
-    widths = [line.get_linewidth() for line in drawn[0].axes[1].lines if line.get_label() in validation]
-    assert len(widths) == 3
-    assert widths == sorted(set(widths), reverse=True)  # equal curves: those that are drawn later are narrower
 
 
 def test_test_images_are_not_chosen_by_and_have_intervals(mine, capsys):
@@ -557,21 +503,14 @@ def test_run_is_named_after_what_is_overridden(line, name, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("names", "kept"), [(["dark", "light"], True), (["rust", "scratch"], False), (["dark", "light", "eel"], False)]
+    ("names", "rows"), [(["dark", "light"], [0, 1]), (["light", "dark"], [1, 0]), (["rust", "eel"], None)]
 )
-def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, kept):
+def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, rows):
     model = first_network(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
-    assert bool(model.get_parameter("fc.weight").any()) == kept
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
-    changed = {name for name, tensor in source.items() if not torch.equal(tensor, own[name])}
-    assert changed == (set() if kept else {"fc.weight", "fc.bias"})
-
-
-def test_rows_of_known_classes_are_kept(mine):
-    model = first_network(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), ["light", "dark"])
-    source = bkn_zoo.from_pretrained(mine)
-    assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight")[[1, 0]])
-    assert torch.equal(model.get_parameter("fc.bias"), source.get_parameter("fc.bias")[[1, 0]])
+    for name, tensor in source.items():
+        kept = tensor if "fc." not in name else 0 * tensor if rows is None else tensor[rows]
+        assert torch.equal(own[name], kept), name
 
 
 def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
@@ -595,7 +534,7 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
     ],
 )
 def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, processes, told):
-    """Even if Ctrl-C is pressed again before it has said so, and a folder has the state of an older training."""
+    """Though the folder has the state of an older training."""
 
     def stopped(plan):
         if processes:
@@ -603,14 +542,9 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
             (tmp_path / "new").replace(tmp_path / "state.pt")
         raise Stopped(signal.SIGTERM, "stopped at step 2 of 6; continue with --resume")
 
-    def count():
-        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler, "it would end these tests"
-        signal.raise_signal(signal.SIGINT)
-        return max(processes, 1)
-
     (tmp_path / "state.pt").write_text("an older one")
     monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
-    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", count)
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: max(processes, 1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
@@ -686,17 +620,6 @@ def test_publication_is_refused_before_data_are_read(monkeypatch, refused):
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "value", "least"),
-    [("train", "--workers", "-1", 0), ("evaluate", "--workers", "-1", 0), ("evaluate", "--batch-size", "0", 1)],
-)
-def test_numbers_of_options_have_a_least_value(command, option, value, least, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main([command, "x", "--data", "photos", option, value])
-    assert end.value.code == 2
-    assert f": '{value}' is not a whole number of at least {least}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--data", "nowhere"], "there is no folder"),
@@ -706,8 +629,8 @@ def test_numbers_of_options_have_a_least_value(command, option, value, least, ca
         (["--model", "alexnet"], "unknown model 'alexnet'"),
         (["--epochs", "x"], "epochs is 'x'"),
         (["--gradient_batch", "64"], "do not fill a batch of 64"),
-        (["--gradient_batch", "64", "--statistics_batch", "3", "--freeze"], "do not fill a batch of 64"),  # no groups
         (["--resume"], "there is no training to resume"),
+        (["--license", "My own"], "license is 'My own': use an identifier of the Hub"),
         (["--augmentation.blur", "1"], "the field augmentation.blur is unknown"),
         (["--norm_options.warmup", "1"], "does not have the options 'warmup'"),
         (["--model", "inception_cifar_bn"], "do not fit inception_cifar_bn"),
@@ -829,19 +752,8 @@ def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch
 def test_evaluate_in_f16_measures_the_modes_that_it_can(mine, monkeypatch, capsys, refused):
     pytest.importorskip("openvino")
     monkeypatch.setattr("bkn_zoo.inference.engines.LARGEST_STATISTIC", 0.0)
-    start = (
-        "evaluate",
-        mine,
-        "photos",
-        "--split",
-        "all",
-        "--device",
-        "cpu",
-        "--engine",
-        "openvino",
-        "--precision",
-        "f16",
-    )
+    options = "--split all --device cpu --engine openvino --precision f16"
+    start = ("evaluate", mine, "photos", *options.split())
     command(*start)
     said = capsys.readouterr()
     assert "sample and expected cannot run in f16 with OpenVINO, because means or variances at " in said.err
@@ -849,16 +761,6 @@ def test_evaluate_in_f16_measures_the_modes_that_it_can(mine, monkeypatch, capsy
     assert "| population | 24 |" in said.out
     assert "| sample |" not in said.out
     assert "sample cannot run in f16 with OpenVINO" in refused(*start, "--statistics", "sample")
-
-
-def test_all_images_may_be_one_of_each_class(tree, mine, capsys, refused):
-    for folder in tree.iterdir():
-        for path in sorted(folder.iterdir())[1:]:
-            path.unlink()
-    start = ("evaluate", mine, "--data", tree, "--device", "cpu")
-    command(*start, "--split", "all")
-    assert "| population | 2 |" in capsys.readouterr().out
-    assert "too few images to hold out any" in refused(*start)
 
 
 def test_measured_accuracy_is_shown_though_not_written(mine, capsys):
