@@ -543,7 +543,7 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
         raise Stopped(signal.SIGTERM, "stopped at step 2 of 6; continue with --resume")
 
     (tmp_path / "state.pt").write_text("an older one")
-    monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
+    monkeypatch.setattr("bkn_zoo.training.run.carry_out", stopped)
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: max(processes, 1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]

@@ -38,7 +38,9 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
             plan = planned(args, overrides)
             plan.introduce()  # before seconds of imports
             found = stamp(plan)
-            result = carry_out(plan)
+            from bkn_zoo.training import run
+
+            result = run.carry_out(plan)
             if result.record:  # that of the first process
                 write_long_card(result, plan)
                 report(result, plan)
@@ -72,12 +74,6 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan
         check_repository(f"{args.publish}/{plan.name}")
         check_reachable(f"{args.publish}/{plan.name}")
     return plan
-
-
-def carry_out(plan: TrainingPlan) -> "TrainingResult":
-    from bkn_zoo.training.run import run_plan
-
-    return run_plan(plan)
 
 
 def write_long_card(result: "TrainingResult", plan: TrainingPlan) -> None:

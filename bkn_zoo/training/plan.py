@@ -97,7 +97,7 @@ def find_origin(init: str) -> Origin:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training that `bkn_zoo.training.run.run_plan` can start.
+    """A training that `bkn_zoo.training.run.carry_out` can start.
 
     Attributes:
         recipe: the recipe with all overrides; `given` are those of the caller.

@@ -82,7 +82,7 @@ def train(
         workers=workers, save_minutes=save_minutes, quiet=quiet, license=license,
     )  # fmt: skip
     plan.introduce()
-    return run_plan(plan)
+    return carry_out(plan)
 
 
 def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
@@ -99,7 +99,7 @@ def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
     return train(None, data, **options)
 
 
-def run_plan(plan: TrainingPlan) -> TrainingResult:
+def carry_out(plan: TrainingPlan) -> TrainingResult:
     """Train as planned. Errors come before the data are read, if possible."""
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
