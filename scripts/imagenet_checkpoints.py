@@ -38,7 +38,8 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
 from bkn_zoo.publishing.results import write_results
-from bkn_zoo.training.evaluation import measure, uncertain_below
+from bkn_zoo.training.evaluation import measure_accuracy as measure
+from bkn_zoo.training.evaluation import uncertain_below
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"0": 224, "1": 240, "2": 260}
