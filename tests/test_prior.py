@@ -22,7 +22,6 @@ from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES, Statistics
 from bkn_zoo.norms import BatchKalmanNorm, BatchKalmanNorm2d
-from bkn_zoo.norms.centered import Centered, Centered2d
 
 SIZE = 32
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
@@ -129,7 +128,7 @@ def test_gain_one_is_batch_norm_with_an_initial_belief(family):
 def test_population_variances_below_eps_are_kept():
     converted = convert(pretrained(small, torch.float32))
     start_near_population(converted, gain=0.0)
-    norm = next(m for m in converted.modules() if isinstance(m, Centered))
+    norm = next(m for m in converted.modules() if isinstance(m, BatchKalmanNorm2d))
     assert 0 < norm.running_var[0] < norm.eps
     assert norm.running_var[1] == 0 == norm.process_noise[1]
     assert_close(norm.process_noise, norm.running_var, rtol=1e-5, atol=0)
@@ -208,7 +207,9 @@ def test_an_initial_belief_is_saved_and_loaded(gain, tmp_path):
     again = bkn_zoo.create_model("timm:test_resnet", num_classes=3).eval()
     again.load_state_dict(stored.state_dict())
     again.statistics_batch_size = 2
-    assert [norm.gain.item() for norm in stored.modules() if isinstance(norm, Centered)] == pytest.approx([gain] * 15)
+    assert [norm.gain.item() for norm in stored.modules() if isinstance(norm, BatchKalmanNorm2d)] == pytest.approx(
+        [gain] * 15
+    )
     images = torch.randn(2, 3, SIZE, SIZE)
     for mode in MODES:
         assert_close(again(images, mode), stored(images, mode), rtol=0, atol=0)
@@ -448,13 +449,13 @@ def at_a_low_gain(norm):
 @pytest.mark.parametrize("shift", [0.02, 0.125, 0.5])
 @pytest.mark.parametrize("optimizer", [lambda gain: torch.optim.SGD(gain, 0.1, 0.9), lambda gain: Adam(gain, 0.03)])
 def test_a_low_gain_learns_its_best_value(optimizer, shift):
-    norm = at_a_low_gain(Centered2d(CHANNELS))
+    norm = at_a_low_gain(BatchKalmanNorm2d(CHANNELS, centered=True))
     best = 2 * shift / (2 * shift + 0.25 + 1 / 16)
     assert learned_gain(norm, optimizer([norm.raw_gain]), shift) == pytest.approx(best, rel=0.15)
 
 
 def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning():
-    scaled, usual = Centered2d(CHANNELS), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
+    scaled, usual = BatchKalmanNorm2d(CHANNELS, centered=True), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
     gains = [
         learned_gain(norm, torch.optim.SGD([norm.raw_gain], 0.01, 0.9), 0.125)
         for norm in map(at_a_low_gain, (scaled, usual))

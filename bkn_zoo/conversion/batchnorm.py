@@ -10,8 +10,7 @@ from bkn_zoo.conversion.measure import group_of, measure
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain
-from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, also exported from here
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, BatchKalmanNorm, check_gain  # noqa: F401, also exported from here
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
@@ -51,7 +50,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)
     for layer in filter(_has_prior, layers.values()):
-        start_near_batchnorm(layer)
+        layer.start_near_batchnorm()
 
 
 def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
@@ -99,7 +98,8 @@ def start_near_population(
     Returns:
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
     """
-    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
+    every = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, BatchKalmanNorm))
+    norms = {name: norm for name, norm in every if norm.centered and _is_trained(norm)}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
@@ -113,7 +113,7 @@ def start_near_population(
         gains = {name: max(measured, least_gain) for name, measured in gains.items()}
     for name, norm in norms.items():
         norm.take_center()
-        start_near_batchnorm(norm)
+        norm.start_near_batchnorm()
         norm.set_gain(gains[name])
     return list(norms)
 

@@ -11,21 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
-from bkn_zoo.conversion.checks import check, copy_of, frozen_norms, holds_batchnorm
+from bkn_zoo.conversion.checks import check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, first_sentence, inputs_of, left_alone, plans_for
-from bkn_zoo.conversion.plan import INTERLEAVED, Plan
+from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan
 from bkn_zoo.conversion.record import CALLS, Record, is_open, run_with_record
 from bkn_zoo.conversion.replace import linked_norms, names_of, replace_norms
-from bkn_zoo.conversion.report import Report, Row
+from bkn_zoo.conversion.report import NormRow, Report
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import check_gain, no_weight_decay
-from bkn_zoo.norms.centered import BATCHNORM_GAIN
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, check_gain, no_weight_decay
+from bkn_zoo.torch_internals import AnyBatchNorm, tree_leaves, tree_map
 
 
 class Converted(BeliefNetwork):
@@ -206,14 +204,14 @@ def convert(
     choose_statistics(False, default_statistics, statistics_batch_size)
     check_gain(initial_gain)
     for name in parts:
-        check(model, name)
+        check_convertible(model, name)
     whole: Any = copy_of(model)
     before = _count(model)
     inputs = None if example is None else inputs_of(example)
     earlier = getattr(whole, "report", Report((), (), before, before))
     reports = [earlier]
     for name in parts:
-        check(whole, name)
+        check_convertible(whole, name)
         part: Any = whole.get_submodule(name)
         given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
         _convert(part, name, given, left=frozen_norms(whole, part))
@@ -260,7 +258,7 @@ def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any)
 def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str]) -> None:
     """Convert a network in place: the part with this name, or the whole."""
     while True:
-        norms = [n for n, m in part.named_modules() if isinstance(m, _BatchNorm) and n not in left]
+        norms = [n for n, m in part.named_modules() if isinstance(m, AnyBatchNorm) and n not in left]
         plans = plans_for(part, norms, example)
         unfit = {norm: why for plan in plans.values() for norm, why in plan.unfit.items()}
         left = left | unfit
@@ -272,7 +270,7 @@ def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str])
         raise ConversionError(f"{type(part).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
     _settle_shapes(plans)
     prefix = f"{name}." if name else ""
-    rows = tuple(_rows(part, plans, left, prefix))
+    rows = tuple(_report_rows(part, plans, left, prefix))
     methods = _methods_of(part)
     replace_norms(part, plans, prefix)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
@@ -281,7 +279,7 @@ def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str])
     part.report = Report(rows, guesses, 0, 0)
 
 
-def _settle_shapes(plans: dict[bool, Plan]) -> None:
+def _settle_shapes(plans: dict[bool, ConversionPlan]) -> None:
     """Remove the transition of a norm whose calls would need different transitions."""
     calls = [call for plan in plans.values() for call in plan.calls]
     for name in {call.name for call in calls}:
@@ -291,7 +289,9 @@ def _settle_shapes(plans: dict[bool, Plan]) -> None:
                 each.pieces, each.why = [], "none: its calls would need transitions of different shapes"
 
 
-def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefix: str) -> Iterator[Row]:
+def _report_rows(
+    model: nn.Module, plans: dict[bool, ConversionPlan], left: dict[str, str], prefix: str
+) -> Iterator[NormRow]:
     names, called = names_of(model), set()
 
     def also(name: str) -> tuple[str, ...]:
@@ -306,11 +306,11 @@ def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefi
                 priors[other] = priors.get(other, 0) + 1
             path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
             note = "" if priors else each.why or "none: no norm below"
-            yield Row(prefix + each.name, priors, path, each.shapes, note, also(each.name))
+            yield NormRow(prefix + each.name, priors, path, each.shapes, note, also(each.name))
         called |= {each.name for each in new}
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and name not in called:
-            yield Row(prefix + name, {}, (), (), f"left: {left.get(name, 'never called')}", also(name))
+        if isinstance(module, AnyBatchNorm) and name not in called:
+            yield NormRow(prefix + name, {}, (), (), f"left: {left.get(name, 'never called')}", also(name))
 
 
 def _count(model: nn.Module) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
 
-from bkn_zoo.conversion.plan import Plan, make_plan
+from bkn_zoo.conversion.plan import ConversionPlan, plan_conversion
 from bkn_zoo.conversion.record import count_images
 from bkn_zoo.errors import ConversionError
+from bkn_zoo.torch_internals import tree_map
 
 SIZES = {1: ((64,), (1024,), (16000,)), 2: ((64, 64), (224, 224), (299, 299), (8, 8)), 3: ((8, 64, 64), (32, 64, 64))}
 """Sizes of created images, by the dimensions of the first convolution. The first accepted size is used."""
@@ -44,7 +44,7 @@ def inputs_of(example: Any) -> Inputs:
     return Inputs((example,))
 
 
-def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dict[bool, Plan]:
+def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dict[bool, ConversionPlan]:
     """Plans for training and evaluation. One is missing if the network accepts the example in one mode only.
 
     Args:
@@ -61,16 +61,18 @@ def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dic
     for training in (True, False):
         for inputs, meta in tried:
             try:
-                plans[training] = _run(model, norms, inputs, training, meta)
+                plans[training] = _plan_on_copy(model, norms, inputs, training, meta)
                 break
             except Exception as error:  # a network may raise any error for unexpected inputs
                 errors.append((error, inputs))
     if not plans:
-        raise _refused(model, errors[-1] if example is not None else errors[0], example is not None) from errors[0][0]
+        raise _refused_example(
+            model, errors[-1] if example is not None else errors[0], example is not None
+        ) from errors[0][0]
     return plans
 
 
-def _run(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, meta: bool) -> Plan:
+def _plan_on_copy(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, meta: bool) -> ConversionPlan:
     with left_alone():
         twin = copy.deepcopy(model, _on_meta(model) if meta else {})
         twin.train(training)
@@ -79,7 +81,7 @@ def _run(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, met
         )
         context = torch.device("meta") if meta else torch.enable_grad()
         with context:
-            return make_plan(twin, {name: twin.get_submodule(name) for name in norms}, *inputs)
+            return plan_conversion(twin, {name: twin.get_submodule(name) for name in norms}, *inputs)
 
 
 def _on_meta(model: nn.Module) -> dict[int, Any]:
@@ -165,7 +167,7 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         yield (2, FRAMES, channels, *sizes[0])
 
 
-def _refused(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
+def _refused_example(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
     error, inputs = failure
     kind, line, why = type(model).__name__, _line_of(error), first_sentence(error)
     if given:

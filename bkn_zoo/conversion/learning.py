@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.batchnorm import start_near_population
 from bkn_zoo.conversion.measure import by_statistics, group_of
@@ -17,6 +16,7 @@ from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
+from bkn_zoo.torch_internals import tree_leaves
 
 GAIN_RATE = 10.0
 """The learning rate of gains, relative to the other parameters. Adam changes each parameter by about its learning rate

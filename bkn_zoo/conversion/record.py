@@ -5,7 +5,6 @@ While a network runs, a `Record` stores the beliefs of its norms so far. The rec
 call ends. The code of the network does not change.
 """
 
-import inspect
 import threading
 import warnings
 import weakref
@@ -14,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief, concatenate
-from bkn_zoo.norms.running import recomputing
 from bkn_zoo.norms.statistics import group_size, in_full_precision
+from bkn_zoo.torch_internals import checkpoint_frame, recomputing, tree_leaves
 
 POPULATION = Statistics("population")
 AFTER_NORM = ("drop", "act")
@@ -124,10 +122,9 @@ def find_record(norm: str) -> Record | None:
     """The record of the current call of a norm; None outside a call."""
     if torch.compiler.is_compiling():
         return CALLS.open[-1] if CALLS.open else None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    frame, again = (None, False) if hooks is None else _checkpoint_of(hooks)
+    frame, run, again = checkpoint_frame()
     if again:
-        return _recomputed(norm, hooks[0], frame)
+        return _recomputed(norm, run, frame)
     if recomputing():
         raise InputError(
             f"{norm} is recomputed by a reentrant or nested checkpoint, where beliefs lose their gradients: use "
@@ -139,30 +136,14 @@ def find_record(norm: str) -> Record | None:
     return record
 
 
-def _checkpoint_of(hooks: tuple[Any, Any]) -> tuple[Any, bool]:
-    """The checkpointed region whose hooks these are, and whether it is being recomputed; None for other hooks.
-
-    PyTorch has no public function for this. The hooks of torch.utils.checkpoint have the region's frame in their
-    closures: in the first pass the frame itself, in a recomputation a weak reference.
-    """
-    for hook in hooks:
-        for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
-            held = cell.cell_contents
-            if type(held).__name__ == "_CheckpointFrame":
-                return held, False
-            if isinstance(held, weakref.ref) and type(held()).__name__ == "_CheckpointFrame":
-                return held(), True
-    return None, False
-
-
-def _recomputed(norm: str, hook: Any, frame: Any) -> Record:
+def _recomputed(norm: str, run: Any, frame: Any) -> Record:
     """The record of a recomputed region, which starts as in the first pass."""
-    if CALLS.recomputed is None or CALLS.recomputed[0] is not hook:
+    if CALLS.recomputed is None or CALLS.recomputed[0] is not run:
         if frame not in AT_CHECKPOINT:
             raise InputError(
                 f"{norm} is recomputed by a checkpoint that did not contain it at first: remove the checkpoint."
             )
-        CALLS.recomputed = hook, AT_CHECKPOINT[frame].copy()
+        CALLS.recomputed = run, AT_CHECKPOINT[frame].copy()
     return CALLS.recomputed[1]
 
 

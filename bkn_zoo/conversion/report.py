@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class NormRow:
     """One norm of the network, or one of its calls if there are several.
 
     Attributes:
@@ -29,6 +29,10 @@ class Row:
         return self.note.startswith("left: ")
 
 
+Row = NormRow
+"""Its name in pickles of earlier versions."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The report of a conversion, for `print(converted.report)`.
@@ -39,7 +43,7 @@ class Report:
         parameters_before, parameters_after: parameters of the whole network.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[NormRow, ...]
     guesses: tuple[str, ...]
     parameters_before: int
     parameters_after: int

@@ -25,6 +25,7 @@ from bkn_zoo.norms.statistics import (
     pool,
     without_autocast,
 )
+from bkn_zoo.torch_internals import recomputing
 
 AVERAGES = {"running_mean": 0.0, "running_var": 1.0, "image_mean": 0.0, "image_var": 1.0, "image_spread": 0.0}
 """The running averages and their initial values."""
@@ -401,8 +402,3 @@ def left_in_its_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def recomputing() -> bool:
-    """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
