@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from bkn_zoo.conversion.example import first_sentence
+from bkn_zoo.conversion.example import reason_of
 from bkn_zoo.conversion.report import Report
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.models.network import Network
@@ -81,7 +81,7 @@ def copy_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:  # a module may contain anything
         raise ConversionError(
-            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
+            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({reason_of(error)}): "
             "remove it or, if the first pass created it, convert the network before that pass."
         ) from error
 

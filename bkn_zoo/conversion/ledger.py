@@ -11,6 +11,9 @@ from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Single, sources_of, t
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, shortened, without
 from bkn_zoo.torch_internals import memory_of
 
+MOST_CHANNELS = 2**14
+"""Largest number of outputs of a layer with a number each. More are not channels, but computed weights, for example."""
+
 
 class Ledger:
     """The numbers of channels.
@@ -101,7 +104,8 @@ class Ledger:
             if blocks == 1:
                 sources = tuple({(source.call, source.channel): source for source in sources}.values())
             depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than its sources, for x + conv(x)
-            mix = Mix(sources, outputs, blocks, (*path, name), depth)
-            made = [Mixed(mix, index) if sources else None for index in range(outputs)]
+            count = outputs if outputs <= MOST_CHANNELS else 1
+            mix = Mix(sources, count, blocks, (*path, name), depth)
+            made = [Mixed(mix, index) if sources else None for index in range(count)]
         images = without(tag.images, [d for d in range(x.ndim) if d == dim or x.shape[d] != shape[d]])
         return Tag(self.numbered(len(shape), dim, made, self.guesses_behind(numbers)), images)

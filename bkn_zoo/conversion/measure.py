@@ -108,7 +108,7 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
         The measurements by the name of the norm. Norms whose rows could not be assigned to images are missing.
     """
     domains = images if isinstance(images, Mapping) else {"images": images}
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_averages}
     if not norms:
         raise InputError("this network has no BKN norm to measure: pass a network from bkn_zoo.convert.")
     path = 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bkn_zoo.conversion.ledger import Ledger
 from bkn_zoo.conversion.operations import NeedsValuesError, Operation, basic_name, guess, handler_of
 from bkn_zoo.conversion.origins import Origin, Piece, Single, pieces_of
-from bkn_zoo.conversion.record import count_images, lists_of_images
+from bkn_zoo.conversion.record import lists_of_images
 from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, by_row, tensors_in, without
 from bkn_zoo.torch_internals import (
     TorchDispatchMode,
@@ -41,6 +41,7 @@ class NormCall:
         features: number of channels.
         pieces: pieces of its transition; none for a first layer.
         ordered: whether rows are known to be grouped by image, if an image has several.
+        single: whether each row is an image.
         why: the reason if `pieces` is empty although there are norms below.
     """
 
@@ -48,6 +49,7 @@ class NormCall:
     features: int
     pieces: list[Piece]
     ordered: bool
+    single: bool
     why: str = ""
 
     @property
@@ -66,16 +68,19 @@ class ConversionPlan:
     foldable: dict[str, str] = field(default_factory=dict)
 
 
-def plan_conversion(model: nn.Module, norms: dict[str, nn.Module], args: Any, kwargs: Any) -> ConversionPlan:
+def plan_conversion(model: nn.Module, norms: dict[str, nn.Module], inputs: Any, images: int) -> ConversionPlan:
     """Run a model on an example. The model is changed.
 
     Args:
         norms: the norms of the model to convert.
+        inputs: the arguments of the call.
+        images: number of images in the inputs.
     """
-    planner = Planner(model, norms, count_images((args, kwargs)) or 0)
+    args, kwargs = inputs
+    planner = Planner(model, norms, images)
     with untracked():
         planner.tag_inputs((args, kwargs))
-    with torch.inference_mode(), planner:
+    with torch.no_grad(), planner:
         output = model(*args, **kwargs)
     planner.find_foldable(output)
     return planner.plan
@@ -104,6 +109,8 @@ class Planner(TorchDispatchMode):
         self.convolved: list[tuple[str, Tag]] = []
         self.normed: list[tuple[str, Tag]] = []
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # has no hooks
+                continue
             module.register_forward_pre_hook(functools.partial(self.enter, name))
             module.register_forward_hook(functools.partial(self.leave, name), always_call=True)
             if isinstance(module, nn.RNNBase):
@@ -222,7 +229,7 @@ class Planner(TorchDispatchMode):
         ordered = self.look_at_rows(name, tag, x.shape[0])
         self.normed.append((name, tag))
         call = len(self.plan.calls)
-        self.plan.calls.append(NormCall(name, features, pieces, ordered))
+        self.plan.calls.append(NormCall(name, features, pieces, ordered, ordered and x.shape[0] == self.ledger.images))
         self.ledger.depths.append(depth)
         seen: list[Origin] = [Single(call, channel) for channel in range(features)]
         if len(numbers) == features:
@@ -241,11 +248,12 @@ class Planner(TorchDispatchMode):
             return False
         return torch.equal(images, torch.arange(self.ledger.images).repeat_interleave(rows // self.ledger.images))
 
-    def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Tensor, *states: Any) -> Any:
+    def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Any, hx: Any = None) -> Any:
         """A recurrent layer: it mixes channels along the positions of an image, or mixes images."""
         with untracked():
-            output, state = forward(input, *states)
-            tag = self.tag_of(input)
+            output, state = forward(input, hx)
+            # A packed sequence mixes the images of a batch: its channels are not followed.
+            tag = self.tag_of(input) if isinstance(input, Tensor) else None
             if tag is not None:
                 along = 1 if module.batch_first else 0
                 made = self.ledger.mixed(

@@ -104,6 +104,11 @@ def _prove(
         allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), largest)
     if not max(proof) <= allowed:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(proof._fields, proof, strict=True))
+        if max(map(_difference, wanted, _step(_cast(original, dtype), inputs, seed))) > allowed:
+            raise ConversionError(
+                "two equal training steps of the original differ, for example by random numbers in its backward pass, "
+                f"so the converted network cannot be compared with it ({shown})."
+            )
         raise ConversionError(
             f"the converted network differs from the original by more than {allowed:.0e}: {shown}. Please report it."
         )

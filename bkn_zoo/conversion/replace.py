@@ -1,6 +1,9 @@
 """Executes plans: replaces batch norms by Batch Kalman Norms that are linked to the norms below."""
 
+import functools
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +21,25 @@ ANY_DIMS = (2, 3, 4, 5)
 def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
     """The norms of converted networks in a model."""
     return [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.link is not None]
+
+
+@contextmanager
+def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
+    """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
+    norms = [(norm, type(norm)) for norm in linked_norms(model)]
+    for norm, kind in norms:
+        norm.__class__ = _posing_class(kind)
+    try:
+        yield
+    finally:
+        for norm, kind in norms:
+            norm.__class__ = kind
+
+
+@functools.cache
+def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
+    plain = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[kind.dims[0]]
+    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__})
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -68,6 +90,7 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall) -> BatchKalmanNorm:
         layer.add_module(name, child)
     layer.dims = ANY_DIMS
     layer.train(norm.training)
+    layer.track_running_stats = norm.track_running_stats
     return layer
 
 
@@ -94,7 +117,7 @@ def _links(layer: BatchKalmanNorm, key: str, plan: ConversionPlan, order: str) -
             name = f"{order}{len(links)}"
             layer.register_buffer(name, torch.tensor(channels, device=layer.running_mean.device), persistent=False)
         sources = tuple((*numbers[below], plan.calls[below].features) for below in starts)
-        links.append(Link(sources, name, call.ordered))
+        links.append(Link(sources, name, call.ordered, call.single))
     return tuple(links)
 
 

@@ -1,6 +1,9 @@
 """The report of a conversion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+NEVER_CALLED = "never called"
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class Report:
     def __str__(self) -> str:
         table = [("norm", "prior (channels)", "over", "A")]
         for row in self.rows:
-            prior = _few(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
+            prior = few_names(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
-            table.append((", ".join((row.norm, *row.also)), prior, _few(row.path), shapes))
+            table.append((", ".join((row.norm, *row.also)), prior, few_names(row.path), shapes))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines += [f"guess: {guess}" for guess in self.guesses]
@@ -63,5 +66,6 @@ class Report:
         return "\n".join(lines)
 
 
-def _few(names: tuple[str, ...]) -> str:
+def few_names(names: Sequence[str]) -> str:
+    """The first three names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
