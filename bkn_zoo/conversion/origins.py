@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_PIECES = 8
 """Largest number of blocks of a transition. Channels that would need more get one full matrix."""
 
 
-@dataclass(frozen=True)
-class Single:
+class Single(NamedTuple):
     """A channel with a belief from the call of a norm, or that depends on one such channel only."""
 
     call: int
@@ -29,8 +28,7 @@ class Mix:
     depth: float
 
 
-@dataclass(frozen=True)
-class Mixed:
+class Mixed(NamedTuple):
     """One channel of a `Mix`."""
 
     mix: Mix
