@@ -67,7 +67,7 @@ def checkpoint_frame() -> tuple[Any, Any, bool]:
     in a recomputation a weak reference. If PyTorch changes this, the result is (None, None, False), and converted norms
     refuse to be recomputed (`find_record`).
     """
-    hooks = _saving_hooks(True)
+    hooks: Any = _saving_hooks(True)
     for hook in hooks or ():
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
             held = cell.cell_contents

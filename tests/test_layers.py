@@ -42,16 +42,12 @@ SAME_INTERFACE = {
 """Names that several modules define for the same thing, and what that is."""
 
 # Both must become empty: remove what no longer holds.
-KNOWN_IMPORTS = {
-    ("bkn_zoo.conversion.operations", "bkn_zoo.conversion.plan"),
-}
+KNOWN_IMPORTS: set[tuple[str, str]] = set()
 # fmt: off
 KNOWN_DUPLICATES = {
-    "Engine", "Plan", "Prediction", "Row", "_decode", "_describe", "_described", "_finite", "_kind", "_largest",
-    "_metadata", "_outputs", "_publish", "_put", "_read", "_refused", "_rows", "_run", "_seconds", "_short",
-    "_train", "_write", "build", "carry_out", "check", "finish", "fitted", "fold", "like", "load", "make_plan",
-    "measure", "move", "name_of", "normalize", "parse", "parser", "pool", "predict", "run", "serve", "shown",
-    "top1", "write",
+    "Engine", "Prediction", "_decode", "_describe", "_described", "_finite", "_kind", "_metadata", "_publish",
+    "_put", "_read", "_seconds", "_short", "_train", "_write", "build", "carry_out", "finish", "like", "load",
+    "normalize", "parse", "parser", "pool", "predict", "run", "serve", "shown", "top1", "write",
 }
 # fmt: on
 
@@ -163,7 +159,13 @@ def loaded():
 def test_slow_libraries_are_imported_by_the_first_use(loaded):
     """PyTorch alone takes seconds."""
     ours = {name for name in loaded["package"] if name.startswith("bkn_zoo")}
-    assert ours == {"bkn_zoo", "bkn_zoo.checkpoints", "bkn_zoo.checkpoints.builders", "bkn_zoo.errors", "bkn_zoo.version"}
+    assert ours == {
+        "bkn_zoo",
+        "bkn_zoo.checkpoints",
+        "bkn_zoo.checkpoints.builders",
+        "bkn_zoo.errors",
+        "bkn_zoo.version",
+    }
     assert loaded["list"].isdisjoint(HEAVY)
     # The process that only supervises workers needs neither.
     assert loaded["command"].isdisjoint(["torch", "fastapi"])

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.measure import group_of, measure
+from bkn_zoo.conversion.shift import group_of, measure_shift
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
@@ -75,11 +75,10 @@ def start_near_population(
     normalization, in all modes and in training. Outputs with `population` statistics do not change. Create the
     optimizer afterwards, because there are new parameters.
 
-    With `images`, the gain of each norm is measured (`bkn_zoo.conversion.measure`): Q = nT / (nT + V) for groups of n
-    images, divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the
-    same gain as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much
-    weight to a single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the
-    derivation.
+    With `images`, the gain of each norm is measured (`measure_shift`): Q = nT / (nT + V) for groups of n images,
+    divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the same gain
+    as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much weight to a
+    single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the derivation.
 
     Args:
         model: a network from `convert`, or with a converted part.
@@ -108,7 +107,7 @@ def start_near_population(
     gains = dict.fromkeys(norms, POPULATION_GAIN if gain is None else gain)
     check_gain(gains[next(iter(norms))])
     if gain is None and images is not None:
-        size, found = group_of(model, group), measure(model, images)
+        size, found = group_of(model, group), measure_shift(model, images)
         gains = {name: found[name].gain(size, adapted) if name in found else 0.0 for name in norms}
         gains = {name: max(measured, least_gain) for name, measured in gains.items()}
     for name, norm in norms.items():

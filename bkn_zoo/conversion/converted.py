@@ -206,7 +206,7 @@ def _own_state(network: Any) -> dict[str, Any]:
 
 
 def _convert_graph(graph: Any, kind: Any, methods: tuple[str, ...], state: dict[str, Any]) -> Any:
-    graph.__class__ = converted_class(kind, type(graph), methods)
+    graph.__class__ = converted_class(kind, type(graph), methods)  # type: ignore[arg-type]
     vars(graph).update(state)
     return graph
 

@@ -32,7 +32,7 @@ class Mixed(NamedTuple):
     """One channel of a `Mix`."""
 
     mix: Mix
-    index: int
+    place: int
 
 
 Origin = Single | Mixed | None

@@ -84,9 +84,7 @@ AT_CHECKPOINT: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDiction
 """The record at the beginning of a checkpointed region, as long as PyTorch may recompute the region."""
 
 
-def run_with_record(
-    network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def run_with_record(network: Any, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a function of a network with its own record."""
     record = Record(network, statistics, count_images(images_in(function, network._images, args, kwargs)))
     CALLS.open.append(record)

@@ -26,7 +26,7 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
 @contextmanager
 def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
     """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
-    norms = [(norm, type(norm)) for norm in linked_norms(model)]
+    norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in linked_norms(model)]
     for norm, kind in norms:
         norm.__class__ = _posing_class(kind)
     try:
@@ -134,7 +134,7 @@ def _earlier(kind: type[BatchKalmanNorm]) -> type[BatchKalmanNorm]:
             place = Links(*(state.pop(name) for name in ("key", "label", "links")))
             now = {"link": place, "carries_belief": False, "dims": ANY_DIMS, "centered": True}
             super().__setstate__(state | now)
-            self.__class__ = kind
+            self.__class__ = kind  # type: ignore[assignment]
 
     return Earlier
 

@@ -27,7 +27,7 @@ def earlier(kind: type[BatchKalmanNorm]) -> type[BatchKalmanNorm]:
     class Earlier(kind):  # type: ignore[misc,valid-type]
         def __setstate__(self, state: dict[str, Any]) -> None:
             super().__setstate__(state | {"centered": True})
-            self.__class__ = kind
+            self.__class__ = kind  # type: ignore[assignment]
 
     return Earlier
 
