@@ -1,4 +1,4 @@
-"""Measures how far images are from a network's population, and recommends what to do.
+"""Measures how far images are from a network's population, from which the best gain of each norm follows.
 
 Each norm of a pretrained network estimates the mean of its input. Let V be the variance of the images' means around
 the mean of their domain, and T the squared distance between the domain's mean and the population's, both in units of
@@ -25,24 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.conversion.record import Links
 from bkn_zoo.errors import InputError
+from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.norms.statistics import observe
-
-CHOICES = ("freeze", "AdaBN", "BN", "BKN")
-"""The recommendations of `advise`, the simplest first."""
-
-WORTHWHILE = 1.25
-"""A less simple choice needs an error that is lower by this factor,"""
-
-NEGLIGIBLE = 0.01
-"""and by this: a mean with an error of a tenth of a standard deviation."""
 
 
 class Shift(NamedTuple):
@@ -96,7 +87,7 @@ class _Deviations:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Shift]:
+def measure_shift(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Shift]:
     """Measure T and V of every BKN norm of a network, with `population` statistics.
 
     Args:
@@ -108,7 +99,7 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
         The measurements by the name of the norm. Norms whose rows could not be assigned to images are missing.
     """
     domains = images if isinstance(images, Mapping) else {"images": images}
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.track_running_stats}
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_averages}
     if not norms:
         raise InputError("this network has no BKN norm to measure: pass a network from bkn_zoo.convert.")
     path = 0
@@ -129,13 +120,12 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
     count, path = 0, _longest_path([norm.link for norm in norms.values() if norm.link is not None])
 
     def before(name: str) -> Any:
-        def hook(norm: Any, args: tuple[Any, ...]) -> Any:
+        def hook(norm: Any, args: tuple[Any, ...]) -> None:
             x = args[0]
             if x.shape[0] == count:
                 scale = torch.rsqrt(norm.running_var + norm.eps)
                 deviations = (observe(x).mean - norm.running_mean) * scale
                 found.setdefault(name, _Deviations()).add(deviations.double().cpu())
-            return None if norm.link is not None else (x, args[1], Statistics("population"), *args[3:])
 
         return hook
 
@@ -176,8 +166,8 @@ def _longest_path(places: list[Links]) -> int:
 
 @contextmanager
 def by_statistics(model: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """Set the default statistics of calls of converted networks."""
-    parts = [part for part in model.modules() if isinstance(part, Converted)]
+    """Set the default statistics of calls of networks of the zoo and converted ones."""
+    parts = [part for part in model.modules() if isinstance(part, BeliefNetwork)]
     before = [(part.default_statistics, part.statistics_batch_size) for part in parts]
     try:
         for part in parts:
@@ -198,82 +188,6 @@ def _shift(domains: list[_Deviations], path: int) -> Shift:
     shift = max(float(means.square().mean()) - unrest, 0.0)
     between = max(float(means.var(0).mean()) - unrest, 0.0) if len(domains) > 1 else 0.0
     return Shift(shift, between, spread, images, path)
-
-
-class Advice(NamedTuple):
-    """A recommendation for a network's norms. Printing it shows a table.
-
-    Attributes:
-        choice: "freeze" (frozen batch normalization), "AdaBN" (re-estimate the population by `bkn_zoo.recalibrate`,
-            then freeze), "BN" (statistics of the batch) or "BKN" (`start_near_population` with these images).
-        errors: the expected squared error of a norm's mean for each choice, in population variances, averaged over
-            norms.
-        norms: the measurements, by the norm's name.
-        batch_size: images per group.
-    """
-
-    choice: str
-    errors: dict[str, float]
-    norms: dict[str, Shift]
-    batch_size: int
-
-    def __str__(self) -> str:
-        width = max(map(len, self.norms))
-        lines = [f"{'norm':{width}}  {'T':>9}  {'T between':>9}  {'V':>9}  {'q':>6}"]
-        for name, norm in self.norms.items():
-            gain = norm.gain(self.batch_size)
-            lines.append(f"{name:{width}}  {norm.shift:9.3g}  {norm.between:9.3g}  {norm.spread:9.3g}  {gain:6.3f}")
-        errors = ", ".join(f"{choice} {error:.3g}" for choice, error in self.errors.items())
-        group = "1 image" if self.batch_size == 1 else f"{self.batch_size} images"
-        lines += [f"expected squared error of a mean, {group} per group: {errors}"]
-        best = min(self.errors, key=self.errors.__getitem__)
-        reason = "" if self.choice == best else f", simpler than {best}, and the difference of the errors is negligible"
-        check = "" if self.choice == "freeze" else "; compare it with freezing on validation images"
-        return "\n".join([*lines, f"recommended: {self.choice}{reason}{check}"])
-
-
-def advise(
-    model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]], batch_size: int | None = None
-) -> Advice:
-    """Recommend how to normalize a pretrained network before it is trained on these images.
-
-    The recommendation compares the expected squared errors of means, averaged over norms (docs/paper.md, 3.8). The
-    error of AdaBN is V/N with N images of one domain. With several domains it is the variance between them, because an
-    image comes from one domain and is normalized with all. If later images are from several domains, or from new ones,
-    pass the images by domain. The simplest choice wins whose error is at most 1.25 times the smallest error plus 0.01.
-
-    The comparison ignores errors of variances, changes of the features by training, and the sensitivity of a network.
-    It assumes that the whole difference T is harmful, but images of a few classes also differ from the population by
-    what they show. docs/pretrained.md says how often the recommendation was right: too often it was AdaBN or BN.
-
-    Args:
-        model: a pretrained network from `bkn_zoo.convert`, before further training.
-        images: as in `measure`.
-        batch_size: images per group in training; by default the network's `statistics_batch_size`, or 1.
-    """
-    return recommend(measure(model, images), group_of(model, batch_size))
-
-
-def recommend(norms: dict[str, Shift], batch_size: int) -> Advice:
-    """What `advise` recommends for groups of `batch_size` images, by what `measure` found."""
-    if not norms:
-        raise InputError(
-            "no norm of this network can be measured, because their rows are not images: convert a part with only=NAME."
-        )
-
-    def mean(error: Any) -> float:
-        return sum(error(norm) for norm in norms.values()) / len(norms)
-
-    unrest = mean(lambda norm: norm.spread / norm.images)
-    errors = {
-        "freeze": mean(lambda norm: norm.shift),
-        "AdaBN": mean(lambda norm: norm.between) + unrest,
-        "BN": mean(lambda norm: norm.spread / batch_size),
-        "BKN": mean(lambda norm: norm.shift * (1 - norm.share(batch_size))),  # T V / (nT + V)
-    }
-    enough = WORTHWHILE * min(errors.values()) + NEGLIGIBLE
-    choice = next(choice for choice in CHOICES if errors[choice] <= enough)
-    return Advice(choice, errors, norms, batch_size)
 
 
 def group_of(model: nn.Module, group: int | None) -> int:
