@@ -97,7 +97,7 @@ def run_with_record(
 
 def is_open(network: nn.Module) -> bool:
     """Whether the innermost call of this thread is one of this network."""
-    return bool(CALLS.open) and CALLS.open[-1].network is network
+    return len(CALLS.open) > 0 and CALLS.open[-1].network is network
 
 
 def count_images(inputs: Any) -> int | None:

@@ -11,6 +11,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.standardized import StandardizedConv, in_one_launch, standardized_once
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
@@ -47,6 +48,7 @@ class Network(BeliefNetwork, OneNoise):
         name: its name in the registry.
         norm_options: all options of its norms, including defaults.
         num_classes: outputs of the classifier.
+        standardized: its convolutions with standardized weights.
         config: the configuration of the checkpoint that it was loaded from.
         revision: the commit of the repository that it was downloaded from.
     """
@@ -63,6 +65,7 @@ class Network(BeliefNetwork, OneNoise):
         self.num_classes = num_classes
         self.statistics_batch_size = None
         self.default_statistics = "population"
+        self.standardized: tuple[StandardizedConv, ...] = ()
         self.config: Any = None
         self.revision: str | None = None
 
@@ -77,7 +80,10 @@ class Network(BeliefNetwork, OneNoise):
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
-        return self.head(self.features(images, chosen))
+        if not in_one_launch(self.standardized):
+            return self.head(self.features(images, chosen))
+        with standardized_once(self.standardized):
+            return self.head(self.features(images, chosen))
 
     def reset_parameters(self) -> None:
         """Initialize all weights, for example after `to_empty` of a network on the meta device."""

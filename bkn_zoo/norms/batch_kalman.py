@@ -106,9 +106,10 @@ class BatchKalmanNorm(RunningNorm):
             self.kernels_predict = tuple(shapes[0]) == (num_features, prior_features)
             if transition_rank is not None and transition_rank < 1:
                 raise InputError(f"transition_rank is {transition_rank}: choose a number of at least 1, or None.")
-            if self.kernels_predict and saves_parameters(transition_rank, num_features, prior_features):
-                left, right = (num_features, transition_rank), (transition_rank, prior_features)
-                self.transition = nn.ParameterDict({"left": like.new_zeros(left), "right": like.new_empty(right)})
+            rank = transition_rank or 0
+            if self.kernels_predict and 0 < rank * (num_features + prior_features) < num_features * prior_features:
+                left, right = like.new_zeros(num_features, rank), like.new_empty(rank, prior_features)
+                self.transition = nn.ParameterDict({"left": left, "right": right})
                 self._draw_right_factor()
             else:
                 blocks = [nn.Parameter(like.new_zeros(shape)) for shape in shapes]
@@ -284,11 +285,6 @@ class BatchKalmanNorm(RunningNorm):
         if self.has_prior and self.prior_features is None:
             text += ", initial_belief=True"
         return text if self.link is None else f"{text}, below: {', '.join(self.link.below()) or 'none'}"
-
-
-def saves_parameters(rank: int | None, outputs: int, inputs: int) -> bool:
-    """Whether two factors of this rank are smaller than the matrix."""
-    return rank is not None and rank * (outputs + inputs) < outputs * inputs
 
 
 def held(rows: Tensor, gain: Tensor) -> Tensor:
