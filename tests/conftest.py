@@ -36,7 +36,7 @@ SLOW = (
     "test_service.py", "test_batch.py", "test_pooling.py", "test_graph_cache.py", "test_finetuning.py",
     "test_cards.py", "test_images.py", "test_cli.py", "test_other_systems.py", "test_running.py", "test_libraries.py",
     "test_progress.py", "test_zoo.py", "test_layers.py", "test_studies.py", "test_report.py", "test_ray.py",
-    "test_memory.py", "test_kalman.py",
+    "test_kalman.py",
 )  # fmt: skip
 
 

@@ -49,7 +49,10 @@ def test_second_start_reads_compiled_graphs(model, folder):
 
 def test_changed_network_or_code_has_another_graph(model, folder):
     start(model)
-    for change in (lambda: model.fc.weight.data.add_(1.0), lambda: setattr(model, "head", lambda x: 2 * x.mean((2, 3)))):
+    for change in (
+        lambda: model.fc.weight.data.add_(1.0),
+        lambda: setattr(model, "head", lambda x: 2 * x.mean((2, 3))),
+    ):
         change()
         with torch.no_grad():
             assert_close(start(model), model(IMAGES, "population"), atol=1e-3, rtol=0)

@@ -47,10 +47,8 @@ KNOWN_IMPORTS = {
 }
 # fmt: off
 KNOWN_DUPLICATES = {
-    "Engine", "Plan", "Prediction", "Row", "_decode", "_describe", "_described", "_finite", "_kind", "_largest",
-    "_metadata", "_outputs", "_publish", "_put", "_read", "_refused", "_rows", "_run", "_seconds", "_short",
-    "_train", "_write", "build", "carry_out", "check", "finish", "fitted", "fold", "like", "load", "make_plan",
-    "measure", "move", "name_of", "normalize", "parse", "parser", "pool", "predict", "run", "serve", "shown",
+    "Engine", "Plan", "Prediction", "_describe", "_finite", "_largest", "_outputs", "_put", "_read", "build",
+    "finish", "fitted", "like", "make_plan", "measure", "move", "normalize", "pool", "predict", "serve", "shown",
     "top1", "write",
 }
 # fmt: on

@@ -17,7 +17,8 @@ import bkn_zoo
 from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
-from bkn_zoo.cli.train import main, parse
+from bkn_zoo.cli.train import parse_training as parse
+from bkn_zoo.cli.train import run_training as main
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.progress import bar
@@ -586,7 +587,7 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
         return max(processes, 1)
 
     (tmp_path / "state.pt").write_text("an older one")
-    monkeypatch.setattr("bkn_zoo.cli.train.carry_out", stopped)
+    monkeypatch.setattr("bkn_zoo.training.run.carry_out", stopped)
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", count)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]

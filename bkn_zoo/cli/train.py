@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.parser import check_folder
-from bkn_zoo.cli.train_options import parse
+from bkn_zoo.cli.train_options import parse_training
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.interruption import Stopped, handled
@@ -21,8 +21,8 @@ UNKNOWN = 20.0
 """If the 95 % interval of an accuracy is wider than this, in percent, the accuracy is practically unknown."""
 
 
-def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
-    args, overrides = parse(arguments, prog)
+def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
+    args, overrides = parse_training(arguments, prog)
     plan: Plan | None = None
     found: Stamp = None
     interrupted = ending = False
@@ -38,7 +38,9 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
             plan = planned(args, overrides)
             plan.say()  # before seconds of imports
             found = stamp(plan)
-            result = carry_out(plan)
+            from bkn_zoo.training import run
+
+            result = run.carry_out(plan)
             if result.record:  # that of the first process
                 write_long_card(result, plan)
                 report(result, plan)
@@ -72,12 +74,6 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> Plan:
         check_repository(f"{args.publish}/{plan.name}")
         check_reachable(f"{args.publish}/{plan.name}")
     return plan
-
-
-def carry_out(plan: Plan) -> "TrainingResult":
-    from bkn_zoo.training.run import carry_out
-
-    return carry_out(plan)
 
 
 def write_long_card(result: "TrainingResult", plan: Plan) -> None:

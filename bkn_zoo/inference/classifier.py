@@ -22,7 +22,7 @@ from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess_square
 from bkn_zoo.images.reading import resized_square
 from bkn_zoo.inference.drift import Drift
-from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.modes import check_mode
 
@@ -103,7 +103,7 @@ class Classifier:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
         self.engine = create_engine(model, engine, device, precision, streams)
-        self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
+        self.engine_name = self.engine.name
         self.device = self.engine.device
         self.drift: Drift | None = None
         self.preprocessing = config.preprocessing
@@ -169,8 +169,10 @@ class Classifier:
                 rows = iter(self.scores(torch.stack(good), chosen) if good else ())
                 drifts = iter(self.drift(torch.stack(good)).tolist() if good and self.drift else [None] * len(good))
                 for image in batch:
-                    known = isinstance(image, ImageError)
-                    yield image if known else self.classification(next(rows), chosen, top_k, next(drifts))
+                    if isinstance(image, ImageError):
+                        yield image
+                    else:
+                        yield self.classification(next(rows), chosen, top_k, next(drifts))
 
     def watch(self, usual: Iterable[ImageSource]) -> None:
         """Compare all further images with these, and report how unusual they are. Copies of the classifier do not.

@@ -116,9 +116,11 @@ class Engine:
     that PyTorch does not count: of a tensor's `.data`, of a tensor made in inference mode, or by a captured step.
 
     Attributes:
+        name: "torch" or "openvino".
         streams: images that run at once.
     """
 
+    name: str
     streams = 1
 
     def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32") -> None:
@@ -204,6 +206,7 @@ class Engine:
 class TorchEngine(Engine):
     """PyTorch, on a CPU, or on a GPU with CUDA graphs; in channels_last, if the network supports it."""
 
+    name = "torch"
     layout = torch.channels_last
 
     def _fastest_precision(self) -> str:
@@ -255,6 +258,7 @@ class OpenVINOEngine(Engine):
         translated: whether the network is translated in this way.
     """
 
+    name = "openvino"
     translated = False
 
     def __init__(
