@@ -11,7 +11,7 @@ from bkn_zoo.inference.classifier import Classification, Classifier
 BATCH = 16  # images sent together; few, so that all machines end at about the same time
 
 
-def each(
+def spread(
     files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
 ) -> Iterator[Classification | ImageError]:
     """The results of `Classifier.each`, computed by the cluster in RAY_ADDRESS, or by this machine alone.

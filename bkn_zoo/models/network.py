@@ -72,7 +72,7 @@ class Network(BeliefNetwork, OneNoise):
         self.config: Any = None
         self.revision: str | None = None
 
-    def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
+    def forward(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
         """Logits, (images, classes).
 
         Args:
