@@ -18,7 +18,8 @@ import bkn_zoo
 from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
-from bkn_zoo.cli.train import main, parse
+from bkn_zoo.cli.train import parse_training as parse
+from bkn_zoo.cli.train import run_training as main
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import finish, loop

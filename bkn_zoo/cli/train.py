@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.parser import check_folder
-from bkn_zoo.cli.train_options import parse
+from bkn_zoo.cli.train_options import parse_training
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.interruption import Stopped, handled
@@ -21,8 +21,8 @@ UNKNOWN = 20.0
 """If the 95 % interval of an accuracy is wider than this, in percent, the accuracy is practically unknown."""
 
 
-def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
-    args, overrides = parse(arguments, prog)
+def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
+    args, overrides = parse_training(arguments, prog)
     plan: TrainingPlan | None = None
     found: Stamp = None
     interrupted = ending = False
@@ -135,9 +135,8 @@ def how_to_go_on(error: BaseException, command: str, plan: TrainingPlan | None, 
     from bkn_zoo.checkpoints.provenance import machines
 
     saved = plan and stamp(plan)
-    if (
-        plan is None or saved is None or (not plan.resume and saved == found)
-    ):  # no state, or that of an earlier training
+    # There is no state, or only that of an earlier training.
+    if plan is None or saved is None or (not plan.resume and saved == found):
         return "stopped before the first step: begin again with the same command"
     stopped = "stopped at once, and the last saved state stays"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bkn_zoo.cli.options import add_workers
-from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_device, with_dashes
+from bkn_zoo.cli.parser import CHECKPOINT, add_device
 from bkn_zoo.fields import attributes_of, wanted
+from bkn_zoo.terminal import Parser, with_dashes
 from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
 from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
@@ -85,18 +86,18 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
         if field.name in FIELDS:
             names = OTHER_NAMES.get(field.name, (f"--{field.name.replace('_', '-')}",))
             alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.name in ALONE else {}
-            what = _described(field, FIELDS[field.name])
+            what = _option_help(field, FIELDS[field.name])
             fields.add_argument(*names, dest=field.name, metavar="VALUE", help=what, **alone)
-    tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse` takes them out
+    tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse_training` takes them out
     for field in dataclasses.fields(Augmentation):
-        what = _described(field, AUGMENTATION[field.name], "augmentation.")
+        what = _option_help(field, AUGMENTATION[field.name], "augmentation.")
         tables.add_argument(f"{TABLES[0]}{field.name}", metavar="VALUE", help=what)
     what = "an option of the network's norms, as bkn_zoo.create_model takes it (default: the network's own)"
     tables.add_argument(f"{TABLES[1]}NAME", metavar="VALUE", help=what)
     return parser
 
 
-def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> str:
+def _option_help(field: "dataclasses.Field[Any]", text: str, table: str = "") -> str:
     """The help of a field: its meaning, its values and its default."""
     missing = field.default is dataclasses.MISSING
     default = "the recipe's" if missing else str(field.default)
@@ -107,7 +108,7 @@ def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> s
     return f"{text}; {wanted(field.type)} (default: {default})".replace("%", "%%")
 
 
-def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
+def parse_training(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
     """The options, and the fields of the recipe that they override."""
     parser = train_parser(prog)
     # Taken out first: argparse would take the value of an option that it does not know for the recipe.
