@@ -1,6 +1,5 @@
 """The service on Ray, and `bkn-zoo classify --ray`; skipped where Ray is not installed."""
 
-import json
 import os
 import subprocess
 import sys
@@ -67,28 +66,6 @@ def test_ray_accepts_the_file_and_its_limits_exceed_ours():
     deployment = application({"queue_length": 7, "deadline": 9})._bound_deployment
     assert deployment.max_ongoing_requests > Settings().loaded_models * 8
     assert deployment._deployment_config.graceful_shutdown_timeout_s > 9
-
-
-@needs_ray
-@apart
-@pytest.mark.slow
-def test_replicas_nodes_and_versions_change_under_load(tmp_path):
-    save_small_checkpoint(tmp_path / "small")
-    command = [sys.executable, "scripts/ray_trial.py", "--model", str(tmp_path / "small"), "--steady", "2"]
-    command += ["--output", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=580, text=True,
-                          stdout=subprocess.PIPE)  # fmt: skip
-    assert done.returncode == 0
-    rows = {row["event"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
-    *changes, full = rows.values()
-    for row in changes:
-        assert row["requests"] > 16
-        assert (row["unequal"], row["lost_after_a_retry"]) == (0, 0), row
-        killed = row["event"].startswith("kill")
-        assert row["most_lost_by_a_client"] <= killed, f"what was running, and nothing else: {row}"
-    assert rows["kill -9 of a node"]["replicas_on_it"] > 0
-    assert rows["kill -9 of a node"]["whole_again"] < 30
-    assert full["statuses"].keys() == {"200", "429"}
 
 
 @needs_ray

@@ -21,9 +21,8 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import Data, FileImages, load_data
-from bkn_zoo.training.evaluation import batch_size, measure, predict
-from bkn_zoo.training.tree import keep_apart
+from bkn_zoo.training.datasets import Data, FileImages, keep_apart, load_data
+from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> None:
@@ -49,8 +48,11 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         )
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers, strict=True)
-    logits, labels = predict(network, batches, args.statistics, "evaluating", len(images))
-    rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
+    logits, labels = compute_logits(network, batches, args.statistics, "evaluating", len(images))
+    rows = [
+        {"statistics": mode, "images": len(labels), **measure_accuracy(outputs, labels)}
+        for mode, outputs in logits.items()
+    ]
     print(f"{described(split, data, model)} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
     if isinstance(images, FileImages):

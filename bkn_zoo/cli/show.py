@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, files_of_weights, open_regular, reading, weights_file
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.checkpoints.preferred import default_checkpoint, top1, usable_checkpoints
+from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
 from bkn_zoo.cli.classify import FAILED, STDIN, find_images, load_classifier
 from bkn_zoo.cli.parser import announce
 from bkn_zoo.errors import CheckpointError, ImageError
@@ -91,7 +91,7 @@ def list_here(args: argparse.Namespace) -> int:
             print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
             code = FAILED
             continue
-        accuracy = top1(config)
+        accuracy = config.top1
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
         if accuracy is not None and (where := _measured_on(config)):
             shown += f" {marks.setdefault(where, '*' * (len(marks) + 1))}"

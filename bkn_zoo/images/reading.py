@@ -24,6 +24,7 @@ BYTES_PER_PIXEL = 8  # of the largest files: uncompressed RGBA with 16 bits
 
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
+# By the orientation in EXIF.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -32,7 +33,7 @@ TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # by the orientation in EXIF
+}
 
 
 def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import GOLDEN, check_file, sync
-from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load
+from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
@@ -75,7 +75,7 @@ def export(
     if output is not None:
         check_file(Path(output), SUFFIXES[format])
     location = locate(name)
-    model = load(location)
+    model = load_checkpoint(location)
     mode = model.default_statistics if statistics is None else statistics
     chosen = choose_statistics(False, mode, model.statistics_batch_size)
     half = ".f16" if precision == "f16" else ""

@@ -18,7 +18,7 @@ from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import BeliefNetwork, Branch, ConvNorm, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
-from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
@@ -209,7 +209,7 @@ class ImageNorm(nn.Module):
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
         self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
-        if norm.track_running_stats:
+        if norm.has_averages:
             partners, spread = norm.partners()
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
             self.image_spread = nn.Buffer(spread)
@@ -242,6 +242,8 @@ class ImageNorm(nn.Module):
     def with_prior(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
+        if statistics.mode == "sample" and not self.has_prior:
+            refuse_single_values(x, 1, training=False)
         mean, var = observe_fast(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean

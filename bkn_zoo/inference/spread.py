@@ -33,9 +33,8 @@ def spread(
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    cpus = (
-        int(min(node["CPU"] for node in nodes)) // 2 + 1
-    )  # more than half of the smallest machine, so that each machine runs one
+    # More than half of the smallest machine, so that each machine runs one.
+    cpus = int(min(node["CPU"] for node in nodes)) // 2 + 1
     gpus = 1 if device != "cpu" and all(node.get("GPU", 0) >= 1 for node in nodes) else 0
     images = ray.data.from_items([{"file": os.fsencode(file)} for file in files])
     found = images.map_batches(
