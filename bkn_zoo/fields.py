@@ -6,6 +6,8 @@ The annotations of a dataclass define the types of its fields. A `Rule` in an an
 """
 
 import dataclasses
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import NoneType
@@ -60,6 +62,13 @@ def make(
             value = make(inner, value, f"{prefix}{name}.", unknown=unknown)
         made[name] = value
     return kind(**made)
+
+
+def attributes_of(kind: type) -> dict[str, str]:
+    """The descriptions under "Attributes" in the docstring of a class, by name."""
+    section = inspect.getdoc(kind).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found}
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:

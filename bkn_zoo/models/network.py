@@ -72,7 +72,7 @@ class Network(BeliefNetwork, OneNoise):
         self.config: Any = None
         self.revision: str | None = None
 
-    def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
+    def forward(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
         """Logits, (images, classes).
 
         Args:
@@ -171,9 +171,8 @@ def initialize(network: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             with torch.no_grad():
-                module.weight.mul_(
-                    math.sqrt(module.groups)
-                )  # PyTorch includes the outputs of other groups in the fan-out
+                # PyTorch includes the outputs of other groups in the fan-out.
+                module.weight.mul_(math.sqrt(module.groups))
 
 
 def global_average(x: Tensor) -> Tensor:
