@@ -110,7 +110,7 @@ class Service:
             model: the model, if the path contains it.
         """
         async with self._until(self._deadline()):
-            image, options = await read_upload(request, field, self.decoders.parse)
+            image, options = await read_upload(request, field, self.decoders.parse_text)
             loaded = await self.pool.get(options.model if model is None else model)
             request.scope["facts"] = _facts(loaded, options)
             return await _unless_gone(request, self._run(loaded, image, options))
@@ -119,7 +119,7 @@ class Service:
         """The same for several images: the result or error of each, in order."""
         deadline = self._deadline()
         async with self._until(deadline):
-            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse)
+            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse_text)
             loaded = await self.pool.get(options.model)
             request.scope["facts"] = _facts(loaded, options)
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))

@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
 
     # Called by the transport and by the server
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self.flow = Flow(self.transport)
         self.edge.metrics.connections.inc()
@@ -384,10 +384,10 @@ class Connection(HttpToolsProtocol):
         at_root = root != "" and path == root
         # A proxy may have removed the root.
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path
-        self.scope.update(
-            http_version=version, method=self.parser.get_method().decode("ascii"), root_path=root, path=root + path,
-            raw_path=target, query_string=query,
-        )  # fmt: skip
+        self.scope |= cast(Any, {
+            "http_version": version, "method": self.parser.get_method().decode("ascii"), "root_path": root,
+            "path": root + path, "raw_path": target, "query_string": query,
+        })  # fmt: skip
         # The files of the page are found only if its address ends with a slash.
         return RedirectResponse(f"{root}/") if at_root else None
 

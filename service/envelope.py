@@ -51,7 +51,9 @@ class Envelope:
                 given = dict(message["headers"])
                 policy = given.get(b"content-type", b"").startswith(b"text/html") and POLICY not in given
                 safety = [*SAFETY, (POLICY, PAGE_POLICY)] if policy else SAFETY
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *safety]
+                # Only files of the page have an ETag. Everything else is about one request, or about this moment.
+                cache = [] if b"etag" in given else [(b"cache-control", b"no-store")]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *safety, *cache]
             await send(message)
 
         try:

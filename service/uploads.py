@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import Request
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from . import base64_json
@@ -33,7 +34,11 @@ MAX_NAMES = 32  # in a query or a JSON object, because each is compared with the
 TOO_MANY_NAMES = f"there are more than {MAX_NAMES} parameters: send only {', '.join(OPTIONS)} and the image."
 NEAR = 0.7  # of difflib's ratio: statistic, topK and mode are near; code, token and stop are not
 FILE_NAME = re.compile(rb"[^\r\n\0]+\.(jpe?g|png|webp|gif|bmp|tiff?|json)", re.IGNORECASE)
-SMALL_JSON = 32_768  # bytes that are parsed in the event loop
+# Bytes that are parsed in the event loop.
+SMALL_JSON = 32_768
+# Of a form's content type, and of the disposition of its parts.
+MAX_OPTIONS = 8
+BOUNDARY = re.compile(rb'[^"\\]{1,200}')
 
 Work = Callable[..., Awaitable[Any]]  # runs a function of an input of this size in a thread: (size, function, ...)
 
@@ -158,14 +163,36 @@ def _or_error(read: Callable[..., bytes], *arguments: Any) -> bytes | ServiceErr
 class _InMemory(MultiPartParser):
     """Keeps files in memory, where their bytes are counted. On disk, each would need a descriptor."""
 
-    spool_max_size = 0  # unlimited, because the body is limited
+    # Unlimited, because the body is limited.
+    spool_max_size = 0
+
+    def on_headers_finished(self) -> None:
+        _check_options(self._current_part.content_disposition or b"")
+        super().on_headers_finished()
+
+
+def _check_options(header: bytes) -> None:
+    """Refuse a header of many options, because Python needs microseconds for each."""
+    if header.count(b";") > MAX_OPTIONS:
+        raise MultiPartException("a header has too many options")
+
+
+def _only_boundary(headers: Headers) -> Headers:
+    """The content type without its charset, which could choose a slow codec: forms are in UTF-8."""
+    given = headers["content-type"].encode("latin-1")
+    _check_options(given)
+    boundary = parse_options_header(given)[1].get(b"boundary", b"")
+    if not BOUNDARY.fullmatch(boundary):
+        raise MultiPartException("it has no boundary")
+    return Headers(raw=[(b"content-type", b'%b; boundary="%b"' % (FORM.encode(), boundary))])
 
 
 async def _from_form(request: Request, field: str, most: int) -> tuple[list[bytes], dict[str, Any]]:
     parts: dict[str, int] = {"max_files": most, "max_fields": len(OPTIONS) + 5, "max_part_size": 10_000}
     try:
+        headers = _only_boundary(request.headers)
         async with aclosing(request.stream()) as stream:
-            form = await _InMemory(request.headers, stream, **parts).parse()
+            form = await _InMemory(headers, stream, **parts).parse()
     except (MultiPartException, KeyError, ValueError) as error:
         reason = error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be separated"
         many = reason.startswith("Too many files")
