@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -81,9 +82,9 @@ Result = TypeVar("Result")
 class Service:
     """The state that the routes share."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, metrics_folder: Path | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(metrics_folder)
         self.pool = Pool(settings, self.metrics)
         self.edge = Edge(settings, self.metrics)
         self.bodies = Bodies(settings)
@@ -225,13 +226,14 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         watching.cancel()
 
 
-def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
+def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Path | None = None) -> FastAPI:
     """Create the service as an ASGI application, with its state in `app.state.service`.
 
     Args:
         one_of_many: whether other processes serve requests meanwhile, so that it starts only after loading its models.
+        metrics_folder: where several processes exchange their metrics.
     """
-    service = Service(settings)
+    service = Service(settings, metrics_folder)
 
     async def start(app: FastAPI) -> None:
         await service.pool.start()
@@ -240,7 +242,9 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health responds from the beginning.
-        tasks = [asyncio.create_task(work) for work in (start(app), service.pool.watch(), service.pool.warm())]
+        tasks = [asyncio.create_task(work) for work in (
+            start(app), service.pool.watch(), service.pool.warm(), service.metrics.share(),
+        )]  # fmt: skip
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:

@@ -70,7 +70,7 @@ def test_workers_and_decoders_share_a_quota(monkeypatch):
     found = []
     for workers in (1, 2, 3, 8):
         with pytest.raises(SystemExit):
-            _work(Settings(workers=workers), lambda _: found.append(usable_cores()) or 0)
+            _work(Settings(workers=workers), lambda *_: found.append(usable_cores()) or 0, None)
     assert found == [3, 2, 1, 1]
 
 
