@@ -11,7 +11,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import Recipe
 
 Record = Mapping[str, Any]
-NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm"}
+NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm", "evonorm": "EvoNorm-S0", "frn": "FRN"}
 
 LAUNCHING = "graph", "compile"
 """Fields of a recipe that affect how it is launched, but not the result."""

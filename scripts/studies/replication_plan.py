@@ -15,7 +15,7 @@ from typing import Any
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from studies.base import OFFICIAL, ROOT, Run
-from studies.records import NORMS, recipe_key
+from studies.records import LAUNCHING, NORMS, recipe_key
 
 PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
@@ -183,7 +183,7 @@ def _arm(
         "statistics_batch": None if group == gradient else group, **fields,
         **{f"norm_options.{option}": value for option, value in (options_in_steps | options).items()}, **overrides,
     }  # fmt: skip
-    own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items())]
+    own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items()) if key not in LAUNCHING]
     wide = ["wide"] if width != 1 else []
     arm = ".".join([name, row["norm"], f"{gradient}-{group}", *([",".join(own)] if own else []), *wide])
     runs = tuple(
