@@ -42,9 +42,9 @@ from .schemas import (
     ErrorBody,
     Health,
     Labels,
+    LabelScore,
     Models,
     Options,
-    Prediction,
     Several,
     Statistics,
     upload,
@@ -151,14 +151,14 @@ class Service:
             raise of_the_image(error) from None
 
     async def _run(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
-        with loaded.line.place():
+        with loaded.queue.place():
             return await self._answer(loaded, image, options)
 
     async def _run_several(
         self, loaded: Loaded, images: list[bytes | ServiceError], options: Options, deadline: float
     ) -> list[Classified | ServiceError]:
         """Process a few images at a time in one place of the queue, so that other requests come in between."""
-        turns = asyncio.Semaphore(loaded.line.share)
+        turns = asyncio.Semaphore(loaded.queue.share)
 
         async def one(image: bytes | ServiceError) -> Classified | ServiceError:
             try:
@@ -172,7 +172,7 @@ class Service:
                 log.exception("an image of several failed")
                 return InternalError(FAILED)
 
-        with loaded.line.place():
+        with loaded.queue.place():
             async with self._until(deadline):
                 images = await self.decoders.within(images)
             async with asyncio.TaskGroup() as group:
@@ -180,16 +180,16 @@ class Service:
         return [task.result() for task in tasks]
 
     async def _answer(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
-        classifier, line = loaded.classifier, loaded.line
+        classifier, queue = loaded.classifier, loaded.queue
         statistics = cast(Statistics, classifier.choose(options.statistics))
         tensor = await self.decoders.prepare(classifier, image)
-        answer = await asyncio.wrap_future(line.submit(tensor, statistics))
+        answer = await asyncio.wrap_future(queue.submit(tensor, statistics))
         best = classifier.best(answer.scores, options.top_k)
         timing = {"queue": 1000 * answer.queue_seconds, "inference": 1000 * answer.inference_seconds}
         return Classified.model_validate(
             {
                 "predictions": [vars(prediction) for prediction in best],
-                "model": line.name,
+                "model": queue.name,
                 "revision": classifier.revision,
                 "statistics": statistics,
                 "engine": classifier.engine_name,
@@ -202,7 +202,7 @@ class Service:
 
 def _facts(loaded: Loaded, options: Options) -> dict[str, Any]:
     """What the log says about a request: the model and the mode, chosen or default."""
-    return {"model": loaded.line.name, "statistics": loaded.classifier.choose(options.statistics)}
+    return {"model": loaded.queue.name, "statistics": loaded.classifier.choose(options.statistics)}
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
@@ -312,7 +312,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.post(
-        "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[Prediction],
+        "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[LabelScore],
         responses=ERRORS,
     )  # fmt: skip
     async def hugging_face(request: Request, name: str) -> Response:

@@ -26,7 +26,7 @@ INVALID = "the body is not valid JSON, as its type says: correct it, or send the
 Strings = dict[str, memoryview]
 
 
-def parse(body: bytes) -> tuple[Any, Strings]:
+def parse_body(body: bytes) -> tuple[Any, Strings]:
     """The content of a body, with a mark in place of each long string, and the long strings by their marks."""
     rest, strings, secret = bytearray(), Strings(), secrets.token_hex(8)
     view, place = memoryview(body), 0

@@ -51,7 +51,7 @@ class Call:
         return self.attempts > 1 or self.future.set_running_or_notify_cancel()
 
 
-class Line:
+class ModelQueue:
     """The queue of one model.
 
     Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one

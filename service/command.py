@@ -12,7 +12,7 @@ from .logs import failed, set_up_logs
 from .settings import OLD_PREFIX, Settings, read_settings
 
 if TYPE_CHECKING:
-    from .workers import Link
+    from .workers import WorkerLink
 
 
 def serve_command(arguments: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
-def serve_alone(settings: Settings, link: "Link | None" = None) -> int:
+def serve_alone(settings: Settings, link: "WorkerLink | None" = None) -> int:
     """Serve in this process, which may have a supervisor."""
     # Nearly all imported objects stay, and collecting them takes half a second each time.
     gc.disable()

@@ -77,7 +77,7 @@ class Metrics:
         while self.folder is not None:
             await asyncio.sleep(1)
             try:
-                await asyncio.to_thread(_save, self.folder, str(os.getpid()), self._samples())
+                await asyncio.to_thread(_save_samples, self.folder, str(os.getpid()), self._samples())
             except OSError as error:
                 if self._can_share:
                     log.warning("the metrics of this process are not in the sums of the others: %s", error)
@@ -87,8 +87,8 @@ class Metrics:
         """The metrics in the format of Prometheus."""
         if self.folder is None:
             return generate_latest(self.registry)
-        others = [_load(file) for file in self.folder.glob("*.json") if file.stem != str(os.getpid())]
-        return generate_latest(cast(Any, SimpleNamespace(collect=lambda: _sum([self._samples(), *others]))))
+        others = [_load_samples(file) for file in self.folder.glob("*.json") if file.stem != str(os.getpid())]
+        return generate_latest(cast(Any, SimpleNamespace(collect=lambda: _sum_samples([self._samples(), *others]))))
 
     def _samples(self) -> Samples:
         families = [family for family in self.registry.collect() if family.name != "process_start_time_seconds"]
@@ -101,10 +101,10 @@ class Metrics:
 def bury(folder: Path, pid: int) -> None:
     """Keep the counts of a process that has ended, but not its gauges."""
     with suppress(OSError):
-        counts = [sample for sample in _load(folder / f"{pid}.json") if _is_count(sample)]
-        families = _sum([_load(folder / "ended.json"), counts])
+        counts = [sample for sample in _load_samples(folder / f"{pid}.json") if _is_count(sample)]
+        families = _sum_samples([_load_samples(folder / "ended.json"), counts])
         total = [(f.name, f.documentation, f.type, s.name, s.labels, s.value) for f in families for s in f.samples]
-        _save(folder, "ended", total)
+        _save_samples(folder, "ended", total)
         (folder / f"{pid}.json").unlink(missing_ok=True)
 
 
@@ -112,14 +112,14 @@ def _is_count(sample: Any) -> bool:
     return sample[2] in ("counter", "histogram") and not sample[0].startswith("process_")
 
 
-def _save(folder: Path, name: str, samples: Samples) -> None:
+def _save_samples(folder: Path, name: str, samples: Samples) -> None:
     """Write a file at once, so that nobody reads a part of it. Mapped files would end the process on a full disk."""
     partial = folder / f"{name}.partial"
     partial.write_text(json.dumps(samples))
     partial.replace(folder / f"{name}.json")
 
 
-def _load(file: Path) -> Samples:
+def _load_samples(file: Path) -> Samples:
     """The samples of a file; none where its process has just ended."""
     try:
         return json.loads(file.read_text())
@@ -127,7 +127,7 @@ def _load(file: Path) -> Samples:
         return []
 
 
-def _sum(parts: list[Samples]) -> list[Metric]:
+def _sum_samples(parts: list[Samples]) -> list[Metric]:
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for name, documentation, kind, sample, labels, value in itertools.chain(*parts):

@@ -24,7 +24,7 @@ from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 
-from .batching import Line
+from .batching import ModelQueue
 from .errors import OverloadedError, UnavailableError, UnknownModelError
 from .metrics import Metrics
 from .settings import Settings
@@ -57,7 +57,7 @@ class Loaded:
         self.since = time.monotonic()
         # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
         together = self.classifier.device.type == "cuda"
-        self.line = Line(
+        self.queue = ModelQueue(
             name, self.classifier.scores, metrics, settings.queue_length,
             max_batch=settings.max_batch if together else 1,
             max_wait=settings.max_wait_ms / 1000 if together else 0.0,
@@ -72,10 +72,10 @@ class Loaded:
             try:
                 self.classifier.scores(self._blank, mode)
             except BknZooError as error:  # a request for this mode will get the same error
-                log.info("%s cannot run in mode %s: %s", self.line.name, mode, error)
+                log.info("%s cannot run in mode %s: %s", self.queue.name, mode, error)
             except Exception:
-                log.exception("mode %s of %s could not be prepared", mode, self.line.name)
-        log.info("warm", extra={"model": self.line.name, "seconds": round(time.monotonic() - begun, 3)})
+                log.exception("mode %s of %s could not be prepared", mode, self.queue.name)
+        log.info("warm", extra={"model": self.queue.name, "seconds": round(time.monotonic() - begun, 3)})
 
 
 class Pool:
@@ -107,7 +107,7 @@ class Pool:
 
     @property
     def failing(self) -> bool:
-        return not all(loaded.line.alive for loaded in self._loaded.values())
+        return not all(loaded.queue.alive for loaded in self._loaded.values())
 
     async def start(self) -> None:
         """Load the first models."""
@@ -130,7 +130,7 @@ class Pool:
         while True:
             await asyncio.sleep(0.1)
             for loaded in list(self._loaded.values()):
-                loaded.line.revive()
+                loaded.queue.revive()
 
     async def warm(self) -> None:
         """Prepare all modes of the loaded models in sequence, until cancelled."""
@@ -193,7 +193,7 @@ class Pool:
     def _may_leave(self, name: str) -> float:
         """The time from which a model may be removed for another."""
         loaded = self._loaded[name]
-        return min(loaded.since + self.settings.stay_seconds, loaded.line.used + IDLE)
+        return min(loaded.since + self.settings.stay_seconds, loaded.queue.used + IDLE)
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
         """The task that loads a model, shared by all requests that wait for it."""
@@ -215,8 +215,8 @@ class Pool:
         location = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
-            oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].line.used))
-            leaving.append(self._loaded.pop(oldest).line)
+            oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].queue.used))
+            leaving.append(self._loaded.pop(oldest).queue)
             self.metrics.loaded.labels(oldest).set(0)
         thread = ThreadPoolExecutor(
             1, "loader of a model"
@@ -231,17 +231,17 @@ class Pool:
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
         return loaded
 
-    def _exchange(self, leaving: list[Line], name: str, location: Location) -> Loaded:
-        for line in leaving:
-            line.close()
-            line.join(self.settings.deadline)  # it serves the requests that it accepted
+    def _exchange(self, leaving: list[ModelQueue], name: str, location: Location) -> Loaded:
+        for queue in leaving:
+            queue.close()
+            queue.join(self.settings.deadline)  # it serves the requests that it accepted
         leaving.clear()  # free its memory before the other model is loaded
         model = load(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:
         for loaded in self._loaded.values():
-            loaded.line.close()
+            loaded.queue.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def describe(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from .app import Service, create_app
 from .edge import Connection
 from .logs import failed
 from .settings import Settings
-from .workers import Link
+from .workers import WorkerLink
 
 # Seconds after which computing threads yield to the event loop, which waits this long for each socket.
 SWITCH = 0.0005
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     requests.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, link: Link | None = None) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, link: WorkerLink | None = None) -> None:
         self.service: Service = app.state.service
         config = uvicorn.Config(
             app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_server(settings: Settings, link: Link | None = None) -> int:
+def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start.
 
     Args:

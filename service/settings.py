@@ -173,7 +173,7 @@ class Settings(BaseSettings):
         return value
 
 
-def parser() -> Parser:
+def settings_parser() -> Parser:
     """The parser of `bkn-zoo serve`: one option per setting. `Settings` checks the values."""
     made = Parser("bkn-zoo serve", usage="bkn-zoo serve [OPTION ...]", description=DESCRIPTION, allow_abbrev=False)
     for name, field in Settings.model_fields.items():
@@ -202,7 +202,7 @@ def _in_one(arguments: list[str]) -> list[str]:
 
 def read_settings(arguments: list[str]) -> Settings:
     """Read the settings from flags and the environment."""
-    flags = vars(parser().read(_in_one(arguments)))
+    flags = vars(settings_parser().read(_in_one(arguments)))
     # Lists may be given in several parts; of all others, the last counts.
     given: dict[str, Any] = {
         name: ",".join(values) if name in LISTS else values[-1] for name, values in flags.items() if values

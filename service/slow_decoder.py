@@ -60,8 +60,8 @@ class SlowDecoder:
         given_up = threading.Timer(self._seconds, self._process.kill)
         given_up.start()
         try:
-            _put(self._process.stdin, about, data)
-            answer, decoded = _take(self._process.stdout)
+            _write_message(self._process.stdin, about, data)
+            answer, decoded = _read_message(self._process.stdout)
         except (OSError, EOFError):
             self.stop()
             raise BrokenImageError(CRASHED) from None
@@ -82,13 +82,13 @@ class SlowDecoder:
         self._process.communicate()
 
 
-def _put(stream: IO[bytes], about: dict[str, Any], data: bytes) -> None:
+def _write_message(stream: IO[bytes], about: dict[str, Any], data: bytes) -> None:
     stream.write(json.dumps(about).encode() + b"\n")
     stream.write(data)
     stream.flush()
 
 
-def _take(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+def _read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
     line = stream.readline()
     if not line:
         raise EOFError
@@ -125,7 +125,7 @@ def decode_images(niceness: int) -> None:
     os.dup2(2, 1)
     while True:
         try:
-            about, data = _take(sys.stdin.buffer)
+            about, data = _read_message(sys.stdin.buffer)
         except EOFError:
             return
         try:
@@ -134,9 +134,9 @@ def decode_images(niceness: int) -> None:
             decoded = resized_square(image, **about["square"]).tobytes()
             del image
         except ImageError as error:
-            _put(answers, {"bytes": 0, "error": type(error).__name__, "message": str(error)}, b"")
+            _write_message(answers, {"bytes": 0, "error": type(error).__name__, "message": str(error)}, b"")
         else:
-            _put(answers, {"bytes": len(decoded)}, decoded)
+            _write_message(answers, {"bytes": len(decoded)}, decoded)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,13 @@ async def read_upload(request: Request, field: str, work: Work) -> tuple[bytes, 
         field: the name of the image in JSON and in forms; options are beside it, or in `parameters`, which overrides.
         work: runs the parsing of a large body outside the event loop.
     """
-    query, kind = _query(request), _kind(request)
+    query, kind = _query(request), _content_type(request)
     if kind == FORM:
         (image, *_), given = await _from_form(request, field, 1)
     elif kind == JSON:
-        image, given = await _parse_json(await _read(request), work, _one_image, field)
+        image, given = await _parse_json(await _read_body(request), work, _one_image, field)
     else:  # any other content type; the first bytes determine the format
-        image, given = _not_text(await _read(request)), {}
+        image, given = _not_text(await _read_body(request)), {}
     return _image(image), _options(query | given)
 
 
@@ -64,12 +64,12 @@ async def read_uploads(
     request: Request, field: str, most: int, work: Work
 ) -> tuple[list[bytes | ServiceError], Options]:
     """The same for several images, in a form or in JSON, with an error for each that cannot be read."""
-    query, kind = _query(request), _kind(request)
+    query, kind = _query(request), _content_type(request)
     if kind == FORM:
         files, given = await _from_form(request, field, most)
         images: list[bytes | ServiceError] = [_or_error(bytes, file) for file in files]
     elif kind == JSON:
-        images, given = await _parse_json(await _read(request), work, _several_images, field, most)
+        images, given = await _parse_json(await _read_body(request), work, _several_images, field, most)
     else:
         raise MalformedRequestError(f"the request has no images: send a form with files {field!r}, or JSON; see /docs.")
     return images, _options(query | given)
@@ -95,7 +95,7 @@ def _several_images(body: bytes, field: str, most: int) -> tuple[list[bytes | Se
     return [_or_error(decode_base64, source, strings) for source in sources], given
 
 
-def _kind(request: Request) -> str:
+def _content_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -120,7 +120,7 @@ def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 
-async def _read(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """The body in one buffer. A list of tiny parts would need many times their size."""
     body = bytearray()
     async for part in request.stream():
@@ -167,11 +167,11 @@ class _InMemory(MultiPartParser):
     spool_max_size = 0
 
     def on_headers_finished(self) -> None:
-        _check_options(self._current_part.content_disposition or b"")
+        _check_header_options(self._current_part.content_disposition or b"")
         super().on_headers_finished()
 
 
-def _check_options(header: bytes) -> None:
+def _check_header_options(header: bytes) -> None:
     """Refuse a header of many options, because Python needs microseconds for each."""
     if header.count(b";") > MAX_OPTIONS:
         raise MultiPartException("a header has too many options")
@@ -180,7 +180,7 @@ def _check_options(header: bytes) -> None:
 def _only_boundary(headers: Headers) -> Headers:
     """The content type without its charset, which could choose a slow codec: forms are in UTF-8."""
     given = headers["content-type"].encode("latin-1")
-    _check_options(given)
+    _check_header_options(given)
     boundary = parse_options_header(given)[1].get(b"boundary", b"")
     if not BOUNDARY.fullmatch(boundary):
         raise MultiPartException("it has no boundary")
@@ -212,7 +212,7 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
 
 def _from_json(body: bytes) -> tuple[dict[str, Any], base64_json.Strings, dict[str, Any]]:
     """The content of a JSON body, its long strings, and its options."""
-    data, strings = base64_json.parse(body)
+    data, strings = base64_json.parse_body(body)
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
     if not isinstance(inner, dict):

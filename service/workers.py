@@ -33,7 +33,7 @@ PAUSE = 1.0
 MAX_SILENCE = 10.0
 
 
-class Link(NamedTuple):
+class WorkerLink(NamedTuple):
     """What a worker gets from its supervisor.
 
     Attributes:
@@ -73,7 +73,7 @@ class Worker:
         return self.heard is not None and now - self.heard > MAX_SILENCE
 
 
-Serve = Callable[[Settings, Link], int]
+Serve = Callable[[Settings, WorkerLink], int]
 
 
 def supervise(settings: Settings, serve: Serve) -> int:
@@ -86,7 +86,7 @@ def supervise(settings: Settings, serve: Serve) -> int:
 
     def start(place: int) -> None:
         pulse, other_end = context.Pipe(duplex=False)
-        link = Link(listener, other_end, folder)
+        link = WorkerLink(listener, other_end, folder)
         # A daemon, so that an error here does not leave processes behind.
         process = context.Process(target=_work, args=(settings, serve, link), daemon=True)
         workers[place] = Worker(process, pulse)
@@ -200,7 +200,7 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(settings: Settings, serve: Serve, link: Link) -> None:
+def _work(settings: Settings, serve: Serve, link: WorkerLink) -> None:
     # Otherwise Ctrl-C would reach it twice, and a second signal stops at once.
     os.setpgid(0, 0)
     share_quota(settings.workers)

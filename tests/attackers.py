@@ -6,6 +6,7 @@ import io
 import json
 import random
 import struct
+import sys
 import time
 import zlib
 from collections import Counter
@@ -18,6 +19,9 @@ from functools import cache, partial
 import numpy as np
 from http_client import chunked, connect, head, post
 from PIL import Image, ImageFile
+
+# The address of attackers, so that limits per address tell them from healthy clients.
+ATTACKERS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 
 # Images
 
@@ -172,9 +176,9 @@ def tiff_of_one_strip(count: int = 30_000) -> bytes:
 
 def form_in_punycode(files: int = 32, fields: int = 7) -> bytes:
     """A form whose charset is a slow codec of Python, with names as long as they may be."""
-    name = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=9_990))
-    parts = [f'--x\r\nContent-Disposition: form-data; name="images"; filename="{name[:4100]}"\r\n\r\nx\r\n'] * files
-    parts += [f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{name}\r\n' for k in range(fields)]
+    name, value = ("".join(map(chr, range(5000, 5000 + k))).encode("punycode").decode() for k in (1450, 3500))
+    parts = [f'--x\r\nContent-Disposition: form-data; name="images"; filename="{name}"\r\n\r\nx\r\n'] * files
+    parts += [f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{value}\r\n' for k in range(fields)]
     body = "".join([*parts, "--x--\r\n"]).encode()
     return post(body, "Content-Type: multipart/form-data; boundary=x; charset=punycode", target="/v1/classify/batch")
 
@@ -282,7 +286,7 @@ def attack(port: int, name: str, until: float) -> int:
     sent = 0
     while (left := until - time.monotonic()) > 0:
         data = long_method() if name.startswith("2 ") else prepared(name)
-        with suppress(OSError), connect(port, left) as connection:
+        with suppress(OSError), connect(port, left, ATTACKERS) as connection:
             connection.sendall(data)
             connection.recv(65_536)
         sent += 1

@@ -51,7 +51,7 @@ async def _parts(body):
     "text", ["QQ==QQ==", "A" * 65_534 + "==" + "AAAA", "A" * 65_536 + "!AAA", "=AAA", "A===", "AAAAA", "A" * 300 + "é"]
 )
 def test_base64_with_padding_or_letters_out_of_place_is_refused(text):
-    data, strings = base64_json.parse(json.dumps(text).encode())
+    data, strings = base64_json.parse_body(json.dumps(text).encode())
     assert len(strings) == (len(text) > base64_json.LONG)
     with pytest.raises(MalformedRequestError, match="not base64"):
         base64_json.decode_base64(data, strings)
@@ -64,7 +64,7 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
     text = base64.encodebytes(image).decode() if letter == "\n" else base64.b64encode(image).decode()
     body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}", "images": [text]})
     escaped = body.replace(letter, f"\\u{ord(letter):04x}") if letter in "/+" else body
-    data, strings = base64_json.parse(escaped.encode())
+    data, strings = base64_json.parse_body(escaped.encode())
     assert data.keys() == {"x\\", "image", "images"}
     assert data["x\\"] == '"'
     assert [base64_json.decode_base64(one, strings) for one in (data["image"], *data["images"])] == [image] * 2
@@ -82,7 +82,7 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
 )
 def test_json_of_many_parts_is_refused_without_parsing(body):
     with patch("service.base64_json.json.loads") as loads, pytest.raises(MalformedRequestError, match="too many parts"):
-        base64_json.parse(body)
+        base64_json.parse_body(body)
     loads.assert_not_called()
 
 
