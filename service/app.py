@@ -22,17 +22,7 @@ from .batching import FAILED
 from .decoding import Decoders
 from .edge import Edge
 from .envelope import Envelope
-from .errors import (
-    CODES,
-    DeadlineError,
-    InternalError,
-    KeyRefusedError,
-    ServiceError,
-    error_body,
-    error_response,
-    of_the_image,
-    respond,
-)
+from .errors import CODES, ServiceError, error_body, error_response, of_the_image, respond
 from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
@@ -101,7 +91,9 @@ class Service:
             hmac.compare_digest(digest, key) for key in self._keys
         ]  # always compare all, so that the time does not depend on the key
         if not any(matches):
-            raise KeyRefusedError("an API key is missing or wrong: send the header Authorization: Bearer KEY.")
+            raise ServiceError(
+                "invalid_key", "an API key is missing or wrong: send the header Authorization: Bearer KEY."
+            )
 
     async def classify(self, request: Request, field: str, model: str | None = None) -> Classified:
         """Serve a request within the deadline, and only as long as the client waits.
@@ -146,7 +138,9 @@ class Service:
                 yield
         except TimeoutError:
             seconds = self.settings.deadline
-            raise DeadlineError(f"not finished within {seconds:g} s: try again later, with a smaller image.") from None
+            raise ServiceError(
+                "deadline", f"not finished within {seconds:g} s: try again later, with a smaller image."
+            ) from None
         except BknZooError as error:
             raise of_the_image(error) from None
 
@@ -170,7 +164,7 @@ class Service:
                 return error
             except Exception:
                 log.exception("an image of several failed")
-                return InternalError(FAILED)
+                return ServiceError("internal", FAILED)
 
         with loaded.queue.place():
             async with self._until(deadline):
@@ -243,7 +237,7 @@ def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Pa
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health responds from the beginning.
         tasks = [asyncio.create_task(work) for work in (
-            start(app), service.pool.watch(), service.pool.warm(), service.metrics.share(),
+            start(app), service.pool.warm(), service.metrics.share(),
         )]  # fmt: skip
         if one_of_many:
             await tasks[0]
@@ -344,10 +338,8 @@ def _add_routes_about_the_service(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> Response:
-        """Whether requests are served now: the models are loaded, and every engine runs."""
-        draining = service.edge.draining
-        status = "draining" if draining else "failing" if service.pool.failing else "ready"
-        status = status if service.pool.started or draining else "starting"
+        """Whether requests are served now."""
+        status = "draining" if service.edge.draining else "ready" if service.pool.started else "starting"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @app.get("/metrics", response_class=Response)

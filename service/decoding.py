@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from bkn_zoo.images import preprocess
 from bkn_zoo.inference.classifier import Classifier
 
 from .costs import Cost, Kind, estimate
-from .errors import OverloadedError, ServiceError, of_the_image
+from .errors import ServiceError, of_the_image
 from .settings import Settings
 from .slow_decoder import SlowDecoder
 
@@ -145,12 +146,20 @@ class PriorityThreads:
         """
         full = self._waiting >= self.places or self._waiting_weight + weight > BACKLOG * self.most
         if full and self.places < math.inf:
-            raise OverloadedError(f"{self._waiting} large images wait: try again in 5 s, or with a smaller one.", 5)
+            raise ServiceError(
+                "overloaded", f"{self._waiting} large images wait: try again in 5 s, or with a smaller one.", 5
+            )
         await self._turn(weight, handicap)
         running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         # Whether or not anybody still waits for it: until it has ended it takes its share.
-        running.add_done_callback(lambda _: self._give_back(weight))
+        running.add_done_callback(partial(self._leave, weight))
         return await asyncio.shield(running)
+
+    def _leave(self, weight: int, running: asyncio.Future[Any]) -> None:
+        self._give_back(weight)
+        if not running.cancelled():
+            # Otherwise asyncio would log the error of an image whose client has gone.
+            running.exception()
 
     async def _turn(self, weight: int, handicap: float) -> None:
         """Wait until work of this weight may begin."""

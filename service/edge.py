@@ -32,7 +32,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .envelope import QUIET, Envelope
-from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
+from .errors import ServiceError, respond
 from .metrics import Metrics
 from .settings import Settings
 
@@ -286,7 +286,7 @@ class Connection(HttpToolsProtocol):
         # A method begins with a letter; TLS does not.
         is_other = b"" < self._input[:1] <= b" "
         if is_long or is_other:
-            return self._refuse(MalformedRequestError(NOT_HTTP))
+            return self._refuse(ServiceError("malformed_request", NOT_HTTP))
         if found is None:
             return
         # The parser of the last request may still wait for its body, which did not pass through it.
@@ -298,9 +298,9 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass
         except httptools.HttpParserError:
-            return self._refuse(MalformedRequestError(NOT_HTTP))
+            return self._refuse(ServiceError("malformed_request", NOT_HTTP))
         if not self._is_answering:
-            self._refuse(MalformedRequestError(NOT_HTTP))
+            self._refuse(ServiceError("malformed_request", NOT_HTTP))
 
     def _parse_slice(self) -> None:
         """Parse a slice of a body."""
@@ -323,7 +323,7 @@ class Connection(HttpToolsProtocol):
             self._surplus = True
             self._input.clear()
             if self.cycle.more_body:
-                self.cycle.refuse(MalformedRequestError(BROKEN_BODY))
+                self.cycle.refuse(ServiceError("malformed_request", BROKEN_BODY))
             else:  # another request follows in the slice, and the parser cannot stop between them
                 self.cycle.keep_alive = False
 
@@ -342,7 +342,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._is_answering:
-            raise MalformedRequestError("a request within a body")
+            raise ServiceError("malformed_request", "a request within a body")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -351,7 +351,7 @@ class Connection(HttpToolsProtocol):
         hosts = names.count(b"host")
         is_known = version == "1.0" or (version == "1.1" and hosts == 1)
         if not is_known or hosts > 1 or encodings not in ([], [b"chunked"]):
-            raise MalformedRequestError(NOT_HTTP)
+            raise ServiceError("malformed_request", NOT_HTTP)
         answer = self._fill_scope(version)
         is_last = False
         if (
@@ -415,7 +415,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_many(self) -> JSONResponse:
         self.edge.metrics.rejected.labels("connections").inc()
-        return respond(OverloadedError(f"{self.edge.most} connections are open: try again in a second.", 1))
+        return respond(ServiceError("overloaded", f"{self.edge.most} connections are open: try again in a second.", 1))
 
     def _refuse(self, error: ServiceError) -> None:
         """Respond to input that is not a valid request."""
@@ -444,7 +444,7 @@ class Connection(HttpToolsProtocol):
         elif self._heard:
             self.edge.metrics.cut.labels("slow head").inc()
             seconds = self.settings.head_seconds
-            self._refuse(SlowError(f"the headers took longer than {seconds:g} s: send them at once."))
+            self._refuse(ServiceError("too_slow", f"the headers took longer than {seconds:g} s: send them at once."))
         else:
             self._close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from .errors import InternalError, ServiceError, respond
+from .errors import ServiceError, respond
 from .logs import request_id
 from .metrics import Metrics
 
@@ -65,7 +65,7 @@ class Envelope:
                 log.exception("a request failed")
             if status:  # too late for another response, so the connection is closed
                 raise
-            problem = error if isinstance(error, ServiceError) else InternalError(FAILED)
+            problem = error if isinstance(error, ServiceError) else ServiceError("internal", FAILED)
             await respond(problem)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "none")

@@ -25,7 +25,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 
 from .batching import ModelQueue
-from .errors import OverloadedError, UnavailableError, UnknownModelError
+from .errors import ServiceError
 from .metrics import Metrics
 from .settings import Settings
 
@@ -105,10 +105,6 @@ class Pool:
         """Whether a thread loads a model, or prepares a mode of one."""
         return bool(self._loading) or not (self._warming is None or self._warming.done())
 
-    @property
-    def failing(self) -> bool:
-        return not all(loaded.queue.alive for loaded in self._loaded.values())
-
     async def start(self) -> None:
         """Load the first models."""
         # Load the models of --models; of all bundled ones, load only the default.
@@ -124,13 +120,6 @@ class Pool:
         else:
             self.started = True
             log.info("ready", extra={"models": ", ".join(self.names)})
-
-    async def watch(self) -> None:
-        """Restart engines that died, until cancelled."""
-        while True:
-            await asyncio.sleep(0.1)
-            for loaded in list(self._loaded.values()):
-                loaded.queue.revive()
 
     async def warm(self) -> None:
         """Prepare all modes of the loaded models in sequence, until cancelled."""
@@ -149,25 +138,27 @@ class Pool:
         """The model of this name, which is loaded if needed."""
         name = self._known(name)
         if not self.started:
-            raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
+            raise ServiceError("unavailable", "the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
             return self._loaded[name]
         if time.monotonic() < self._failed.get(name, 0.0):
-            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
+            raise ServiceError("unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
         if self._waiting >= self.settings.queue_length:
-            raise OverloadedError(
-                f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
+            raise ServiceError(
+                "overloaded", f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
             )
         self._check_room(name)
         self._waiting += 1
         try:
             return await asyncio.shield(self._load(name))
-        except UnavailableError:  # other models were loaded first and stay for a while
+        except ServiceError:  # other models were loaded first and stay for a while
             raise
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
             self._failed[name] = time.monotonic() + PAUSE
-            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
+            raise ServiceError(
+                "unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE
+            ) from None
         finally:
             self._waiting -= 1
 
@@ -175,7 +166,9 @@ class Pool:
         """The name of an offered model, by default the first."""
         name = self.names[0] if name is None else name
         if name not in self.names:
-            raise UnknownModelError(f"there is no model {name[:100]!r}: GET /v1/models lists the available models.")
+            raise ServiceError(
+                "unknown_model", f"there is no model {name[:100]!r}: GET /v1/models lists the available models."
+            )
         return name
 
     def _check_room(self, name: str) -> None:
@@ -185,7 +178,8 @@ class Pool:
         left = min(map(self._may_leave, self._loaded)) - time.monotonic()
         if left > 0:
             seconds = math.ceil(left)
-            raise UnavailableError(
+            raise ServiceError(
+                "unavailable",
                 f"{name} is not in memory, and all loaded ones are in use: try again in {seconds} s or choose another.",
                 seconds,
             )

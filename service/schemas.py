@@ -88,7 +88,7 @@ class Labels(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["live", "ready", "starting", "draining", "failing"]
+    status: Literal["live", "ready", "starting", "draining"]
 
 
 MODEL_IN_QUERY = {

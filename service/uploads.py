@@ -13,18 +13,8 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from . import base64_json
-from .base64_json import decode_base64
-from .errors import (
-    BadParameterError,
-    MalformedRequestError,
-    OverloadedError,
-    ServiceError,
-    SlowError,
-    TooLargeError,
-    UnavailableError,
-    UnsupportedFormatError,
-)
+from .base64_json import decode_base64, parse_body
+from .errors import ServiceError
 from .schemas import Options
 from .settings import Settings
 
@@ -71,7 +61,9 @@ async def read_uploads(
     elif kind == JSON:
         images, given = await _parse_json(await _read_body(request), work, _several_images, field, most)
     else:
-        raise MalformedRequestError(f"the request has no images: send a form with files {field!r}, or JSON; see /docs.")
+        raise ServiceError(
+            "malformed_request", f"the request has no images: send a form with files {field!r}, or JSON; see /docs."
+        )
     return images, _options(query | given)
 
 
@@ -81,18 +73,22 @@ async def _parse_json(body: bytes, work: Work, parse: Callable[..., Any], *argum
 
 
 def _one_image(body: bytes, field: str) -> tuple[bytes, dict[str, Any]]:
-    found, strings, given = _from_json(body)
+    found, given = _from_json(body)
     if not isinstance(found.get(field), str):
-        raise MalformedRequestError(f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.')
-    return decode_base64(found[field], strings), given
+        raise ServiceError(
+            "malformed_request", f'the JSON has no text {field!r}: send {{"{field}": "the image in base64"}}.'
+        )
+    return decode_base64(found[field]), given
 
 
 def _several_images(body: bytes, field: str, most: int) -> tuple[list[bytes | ServiceError], dict[str, Any]]:
-    found, strings, given = _from_json(body)
+    found, given = _from_json(body)
     sources = found.get(field)
     if not isinstance(sources, list) or not 1 <= len(sources) <= most:
-        raise MalformedRequestError(f"the request has no list {field!r} of 1 to {most} images: send that many.")
-    return [_or_error(decode_base64, source, strings) for source in sources], given
+        raise ServiceError(
+            "malformed_request", f"the request has no list {field!r} of 1 to {most} images: send that many."
+        )
+    return [_or_error(decode_base64, source) for source in sources], given
 
 
 def _content_type(request: Request) -> str:
@@ -101,7 +97,7 @@ def _content_type(request: Request) -> str:
 
 def _query(request: Request) -> dict[str, Any]:
     if request.scope["query_string"].count(b"&") >= MAX_NAMES:
-        raise BadParameterError(TOO_MANY_NAMES)
+        raise ServiceError("bad_parameter", TOO_MANY_NAMES)
     given = request.query_params
     if not given:
         return {}
@@ -111,12 +107,12 @@ def _query(request: Request) -> dict[str, Any]:
 def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the given parameters. Other names are ignored, unless they are nearly an option: misspelt."""
     if len(given) > MAX_NAMES:
-        raise BadParameterError(TOO_MANY_NAMES)
+        raise ServiceError("bad_parameter", TOO_MANY_NAMES)
     for name in given:
         if name not in OPTIONS and len(name) < 20 and get_close_matches(name.lower(), OPTIONS, cutoff=NEAR):
-            raise BadParameterError(f"{name!a} is not an option: choose from {', '.join(OPTIONS)}.")
+            raise ServiceError("bad_parameter", f"{name!a} is not an option: choose from {', '.join(OPTIONS)}.")
     if isinstance(given.get("top_k"), bool):  # pydantic would accept it as 0 or 1
-        raise BadParameterError('top_k: send a whole number, as in {"top_k": 3}.')
+        raise ServiceError("bad_parameter", 'top_k: send a whole number, as in {"top_k": 3}.')
     return {name: given[name] for name in OPTIONS if given.get(name) is not None}
 
 
@@ -133,12 +129,12 @@ def _options(given: dict[str, Any]) -> Options:
         return Options.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadParameterError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+        raise ServiceError("bad_parameter", f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
 
 
 def _image(image: bytes) -> bytes:
     if not image:
-        raise MalformedRequestError("the request has no image: send its bytes as the body, or see /docs.")
+        raise ServiceError("malformed_request", "the request has no image: send its bytes as the body, or see /docs.")
     return image
 
 
@@ -146,9 +142,10 @@ def _not_text(body: bytes) -> bytes:
     """Refuse the mistakes of curl's users: a file's name instead of the file, and JSON without its content type."""
     start = body[:5000].strip()
     if start.startswith(b"{") or (len(body) < 5000 and FILE_NAME.fullmatch(start)):
-        raise UnsupportedFormatError(
+        raise ServiceError(
+            "unsupported_format",
             "the body is text instead of an image: with curl, send --data-binary @photo.jpg; send JSON with the header "
-            "Content-Type: application/json."
+            "Content-Type: application/json.",
         )
     return body
 
@@ -197,30 +194,35 @@ async def _from_form(request: Request, field: str, most: int) -> tuple[list[byte
         reason = error.message.rstrip(".") if isinstance(error, MultiPartException) else "its parts cannot be separated"
         many = reason.startswith("Too many files")
         advice = "send several images to /v1/classify/batch, fewer at a time" if many else "send multipart/form-data"
-        raise MalformedRequestError(f"the form cannot be read ({reason}): {advice}.") from None
+        raise ServiceError("malformed_request", f"the form cannot be read ({reason}): {advice}.") from None
     files = form.getlist(field)
     if not files:
-        raise MalformedRequestError(f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg.")
+        raise ServiceError(
+            "malformed_request", f"the form has no file {field!r}: send one, as in -F {field}=@photo.jpg."
+        )
     images = [await file.read() for file in files if isinstance(file, UploadFile)]
     if len(images) < len(files):
-        raise MalformedRequestError(
+        raise ServiceError(
+            "malformed_request",
             f"the field {field!r} of the form contains text instead of a file: send the file, with an @ before its "
-            f"name, as in -F {field}=@photo.jpg."
+            f"name, as in -F {field}=@photo.jpg.",
         )
     return images, _chosen({name: text for name, text in form.items() if isinstance(text, str) and text != ""})
 
 
-def _from_json(body: bytes) -> tuple[dict[str, Any], base64_json.Strings, dict[str, Any]]:
-    """The content of a JSON body, its long strings, and its options."""
-    data, strings = base64_json.parse_body(body)
+def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of a JSON body, and its options."""
+    data = parse_body(body)
     found = data if isinstance(data, dict) else {}
     inner = {} if found.get("parameters") is None else found["parameters"]
     if not isinstance(inner, dict):
-        raise BadParameterError('parameters: send an object of options, as in {"top_k": 3}.')
+        raise ServiceError("bad_parameter", 'parameters: send an object of options, as in {"top_k": 3}.')
     for given in (found, inner):
         if given.get("function_to_apply") not in (None, "softmax"):  # an option of Hugging Face's clients
-            raise BadParameterError("function_to_apply: only softmax is supported: send softmax, or omit it.")
-    return found, strings, _chosen(found) | _chosen(inner)
+            raise ServiceError(
+                "bad_parameter", "function_to_apply: only softmax is supported: send softmax, or omit it."
+            )
+    return found, _chosen(found) | _chosen(inner)
 
 
 class Upload:
@@ -244,7 +246,9 @@ class Upload:
                 async with asyncio.timeout(seconds) as self._waiting:
                     return await receive()
             except TimeoutError:
-                refusal = self.refusal or SlowError(f"no data of the body arrived for {seconds:g} s: send it at once.")
+                refusal = self.refusal or ServiceError(
+                    "too_slow", f"no data of the body arrived for {seconds:g} s: send it at once."
+                )
             finally:
                 self._waiting = None
         raise refusal
@@ -286,11 +290,13 @@ class Bodies:
         while sum(self._unfinished.values()) > self.together // 2:
             silent = next(iter(self._unfinished))
             del self._unfinished[silent]
-            silent.give_up(OverloadedError("too many uploads at once, and this one was silent: try again.", 1))
+            silent.give_up(
+                ServiceError("overloaded", "too many uploads at once, and this one was silent: try again.", 1)
+            )
         if upload.refusal is not None:
             raise upload.refusal
         if self.held > self.together:
-            raise OverloadedError("too many uploads at once: try again in a second.", 1)
+            raise ServiceError("overloaded", "too many uploads at once: try again in a second.", 1)
         return message
 
     def forget(self, upload: Upload) -> None:
@@ -300,10 +306,12 @@ class Bodies:
     def give_up_unfinished(self) -> None:
         """Abort unfinished uploads before the service stops."""
         for upload in list(self._unfinished):
-            upload.give_up(UnavailableError("the service is stopping: try again, or use another one.", 5))
+            upload.give_up(ServiceError("unavailable", "the service is stopping: try again, or use another one.", 5))
 
-    def too_large(self) -> TooLargeError:
-        return TooLargeError(f"the request is larger than {self.most} bytes: send a smaller or more compressed image.")
+    def too_large(self) -> ServiceError:
+        return ServiceError(
+            "too_large", f"the request is larger than {self.most} bytes: send a smaller or more compressed image."
+        )
 
 
 class BodyLimit:

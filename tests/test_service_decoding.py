@@ -18,7 +18,7 @@ from bkn_zoo.images import Preprocessing
 from service import base64_json, uploads
 from service.costs import CHEAP, Kind, estimate
 from service.decoding import PriorityThreads
-from service.errors import BadParameterError, MalformedRequestError
+from service.errors import ServiceError
 from service.slow_decoder import SlowDecoder
 
 ABOUT = Preprocessing(32, (0.5,) * 3, (0.25,) * 3)
@@ -51,10 +51,8 @@ async def _parts(body):
     "text", ["QQ==QQ==", "A" * 65_534 + "==" + "AAAA", "A" * 65_536 + "!AAA", "=AAA", "A===", "AAAAA", "A" * 300 + "é"]
 )
 def test_base64_with_padding_or_letters_out_of_place_is_refused(text):
-    data, strings = base64_json.parse_body(json.dumps(text).encode())
-    assert len(strings) == (len(text) > base64_json.LONG)
-    with pytest.raises(MalformedRequestError, match="not base64"):
-        base64_json.decode_base64(data, strings)
+    with pytest.raises(ServiceError, match="not base64"):
+        base64_json.decode_base64(text)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 191, 192, 193, 194, 49_151, 49_152, 200_003])
@@ -64,33 +62,27 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
     text = base64.encodebytes(image).decode() if letter == "\n" else base64.b64encode(image).decode()
     body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}", "images": [text]})
     escaped = body.replace(letter, f"\\u{ord(letter):04x}") if letter in "/+" else body
-    data, strings = base64_json.parse_body(escaped.encode())
+    data = base64_json.parse_body(escaped.encode())
     assert data.keys() == {"x\\", "image", "images"}
     assert data["x\\"] == '"'
-    assert [base64_json.decode_base64(one, strings) for one in (data["image"], *data["images"])] == [image] * 2
+    assert [base64_json.decode_base64(one) for one in (data["image"], *data["images"])] == [image] * 2
 
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b" " * 10**7,
-        b'"' * 10**7,
-        b'["' + b'\\"' * 10**6,
-        b"[" + b"{}," * 10**5,
-        b"[" + b'"' + b"a" * 300 + b'",' * 10**5,
-    ],
+    [b'"' * 10**7, b'["' + b'\\"' * 10**6, b"[" + b"{}," * 10**5, b"[" + b"1," * 10**6, b'["' + b"\\u0041" * 10**6],
 )
 def test_json_of_many_parts_is_refused_without_parsing(body):
-    with patch("service.base64_json.json.loads") as loads, pytest.raises(MalformedRequestError, match="too many parts"):
+    with patch("service.base64_json.from_json") as parse, pytest.raises(ServiceError, match="too many parts"):
         base64_json.parse_body(body)
-    loads.assert_not_called()
+    parse.assert_not_called()
 
 
 def test_parameter_names_are_limited_before_they_are_compared():
     with patch("service.uploads.get_close_matches") as compare:
-        with pytest.raises(BadParameterError, match="more than 32 parameters"):
+        with pytest.raises(ServiceError, match="more than 32 parameters"):
             uploads._chosen({f"modal{k}": 1 for k in range(33)})
-        with pytest.raises(BadParameterError, match="more than 32 parameters"):
+        with pytest.raises(ServiceError, match="more than 32 parameters"):
             uploads._query(Mock(scope={"query_string": b"&".join([b"modal=1"] * 33)}))
     compare.assert_not_called()
 

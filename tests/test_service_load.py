@@ -296,37 +296,6 @@ def test_batch_stops_at_the_deadline_and_when_its_client_leaves(local, monkeypat
         assert len(slow.ran) <= 2
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_killed_engine_comes_back_and_its_request_is_answered(local, monkeypatch, pool):
-    queue = local.queue()
-    run, revive, thread = queue.run, queue.revive, next(iter(queue._running))
-    wanted = local.ask(CLASSIFY, IMAGE).scores()
-    restarts = local.metric('bkn_engine_restarts_total{model="first"}')
-    running, asked, may_come_back = threading.Event(), threading.Event(), threading.Event()
-
-    def die_once(images, mode):
-        if not running.is_set():
-            running.set()
-            assert asked.wait(LONG)
-            raise SystemExit
-        return run(images, mode)
-
-    monkeypatch.setattr(queue, "run", die_once)
-    # Within a tenth of a second it would be back, before one could see that it was gone.
-    monkeypatch.setattr(queue, "revive", lambda: revive() if may_come_back.is_set() else None)
-    first = pool.submit(local.ask, CLASSIFY, IMAGE)
-    assert running.wait(LONG)
-    second = pool.submit(local.ask, CLASSIFY, IMAGE)
-    asked.set()
-    thread.join(LONG)
-    dead = local.ask("/health/ready")
-    may_come_back.set()
-    assert (dead.status, dead.json()) == (503, {"status": "failing"})
-    assert first.result(LONG).scores() == second.result(LONG).scores() == pytest.approx(wanted, abs=1e-6)
-    assert local.ask("/health/ready").status == 200
-    assert local.metric('bkn_engine_restarts_total{model="first"}') == restarts + 1
-
-
 def test_models_take_turns_where_only_one_has_room(one_place):
     names = ["first", "second", "third"]
     alone = {name: one_place.ask(f"{CLASSIFY}&model={name}", IMAGE).scores() for name in names}
