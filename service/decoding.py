@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, ImageTooLargeError
-from bkn_zoo.images import preprocess
 from bkn_zoo.inference.classifier import Classifier
 
 from .costs import Cost, Kind, estimate
@@ -97,18 +95,17 @@ class Decoders:
         return cost if cost.image is None else classifier.prepare(cost.image, self.max_pixels)
 
     def _prepare_large(self, classifier: Classifier, image: bytes, kind: Kind, pixels: int) -> Tensor:
-        p, idle = classifier.model.config.preprocessing, self._idle[kind]
+        idle = self._idle[kind]
         try:
             decoder = idle.pop()
         except IndexError:
             decoder = SlowDecoder(self._deadline, NICENESS[kind])
         try:
-            square = decoder.decode(image, pixels, p, self.max_pixels)
+            square = decoder.decode(image, pixels, classifier.preprocessing, self.max_pixels)
         finally:
             if decoder.is_alive:
                 idle.append(decoder)
-        # It is cropped already.
-        return preprocess(square, replace(p, crop=1.0))
+        return classifier.prepare_square(square)
 
     def stop(self) -> None:
         for threads in self._threads:

@@ -51,10 +51,7 @@ class SlowDecoder:
         Args:
             pixels: how many the header of the file says it has.
         """
-        p = preprocessing
-        size = p.native_size or p.size
-        square = {"size": size, "interpolation": p.interpolation, "crop": p.crop}
-        about = {"bytes": len(data), "pixels": pixels, "square": square, "max_pixels": max_pixels}
+        about = {"bytes": len(data), "pixels": pixels, "square": preprocessing.square, "max_pixels": max_pixels}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         given_up = threading.Timer(self._seconds, self._process.kill)
@@ -71,7 +68,7 @@ class SlowDecoder:
             kind = getattr(errors, answer["error"])
             assert issubclass(kind, ImageError)
             raise kind(answer["message"])
-        return Image.frombytes("RGB", (size, size), decoded)
+        return Image.frombytes("RGB", (preprocessing.square["size"],) * 2, decoded)
 
     @property
     def is_alive(self) -> bool:

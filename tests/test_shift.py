@@ -336,7 +336,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path, monkeypatch):
     assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
-    assert other["recipe"]["statistics_batch"] == 2
+    assert other["recipe"]["statistics_batch_size"] == 2
 
 
 def test_unlabelled_arms_learn_and_are_measured(tmp_path, monkeypatch):
