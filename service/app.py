@@ -44,18 +44,14 @@ from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 
 Answers = dict[int | str, dict[str, Any]]
-ERRORS: Answers = {  # of routes that take an image
-    400: {"model": ErrorBody, "description": "malformed request"},
-    401: {"model": ErrorBody, "description": "API key missing or wrong"},
-    404: {"model": ErrorBody, "description": "unknown model"},
-    408: {"model": ErrorBody, "description": "the body stalled"},
-    413: {"model": ErrorBody, "description": "too many bytes or pixels"},
-    415: {"model": ErrorBody, "description": "not an accepted image format"},
-    422: {"model": ErrorBody, "description": "broken image or bad parameter"},
-    429: {"model": ErrorBody, "description": "too many requests wait; see Retry-After"},
-    503: {"model": ErrorBody, "description": "starting, stopping, or the model cannot be loaded now"},
-    504: {"model": ErrorBody, "description": "deadline passed"},
-}
+DESCRIPTIONS = {
+    400: "malformed request", 401: "API key missing or wrong", 404: "unknown model", 408: "the body stalled",
+    413: "too many bytes or pixels", 415: "not an accepted image format", 422: "broken image or bad parameter",
+    429: "too many requests wait; see Retry-After", 503: "starting, stopping, or the model cannot be loaded now",
+    504: "deadline passed",
+}  # fmt: skip
+# Of routes that take an image.
+ERRORS: Answers = {status: {"model": ErrorBody, "description": text} for status, text in DESCRIPTIONS.items()}
 # Errors of single images are inside the response.
 ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
 ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
@@ -87,9 +83,8 @@ class Service:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
-        matches = [
-            hmac.compare_digest(digest, key) for key in self._keys
-        ]  # always compare all, so that the time does not depend on the key
+        # Always compare all, so that the time does not depend on the key.
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             raise ServiceError(
                 "invalid_key", "an API key is missing or wrong: send the header Authorization: Bearer KEY."

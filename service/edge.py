@@ -1,20 +1,15 @@
 """The HTTP edge: uvicorn's HTTP/1.1 on httptools, with all limits on clients.
 
-A connection gives the parser one head at a time, once the head is complete and within its limits. It parses chunked
-bodies in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `uploads`
-counts the bytes of bodies.
+A connection gives the parser one head at a time, once it is complete and within its limits. Chunked bodies are parsed
+in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `uploads` counts
+bodies.
 
-This file and `server` use these parts of uvicorn, and pyproject.toml limits uvicorn and httptools to versions that were
-tried. tests/test_service_edge.py checks that the parts exist.
-
-- `HttpToolsProtocol`: the constructor (config, server_state, app_state, _loop), what the transport and the server call
-  (`connection_made` ... `shutdown`), what the parser calls (`on_...`), `_start_asgi_task`, and the fields `parser`,
-  `cycle`, `flow`, `headers`, `url`, `scope`.
-- `RequestResponseCycle`: the constructor, `receive`, `send`, and the fields `keep_alive`, `more_body`, `body`,
-  `message_event`, `response_complete`.
-- `FlowControl.resume_reading`, `pause_reading`; of `ServerState`: `connections`, `default_headers`, `total_requests`.
-- `uvicorn.Server`: `startup`, `on_tick`, `handle_exit`, `shutdown`, `servers`, and `config.http` as a function.
-- httptools: `HttpRequestParser.feed_data`, `get_method`, `get_http_version`, `should_keep_alive`, `should_upgrade`.
+Of uvicorn, this file and `server` use: `HttpToolsProtocol` (constructor; methods that the transport, the server and the
+parser call; `_start_asgi_task`; `parser`, `cycle`, `flow`, `headers`, `url`, `scope`), `RequestResponseCycle`
+(constructor, `receive`, `send`, `keep_alive`, `more_body`, `body`, `message_event`, `response_complete`), `FlowControl`
+(`pause_reading`, `resume_reading`), `ServerState` (`connections`, `default_headers`, `total_requests`) and `Server`
+(`startup`, `on_tick`, `handle_exit`, `shutdown`, `servers`). Of httptools: `HttpRequestParser` and its errors.
+pyproject.toml limits both to versions that were tried, and tests/test_service_edge.py checks these names.
 """
 
 import asyncio

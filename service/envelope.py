@@ -17,10 +17,7 @@ log = logging.getLogger("bkn_zoo.service")
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # labels of metrics
 QUIET = ("/health/live", "/health/ready", "/metrics")  # requested all the time
-SAFETY = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+SAFETY = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 POLICY = b"content-security-policy"
 PAGE_POLICY = b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 

@@ -212,9 +212,8 @@ class Pool:
             oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].queue.used))
             leaving.append(self._loaded.pop(oldest).queue)
             self.metrics.loaded.labels(oldest).set(0)
-        thread = ThreadPoolExecutor(
-            1, "loader of a model"
-        )  # a thread that ends, because allocators keep freed memory per thread
+        # A thread that ends, because allocators keep freed memory per thread.
+        thread = ThreadPoolExecutor(1, "loader of a model")
         try:
             loaded = await loop.run_in_executor(thread, self._exchange, leaving, name, location)
         finally:

@@ -4,13 +4,7 @@ import warnings
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
@@ -58,9 +52,7 @@ class Settings(BaseSettings):
         description="path under which a proxy serves this service, such as /bkn; the proxy may remove it from requests",
     )
     workers: int = Field(
-        1,
-        ge=1,
-        description="processes that share the port and the cores; each has its own models and limits",
+        1, ge=1, description="processes that share the port and the cores; each has its own models and limits"
     )
     models: Listed = Field(
         [],

@@ -267,13 +267,10 @@ class Bodies:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.most, self.together, self.stall_seconds = (
-            settings.max_bytes,
-            settings.max_held_bytes,
-            settings.stall_seconds,
-        )
-        self.held = 0
-        self._unfinished: dict[Upload, int] = {}  # bytes of each upload, the longest silent first
+        self.most, self.together = settings.max_bytes, settings.max_held_bytes
+        self.stall_seconds, self.held = settings.stall_seconds, 0
+        # Bytes of each upload, the longest silent first.
+        self._unfinished: dict[Upload, int] = {}
 
     async def next(self, upload: Upload, receive: Any) -> Any:
         """The next part of an upload; an error if it is too large or too slow."""

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from itertools import product
@@ -36,6 +37,7 @@ from typing import Any
 import attackers
 from attackers import ROWS, encoded, picture
 from chaos import Healthy, chaos, fetch, percentile, problems, settle
+from http_client import connect, head
 from service_process import ROOT, Nginx, Running, ServiceProcess, save_small_checkpoint
 from watch import Watch
 
@@ -166,12 +168,18 @@ def measure_rows(args: argparse.Namespace, samples: list[dict[str, Any]]) -> Ite
 
 
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
-    """Answers per second to healthy clients, of both checkouts in turn, and the median of their ratios."""
+    """Answers per second to healthy clients, of both checkouts in turn, and the median of their ratios.
+
+    0 clients stand for 4 that ask for /health/live, as often as they are answered.
+    """
     rates: dict[str, dict[str, list[float]]] = {}
     with Services(args) as services:
-        for run, clients in product(range(args.repeats), (1, 4, 16)):
+        for run, clients in product(range(args.repeats), (0, 1, 4, 16)):
             for which in sorted(services.roots, reverse=run % 2 == 0):
-                rate = answers_per_second(services.only(which).port, clients, args.seconds)
+                port = services.only(which).port
+                rate = (
+                    answers_per_second(port, clients, args.seconds) if clients else empty_per_second(port, args.seconds)
+                )
                 rates.setdefault(str(clients), {}).setdefault(which, []).append(round(rate, 2))
     ratios = {
         count: statistics.median(after / before for before, after in zip(found["before"], found["after"], strict=True))
@@ -193,6 +201,24 @@ def answers_per_second(port: int, clients: int, seconds: float) -> float:
         thread.join()
     assert not any(thread.lost for thread in threads)
     return sum(len(thread.seconds) for thread in threads) / (time.monotonic() - begun)
+
+
+def empty_per_second(port: int, seconds: float, clients: int = 4) -> float:
+    """Answers to /health/live per second, on connections that stay open."""
+    end, data = time.monotonic() + seconds, head("GET", "/health/live")
+
+    def ask(_: int) -> int:
+        count = 0
+        with connect(port) as connection:
+            while time.monotonic() < end:
+                connection.sendall(data)
+                while b"live" not in connection.recv(4096):
+                    pass
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(clients) as threads:
+        return sum(threads.map(ask, range(clients))) / seconds
 
 
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
