@@ -720,7 +720,7 @@ def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch
     monkeypatch.setattr(bkn_zoo.Network, "forward", lambda self, x, **how: seen.append(x) or plain(self, x, **how))
     (tree / "dark" / "broken.jpg").write_bytes(b"")
     options = ("--statistics", "sample", "--output", "measured/odd.json", "--split", "all", "--batch", "100")
-    command(*start, *options)
+    command(*start, *options, "--engine", "eager")
     (images,) = seen
     (row,) = read("measured", "odd.json")["rows"]
     assert (row["images"], row["statistics"]) == (24, "sample")
