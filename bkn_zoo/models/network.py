@@ -81,7 +81,7 @@ class Network(BeliefNetwork, OneNoise):
         """
         return self.head(self.forward_features(images, statistics))
 
-    def forward_features(self, images: Tensor, statistics: str | None = None) -> Tensor:
+    def forward_features(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
         """The last feature map, (images, channels, height, width). The arguments are those of `forward`."""
         self._check(images)
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
