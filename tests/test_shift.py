@@ -36,7 +36,7 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference.drift import Drift
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.augmentation import generator
-from service.batching import Line
+from service.batching import ModelQueue
 from service.metrics import Metrics
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -223,7 +223,7 @@ def test_blurred_images_lower_confidence_in_metrics():
         across, down = images.diff(dim=3).abs().mean((1, 2, 3)), images.diff(dim=2).abs().mean((1, 2, 3))
         return torch.stack([across, down], 1).mul(10).softmax(1)
 
-    line = Line("stripes", classify, Metrics(), length=100)
+    line = ModelQueue("stripes", classify, Metrics(), length=100)
     stripes = (torch.arange(32) // 2 % 2 * 255).to(torch.uint8).expand(8, 3, 32, 32)
     means = []
     for severity in (0, 5):
@@ -336,7 +336,7 @@ def test_pipeline_trains_and_measures_twins(tmp_path, monkeypatch):
     assert set(record["roc_areas"]["unknown classes"]) == set(shift_evaluate.SCORES)
     other = json.loads((tmp_path / "results" / "cifar10.bkn2.seed=0.json").read_text())
     assert set(other["methods"]) >= {"population", "sample", "expected", "adaptive from expected, tuned"}
-    assert other["recipe"]["statistics_batch"] == 2
+    assert other["recipe"]["statistics_batch_size"] == 2
 
 
 def test_unlabelled_arms_learn_and_are_measured(tmp_path, monkeypatch):

@@ -6,31 +6,22 @@ PyTorch takes seconds to import, so a command checks its arguments and paths fir
 import argparse
 import logging
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TextIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.files import check_file
-from bkn_zoo.checkpoints.locate import find
+from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.cli import options
 from bkn_zoo.cli.classify import FAILED, classify
-from bkn_zoo.cli.options import (
-    classify_parser,
-    compare_parser,
-    completion_parser,
-    evaluate_parser,
-    export_parser,
-    info_parser,
-    list_parser,
-    publish_parser,
-)
-from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder
+from bkn_zoo.cli.parser import CHECKPOINT, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import SUFFIXES
-from bkn_zoo.terminal import printable
+from bkn_zoo.terminal import Parser, printable
 from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are those of signals in a shell
@@ -40,7 +31,7 @@ DESCRIPTION = "Classify images with networks that use Batch Kalman Normalization
 EXAMPLES = """\
 examples:
   bkn-zoo classify photo.jpg                               the five likeliest labels
-  bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and its subfolders
+  bkn-zoo classify photos/ --output out.csv                every image in a folder and its subfolders
   bkn-zoo compare photo.jpg                                the three statistics modes side by side
   bkn-zoo list                                             the local checkpoints
   bkn-zoo train photos/                                    fine-tune the default checkpoint on your images
@@ -50,64 +41,44 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
-    return ended("bkn-zoo", lambda: _run(arguments))
+    return ended("bkn-zoo", lambda: _run_command(arguments))
 
 
 def ended(name: str, run: Callable[[], int | None]) -> int:
     """Run a command or script and return its exit code. Errors print one sentence."""
     try:
-        return _ended(name, run)
-    except KeyboardInterrupt:  # a second Ctrl-C while it ends
+        try:
+            return run() or 0
+        except BknZooError as error:
+            print(f"{name}: {printable(error)}", file=sys.stderr)
+            return FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # also a second Ctrl-C while it ends
         return INTERRUPTED
-
-
-def _ended(name: str, run: Callable[[], int | None]) -> int:
-    try:
-        code = run() or 0
-    except BknZooError as error:
-        print(f"{name}: {printable(error)}", file=sys.stderr)
-        code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # from a print, or after --help
-        if _is_read():
-            raise
-        return PIPE_CLOSED
-    return code if _is_read() else PIPE_CLOSED
-
-
-def _is_read() -> bool:
-    """Whether standard output still has a reader."""
-    try:
-        sys.stdout.flush()
-        if not _is_broken(sys.stdout):
-            return True
     except BrokenPipeError:
-        pass
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
-    return False
+        _drop_output()
+        return PIPE_CLOSED
 
 
-def _is_broken(stream: TextIO) -> bool:
-    """Whether standard output is a pipe without a reader, which a flush would not detect."""
-    try:
-        poll = select.poll()
-        poll.register(stream.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # not available on this system, not a file, or closed
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+def _drop_output() -> None:
+    """Let the interpreter's last flush succeed, although the reader of standard output is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(arguments: list[str]) -> int:
-    arguments = _set_log_level(arguments)
-    if arguments and arguments[0] in COMMANDS:
-        return COMMANDS[arguments[0]](arguments[1:])
-    parser().read(arguments)  # --help, --version, or an error
-    return MISUSED
+def _run_command(arguments: list[str]) -> int:
+    name, *words = _set_log_level(arguments) or [""]
+    if name not in COMMANDS:
+        main_parser().read([name, *words] if name else [])  # --help, --version, or an error
+        return MISUSED
+    command = COMMANDS[name]
+    return command.run(words if command.raw else command.make_parser().read(words))
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
@@ -136,33 +107,29 @@ def _set_log_level(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def parser() -> Parser:
+def main_parser() -> Parser:
     """The parser for the words before a command. Each command has its own parser."""
     found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
     found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
     _add_log_level(found)
-    listed = "\n".join(f"{name:<12}{text}" for name, text in HELP.items())
+    listed = "\n".join(f"{name:<12}{command.text}" for name, command in COMMANDS.items())
     commands = found.add_argument_group("commands", f"{listed}\n\nbkn-zoo COMMAND --help describes its options")
     commands.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return found
 
 
-def _own(make_parser: Callable[[], Parser], run: Callable[[argparse.Namespace], int]) -> Callable[[list[str]], int]:
-    return lambda arguments: run(make_parser().read(arguments))
-
-
-def _evaluate(args: argparse.Namespace) -> int:
+def _check_and_evaluate(args: argparse.Namespace) -> int:
     args.data = args.folder or args.data
     if args.data is None:
         raise InputError("the folder of the data set is missing: run bkn-zoo evaluate CHECKPOINT FOLDER.")
     if args.engine == "eager" and args.precision != "f32":
-        raise InputError("--precision needs a prepared network: add --engine torch or --engine openvino.")
+        raise InputError("--precision needs a prepared network: omit --engine eager.")
     check_checkpoint(args.checkpoint)
     check_folder(args.data)
     announce(f"loading {args.checkpoint}")
-    from bkn_zoo.cli.evaluate import run
+    from bkn_zoo.cli.evaluate import evaluate_checkpoint
 
-    run(args)
+    evaluate_checkpoint(args)
     return 0
 
 
@@ -183,69 +150,102 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _publish(args: argparse.Namespace) -> int:
+def _publish_folders(args: argparse.Namespace) -> int:
     if args.name and len(args.checkpoints) > 1:
         raise InputError("--name needs a single checkpoint: publish one at a time, or omit --name.")
     folders = [find(checkpoint) for checkpoint in args.checkpoints]
     announce(f"validating {', '.join(args.checkpoints)}")
-    from bkn_zoo.cli.publish import run
+    from bkn_zoo.publishing.publish import publish
 
-    run(args, folders)
+    options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
+    for folder in map(Path.resolve, folders):
+        beside = folder.parent / "results"  # of its run, or of the source tree around it
+        results = args.results or (beside if beside.is_dir() else folder.parent.parent / "results")
+        publish(folder, args.name or folder.name, args.namespace, results, **options)
     return 0
 
 
-def _train(arguments: list[str]) -> int:
-    from bkn_zoo.cli.train import main
+def _train_network(arguments: list[str]) -> int:
+    from bkn_zoo.cli.train import run_training
 
-    main(arguments)
+    run_training(arguments)
     return 0
 
 
-def _complete(arguments: list[str]) -> int:
-    from bkn_zoo.cli.completion import candidates, script
+def _print_completion(args: argparse.Namespace) -> int:
+    from argcomplete import shellcode
 
-    if arguments[:1] == ["--"]:  # called by the script, with the words after bkn-zoo up to the cursor
-        print("\n".join(candidates(arguments[1:])))
-    else:
-        print(script(completion_parser().read(arguments).shell), end="")
+    print(shellcode(["bkn-zoo"], shell=args.shell))
     return 0
 
 
 def _serve(arguments: list[str]) -> int:
-    for name in ("bkn_zoo_service", "service"):  # installed, and in a checkout
-        try:
-            code: int = import_module(f"{name}.__main__").main(arguments)
-            _is_read()  # a reader of its address may be gone, which is not an error
-            return code
-        except ModuleNotFoundError as error:
-            missing = error
-            if error.name != name:
-                break
-    raise InputError(f"the service is not installed ({missing}): run pip install 'bkn-zoo[serve]'.") from None
+    try:
+        code: int = _service("command").main(arguments)
+    except ModuleNotFoundError as error:
+        raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of its address may be gone
+        _drop_output()
+    return code
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "classify": _own(classify_parser, classify),
-    "compare": _own(compare_parser, compare),
-    "list": _own(list_parser, list_here),
-    "info": _own(info_parser, info),
-    "train": _train,
-    "evaluate": _own(evaluate_parser, _evaluate),
-    "export": _own(export_parser, _export),
-    "publish": _own(publish_parser, _publish),
-    "serve": _serve,
-    "completion": _complete,
-}
+def _service(module: str) -> Any:
+    """A module of the service, which is installed under another name than in a checkout."""
+    try:
+        return import_module(f"bkn_zoo_service.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "bkn_zoo_service":
+            raise
+        return import_module(f"service.{module}")
 
-HELP = {
-    "classify": "classify images",
-    "compare": "show the three statistics modes side by side",
-    "list": "list the local checkpoints",
-    "info": "describe a checkpoint, or list its classes",
-    "train": "train a network by a recipe, or fine-tune one on your images",
-    "evaluate": "measure a checkpoint on a data set",
-    "export": "write a checkpoint for ONNX Runtime or OpenVINO",
-    "publish": "publish checkpoints on the Hugging Face Hub",
-    "serve": "start the HTTP service",
-    "completion": "print a script for shell completion",
+
+def complete() -> None:
+    """Answer a shell that asks for completions (argcomplete), and end the process."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"].split()
+    root = argparse.ArgumentParser("bkn-zoo")
+    root.add_argument("--version", action="store_true")
+    _add_log_level(root)
+    commands = root.add_subparsers()
+    for name, known in COMMANDS.items():
+        # Only the parser that is needed, because some take half a second to import.
+        parents = [known.make_parser()] if name in words else []
+        command = commands.add_parser(name, parents=parents, add_help=False)
+        for action in command._actions:
+            if action.metavar == CHECKPOINT:
+                vars(action)["completer"] = lambda **_: list_checkpoints()
+    argcomplete.autocomplete(root, always_complete_options=False)
+
+
+def _train_parser() -> Parser:
+    from bkn_zoo.cli.train_options import train_parser
+
+    return train_parser()
+
+
+class Command(NamedTuple):
+    """A command: a description, its parser, and what runs it with parsed arguments (or with words, if `raw`)."""
+
+    text: str
+    make_parser: Callable[[], Parser]
+    run: Callable[..., int]
+    raw: bool = False
+
+
+COMMANDS = {
+    "classify": Command("classify images", options.classify_parser, classify),
+    "compare": Command("show the three statistics modes side by side", options.compare_parser, compare),
+    "list": Command("list the local checkpoints", options.list_parser, list_here),
+    "info": Command("describe a checkpoint, or list its classes", options.info_parser, info),
+    "train": Command(
+        "train a network by a recipe, or fine-tune one on your images", _train_parser, _train_network, raw=True
+    ),
+    "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
+    "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
+    "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
+    "serve": Command("start the HTTP service", lambda: _service("settings").parser(), _serve, raw=True),
+    "completion": Command("print a script for shell completion", options.completion_parser, _print_completion),
 }

@@ -7,7 +7,6 @@ an Inception block are merged.
 
 import copy
 import functools
-from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,7 +39,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
                 f"{name} has hooks, which engines do not call: remove them first, or call the network itself."
             )
     if statistics.mode == "population":
-        return join(fold(model))
+        return join(fold_norms(model))
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
@@ -49,7 +48,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
 
 
 @torch.no_grad()
-def fold(model: AnyNetwork) -> AnyNetwork:
+def fold_norms(model: AnyNetwork) -> AnyNetwork:
     """A copy of `model` for population statistics only, with norms folded into the convolutions before them.
 
     Not folded are GroupNorm, whose statistics are the image's, norms without a convolution before them, and norms after
@@ -67,18 +66,6 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
         _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
-
-
-def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
-    """A value that changes if tensors are replaced, moved or changed.
-
-    PyTorch counts the changes of a tensor, unless it was created in inference mode. `share_memory_` moves a tensor, and
-    tensors that shared its memory then point to freed memory.
-    """
-    return [
-        (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
-        for each in tensors
-    ]
 
 
 def has_hooks(module: nn.Module) -> bool:

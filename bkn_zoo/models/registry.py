@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.errors import InputError, UnknownNameError, did_you_mean
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
@@ -114,10 +115,15 @@ def register(
     return wrap
 
 
-def list_models(pattern: str = "*") -> list[str]:
-    """The names that `bkn_zoo.create_model` accepts, filtered by a shell-style pattern such as "*_bkn"."""
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """The names that `bkn_zoo.create_model` accepts.
+
+    Args:
+        pattern: a shell-style pattern such as "*_bkn".
+        pretrained: only networks that have a default checkpoint, which `create_model(name, pretrained=True)` loads.
+    """
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
-    return sorted(fnmatch.filter(names, pattern))
+    return sorted(name for name in fnmatch.filter(names, pattern) if name in DEFAULT_CHECKPOINTS or not pretrained)
 
 
 def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:

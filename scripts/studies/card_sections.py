@@ -11,7 +11,7 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import checkpoint_card, read_record
 from bkn_zoo.publishing.results import table
-from bkn_zoo.training.recipes import read_recipe
+from bkn_zoo.training.recipes import read_recipe, renamed
 from studies.chance import Deviation, Difference, between, spread, typical
 from studies.records import NORMS, Record, chosen_statistics, counted, learned, measured, recipe_key
 from studies.twins import batches, but_for_twins, chosen_top1, is_plain, read_twins, sizes, to_the_end
@@ -235,7 +235,7 @@ def _parts(config: Config, runs: Sequence[Record]) -> str:
 
     def kind(recipe: Mapping[str, Any]) -> dict[str, Any]:
         same = {key: value for key, value in but_for_twins(recipe).items() if key not in shortened}
-        return same | {"network": recipe["model"].rpartition("_")[0], "group": recipe["statistics_batch"]}
+        return same | {"network": recipe["model"].rpartition("_")[0], "group": renamed(recipe)["statistics_batch_size"]}
 
     options = config.recipe.get("norm_options", {})
     arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}

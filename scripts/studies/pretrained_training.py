@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bkn_zoo.conversion.measure import recommend
 from torch import Tensor, nn
 
 import bkn_zoo
 from bkn_zoo.conversion import Converted, measure
-from bkn_zoo.conversion.measure import recommend
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.batch_kalman import no_weight_decay
 from bkn_zoo.training.capture import captured
-from bkn_zoo.training.evaluation import measure as measure_top1
+from bkn_zoo.training.evaluation import measure_accuracy as measure_top1
 from studies.pretrained_data import VOID, Images, Splits, as_input, splits, training_batches, unlabelled
 from studies.pretrained_networks import (
     built,

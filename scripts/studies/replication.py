@@ -16,7 +16,7 @@ import torch
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, decoded_once, load_data
 from bkn_zoo.training.evaluation import evaluate
 from bkn_zoo.training.loop import fit, further_images
@@ -119,12 +119,12 @@ def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.de
             print(f"{error} The training starts again.")
     record: dict[str, Any] = {
         "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
-        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "epochs": recipe.epochs,
-        "width": run.width, "every": run.every,
+        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size,
+        "epochs": recipe.epochs, "width": run.width, "every": run.every,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
     }  # fmt: skip
     try:
-        fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
+        fit(training, recipe, data, folder, Runtime(device, quiet=True), save_minutes=2.0)
         record |= Questions(training.result, recipe, data, device).answers()
     except NonFiniteLossError as error:
         record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
@@ -164,8 +164,8 @@ class Questions:
             return result
         rules, recalibrated_validation = self.recalibrated()
         result["recalibrated_validation"] = recalibrated_validation
-        if self.recipe.statistics_batch is not None:
-            rules |= self.other_rules(self.recipe.statistics_batch)
+        if self.recipe.statistics_batch_size is not None:
+            rules |= self.other_rules(self.recipe.statistics_batch_size)
             result |= self.gaps()
         if norm == "bkn":
             for name, smaller in SMALLER.items():

@@ -29,7 +29,7 @@ def read_records(*folders: Path) -> dict[str, Record]:
             record = read_run(path)
             recipe = read_recipe(None, record["recipe"])
             shared = (
-                record.get("processes", 1) > 1 and recipe.statistics_batch is None
+                record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
             )  # groups are smaller in this case
             if record.get("statistics_anew") or shared:
                 continue

@@ -101,7 +101,7 @@ def _top1(metrics: Mapping[str, Mapping[str, float]]) -> str:
 def _differences(run: Run, recipes: Path) -> str:
     now = _flat(read_recipe(recipes / f"{run['name'].partition('-')[0]}.toml"))
     then = _flat(read_recipe(None, run["recipe"]))
-    columns = ("model", "norm_options", "gradient_batch", "statistics_batch", "epochs", "lr", "seed", "validation")
+    columns = ("model", "norm_options", "gradient_batch", "statistics_batch_size", "epochs", "lr", "seed", "validation")
     return ", ".join(f"{n} = {v}" for n, v in then.items() if v != now[n] and n.partition(".")[0] not in columns)
 
 

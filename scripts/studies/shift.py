@@ -136,6 +136,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
     import torch
 
     from bkn_zoo import create_model
+    from bkn_zoo.training.data import Runtime
     from bkn_zoo.training.datasets import load_data
     from bkn_zoo.training.loop import fit
     from bkn_zoo.training.state import STATE, begin, load_state
@@ -147,7 +148,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> None:
     training = begin(recipe, create_model(recipe.model, len(data.label_names), **recipe.norm_options), device)
     if (folder / STATE).exists():
         load_state(training, recipe, folder, device)
-    fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
+    fit(training, recipe, data, folder, Runtime(device, quiet=True), save_minutes=2.0)
     torch.save(training.result.state_dict(), folder / f"{WEIGHTS}.tmp")
     os.replace(folder / f"{WEIGHTS}.tmp", folder / WEIGHTS)
     (folder / STATE).unlink(missing_ok=True)
@@ -251,7 +252,7 @@ def trained(seed: int, args: argparse.Namespace, data: Any, device: Any) -> dict
             continue
         model = create_model(recipe.model, len(data.label_names), **recipe.norm_options)
         model.load_state_dict(torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True))
-        model.statistics_batch_size = recipe.statistics_batch
+        model.statistics_batch_size = recipe.statistics_batch_size
         model = model.to(device).to(memory_format=torch.channels_last).requires_grad_(False)
         validation = evaluate(model, evaluation_batches(data, data.validation, 500, device))
         top = {mode: round(metrics["top1"], 2) for mode, metrics in validation.items()}

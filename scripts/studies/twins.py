@@ -48,7 +48,7 @@ def sizes(run: Record) -> tuple[int, int]:
 
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that twins share, without fields at their defaults, because older records lack newer fields."""
-    own = "model", "norm_options", "statistics_batch", "seed", *LAUNCHING
+    own = "model", "norm_options", "statistics_batch", "statistics_batch_size", "seed", *LAUNCHING
     defaults = {field.name: field.default for field in fields(Recipe)}
     return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, MISSING)}
 
