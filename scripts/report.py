@@ -11,39 +11,37 @@ from typing import Any
 
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
-from studies.full_length import FullLength, draw_full_length, full_lengths
+from studies.full_length import full_length_figure, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
-from studies.regions import filled
+from studies.records import read_runs, read_twins
+from studies.render import Content, frame, rendered, write
 from studies.runs_page import runs_page
-from studies.twins import read_runs, read_twins
 from studies.zoo_card import short_list, zoo_card
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, CHECKPOINTS, RESULTS, RECIPES = (ROOT / name for name in ("docs", "checkpoints", "results", "recipes"))
-PICTURE = DOCS / "full_length.png"
 
 
 def pages() -> dict[Path, str]:
-    """The text of every page."""
+    """The text of every page, and of the CSV file of every table."""
     benchmarks = read_benchmarks(RESULTS)
     folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
     configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
     runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
-    regions = {
+    regions: dict[Path, dict[str, Content]] = {
         DOCS / "performance.md": summary(benchmarks),
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
-        DOCS / "imagenet.md": {"cost": imagenet(benchmarks)},
+        DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
-        ROOT / "README.md": {"checkpoints": short_list(configs)},
+        ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
     }
     return {
-        **{path: filled(path, contents) for path, contents in regions.items()},
+        **rendered(regions),
         **{
             CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
             for name, config in configs.items()
@@ -51,7 +49,7 @@ def pages() -> dict[Path, str]:
     }
 
 
-def imagenet(benchmarks: Records) -> str:
+def imagenet(benchmarks: Records) -> list[dict[str, Any]]:
     """The estimated cost of trainings on ImageNet, for docs/imagenet.md."""
     images = 90 * 1_268_355
     speeds = {
@@ -71,10 +69,10 @@ def imagenet(benchmarks: Records) -> str:
                 "8 GPUs, 32 images each": f"{hours:.1f} h ({8 * hours:.0f} GPU-hours)",
                 "8 GPUs, 256 images each": f"{hours / 8:.1f} h ({hours:.0f} GPU-hours)",
             })  # fmt: skip
-    return table(rows, list(rows[0]))
+    return rows
 
 
-def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
+def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
     """Networks that convert, by library, and those that do not, for docs/conversion.md."""
 
     def largest(rows: list[dict[str, Any]], *names: str) -> str:
@@ -95,10 +93,10 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
     failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
-    return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
+    return {"libraries": frame(shares), "unsupported": frame(failed)}
 
 
-def attacks(records: dict[str, Any]) -> str:
+def attacks(records: dict[str, Any]) -> Content:
     """What attackers cost a healthy client, for docs/service.md."""
     found, chaos, healthy = records["rows"], records["chaos"], records["throughput"]
     rows = [
@@ -114,8 +112,8 @@ def attacks(records: dict[str, Any]) -> str:
     ]  # fmt: skip
     where, runs = found["hardware"], max(row["runs"] for row in found["table"])
     fractions = ", ".join(f"{fraction:.2f}" for fraction in healthy["fraction_of_before"].values())
-    return (
-        f"{table(rows, list(rows[0]))}\n\nMeasured by `{found['command']}`: up to {runs} windows of "
+    said = (
+        f"Measured by `{found['command']}`: up to {runs} windows of "
         f"{found['seconds']:g} s per line, {found['clients']} attackers, {where['cores']} cores ({where['processor']}) "
         f"for the service and all clients together. {sum(chaos['asked']):,} healthy requests of "
         f"{chaos['seconds'] / 60:g} minutes of chaos (`{chaos['command']}`): {len(chaos['lost'])} lost, "
@@ -123,15 +121,17 @@ def attacks(records: dict[str, Any]) -> str:
         f"Without attackers the service answers {fractions} times as many requests per second as before, to "
         f"{', '.join(healthy['fraction_of_before'])} clients (`{healthy['command']}`)."
     )
+    return [frame(rows), said]
 
 
-def shown() -> list[FullLength]:
-    """The rows of docs/full_length.png and of a table of docs/results.md."""
-    return full_lengths(read_twins(RESULTS))
+def figures() -> dict[str, Any]:
+    """The figures of docs/, by name."""
+    return {
+        "full_length": full_length_figure(full_lengths(read_twins(RESULTS))),
+        "performance": picture(read_benchmarks(RESULTS)),
+    }
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
-    draw_full_length(shown(), PICTURE)
-    save_figures({"performance": picture(read_benchmarks(RESULTS))}, DOCS)
+    write(pages())
+    save_figures(figures(), DOCS)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from studies.replication_plan import CLASSES
-from studies.twins import but_for_twins, read_twins
+from studies.records import CLASSES, but_for_twins, read_twins
 
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints.config import Config

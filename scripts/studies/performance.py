@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.results import table
 from studies.card_sections import gained, read_evaluations, read_speeds
+from studies.render import Content, frame
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Mapping[str, Any]]
@@ -121,7 +123,7 @@ def ratio(headline: Headline, records: Records) -> float:
     return row_of(headline, records)[headline.ratio]
 
 
-def headlines(records: Records) -> str:
+def headlines(records: Records) -> pd.DataFrame:
     """The first table of docs/performance.md."""
     compared = {"step of BKN relative to BN": TRAINING, "`sample` relative to `population`": INFERENCE}
     rows = [
@@ -135,7 +137,7 @@ def headlines(records: Records) -> str:
         for name, group in compared.items()
         for headline in group
     ]
-    return table(rows, list(rows[0]))
+    return frame(rows)
 
 
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
@@ -148,7 +150,7 @@ def _processor(record: Row) -> str:
     return record["hardware"] + (", AMX switched off" if record.get("instructions") == "AVX512_CORE" else "")
 
 
-def seconds(records: Records) -> str:
+def seconds(records: Records) -> pd.DataFrame:
     """The second table of docs/performance.md: what is a time, rather than a ratio."""
     name = "frontend_converted"
     wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
@@ -164,7 +166,7 @@ def seconds(records: Records) -> str:
         ):
             found = {"what": what, "seconds": f"{value:.1f}", "target": target}
             rows.append(found | _measured_in(name, records, image))
-    return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
+    return frame(rows)[["what", "seconds", "target", "measured on", "date", "record"]]
 
 
 def picture(records: Records) -> Any:
@@ -201,7 +203,7 @@ def _short(record: Row) -> str:
     return name.replace("Intel(R) Xeon(R) Processor", "Xeon").removeprefix("NVIDIA ")
 
 
-def between_engine_and_service(record: Row) -> str:
+def between_engine_and_service(record: Row) -> pd.DataFrame:
     """What the service adds to its engine, where that is most, in time of the cores."""
     rows = record["rows"]
     service = min((row for row in rows if row["server"] == "service"), key=lambda row: row["fraction_of_engine"])
@@ -219,11 +221,10 @@ def between_engine_and_service(record: Row) -> str:
     }
     clients = f"{service['clients']} client{'s' * (service['clients'] > 1)}"
     about = f"`{service['model']}` at {service['input']} px, {clients}"
-    lines = [{about: name, "ms per image": f"{value:.1f}"} for name, value in shares.items()]
-    return table(lines, list(lines[0]))
+    return frame({about: name, "ms per image": f"{value:.1f}"} for name, value in shares.items())
 
 
-def starts(records: Records) -> str:
+def starts(records: Records) -> pd.DataFrame:
     """Seconds to the service's first answer, by processor."""
     rows = [
         {
@@ -236,10 +237,10 @@ def starts(records: Records) -> str:
         for row in record["rows"]
         if row["precision"] == "auto"
     ]
-    return table(rows, list(rows[0]))
+    return frame(rows)
 
 
-def summary(records: Records) -> dict[str, str]:
+def summary(records: Records) -> dict[str, Content]:
     """The regions of docs/performance.md."""
     captured = next(each for each in TRAINING if each.record == "train" and each.row["launch"] == "graph")
     return {
@@ -261,17 +262,16 @@ def rounded(value: Any) -> Any:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}" if value else "0"
 
 
-def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]:
+def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Content]:
     """The regions of docs/performance_tables.md."""
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
 
-    def several(names: Sequence[str], batch: int | None = None) -> str:
-        return "\n\n".join(filter(None, (_measured(name, records[name], batch) for name in names)))
+    def several(names: Sequence[str], batch: int | None = None) -> list[str | pd.DataFrame]:
+        return [part for name in names for part in _measured(name, records[name], batch)]
 
-    def on_each(kind: str) -> str:
+    def on_each(kind: str) -> list[str | pd.DataFrame]:
         return several(_by_processor(kind, records))
 
-    precise = precisions(results, checkpoints)
     return {
         "train_16": several(TRAIN_GPU, 16),
         "train_256": several(TRAIN_GPU, 256),
@@ -285,19 +285,19 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "counters": on_each("counters"),
         "rivals": on_each("rivals"),
         "loading": on_each("loading"),
-        "precision": table(precise, list(precise[0])),
+        "precision": frame(precisions(results, checkpoints)),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),
         "start": on_each("start"),
     }
 
 
-def _measured(name: str, record: Row, batch: int | None) -> str:
+def _measured(name: str, record: Row, batch: int | None) -> list[str | pd.DataFrame]:
     """A record's rows, and how they were measured."""
     rows = _steps(record["rows"], batch)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     about = f"`results/benchmark_{name}.json`: `{record['command']}`, {_processor(record)}, {versions}."
-    return f"{about}\n\n{_table(rows)}" if rows else ""
+    return [about, _table(rows)] if rows else []
 
 
 def _steps(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]]:
@@ -305,12 +305,13 @@ def _steps(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]
     return [row for row in rows if batch in (None, row.get("gradient_batch"))]
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """All fields that differ between rows, in their order; images per second follow from the time of a step."""
-    names = dict.fromkeys(name for row in rows for name in row if name != "image")
-    names = {name: None for name in names if not (name == "images_per_s" and "ms_per_step" in names)}
-    columns = [name for name in names if len({str(row.get(name)) for row in rows}) > 1]
-    return table([{name: rounded(value) for name, value in row.items()} for row in rows], columns)
+    table = frame(rows).drop(columns="image", errors="ignore")
+    if "ms_per_step" in table:
+        table = table.drop(columns="images_per_s", errors="ignore")
+    differing = [name for name in table if table[name].astype(str).nunique() > 1]
+    return table[differing].map(rounded, na_action="ignore")
 
 
 def precisions(results: Path, checkpoints: Path) -> list[dict[str, Any]]:

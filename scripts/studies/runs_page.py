@@ -1,7 +1,6 @@
 """The tables of docs/runs.md: every training that `bkn-zoo train` left in results/runs/."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -9,54 +8,31 @@ from typing import Any
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import DATASETS, Run
-from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from studies.card_sections import gained
 from studies.full_length import FullLength, full_lengths
-from studies.records import counted, measured
-from studies.twins import batches, read_runs, read_twins
+from studies.records import batches, counted, measured, read_runs, read_twins
+from studies.render import Content, frame
 
 
-def runs_page(results: Path, checkpoints: Path, recipes: Path) -> dict[str, str]:
+def runs_page(results: Path, checkpoints: Path, recipes: Path) -> dict[str, Content]:
     """The regions of docs/runs.md."""
     runs, trials = read_runs(results / "runs"), read_runs(results / "runs" / "trials")
     names = sorted(path.parent.name for path in checkpoints.glob("*/config.json"))
-    tables = {
-        dataset: runs_table([run for run in runs if run["dataset"] == dataset], names)
-        for dataset in sorted({run["dataset"] for run in runs})
-    }
-    records = [json.loads(path.read_text()) for path in (results / "recalibrated").glob("*.json")]
     comparisons = [row for row in full_lengths(read_twins(results)) if row.data == DATASETS["tiny_imagenet"].shown]
     return {
-        **recalibrated(records, names),
-        **tables,
-        "aim": aim(comparisons),
-        "trials": runs_table(trials, recipes=recipes),
+        **{
+            dataset: frame(runs_table([run for run in runs if run["dataset"] == dataset], names))
+            for dataset in sorted({run["dataset"] for run in runs})
+        },
+        "aim": frame(aim(comparisons)),
+        "trials": frame(runs_table(trials, recipes=recipes)),
     }
 
 
-def recalibrated(records: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str]:
-    """What recomputed running averages are worth to the checkpoints of these names, each in its best mode."""
-    rows, gains = [], []
-    found = {record["checkpoint"]: record["rows"] for record in records}
-    for name in names:
-        row: dict[str, Any] = {"checkpoint": name}
-        best = {which: max(found.get(name, []), key=lambda row: row[which], default=None) for which in WHICH}
-        for which, shown in WHICH.items():
-            line = best[which]
-            row[shown] = f"{line[which]:.2f} ({line['statistics']})" if line else None
-        if found.get(name):
-            gains.append(best["anew"]["anew"] - best["stored"]["stored"])
-        rows.append(row)
-    return {"recalibrated": table(rows, list(rows[0])), "most": f"{round(max(gains), 2) + 0:.2f}"}
-
-
-WHICH = {"stored": "as stored", "anew": "recomputed"}
-
-
-def aim(rows: Sequence[FullLength]) -> str:
+def aim(rows: Sequence[FullLength]) -> list[dict[str, str]]:
     """BN with many images per group and BKN with few, on Tiny ImageNet."""
-    lines = [
+    return [
         {
             "network": f"`{row.network}`",
             f"BN, groups of {row.many}": f"{mean(row.bn_many):.2f}",
@@ -66,16 +42,15 @@ def aim(rows: Sequence[FullLength]) -> str:
         }
         for row in rows
     ]
-    return table(lines, list(lines[0]))
 
 
-def runs_table(runs: Iterable[Run], published: Sequence[str] = (), recipes: Path | None = None) -> str:
+def runs_table(runs: Iterable[Run], published: Sequence[str] = (), recipes: Path | None = None) -> list[dict[str, Any]]:
     """A row for each run, with published checkpoints in bold.
 
     Args:
         recipes: if given, the data set is shown, and how a run's recipe differs from the recipe of that name there.
     """
-    rows = [
+    return [
         ({"data": DATASETS[run["dataset"]].shown, "before": _differences(run, recipes)} if recipes else {})
         | {
             "model": f"**{run['model']}**" if run["name"] in published else run["model"],
@@ -91,7 +66,6 @@ def runs_table(runs: Iterable[Run], published: Sequence[str] = (), recipes: Path
         }
         for run in runs
     ]
-    return table(rows, list(rows[0]))
 
 
 def _top1(metrics: Mapping[str, Mapping[str, float]]) -> str:

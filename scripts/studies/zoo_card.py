@@ -6,25 +6,25 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import Run, dataset_name, duration
-from bkn_zoo.publishing.results import table
 from studies.full_length import parameters
+from studies.render import Content, frame
 
 POWER_LIMIT = {"NVIDIA H200": 700}
 """Power limit of GPU boards in watts, by PyTorch's name, for an upper bound of the energy of a run."""
 
 
-def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str, str]:
+def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str, Content]:
     """The regions of MODEL_CARD.md.
 
     Args:
         checkpoints: the configs of all checkpoints, by name.
         runs: the records of all runs.
     """
-    rows = [_checkpoint(name, config) for name, config in sorted(checkpoints.items())]
-    return {"checkpoints": table(rows, list(rows[0])), "training": _training(runs)}
+    rows = (_checkpoint(name, config) for name, config in sorted(checkpoints.items()))
+    return {"checkpoints": frame(rows), "training": frame(_training(runs))}
 
 
-def short_list(checkpoints: Mapping[str, Config]) -> str:
+def short_list(checkpoints: Mapping[str, Config]) -> list[dict[str, Any]]:
     """The README's table: for each checkpoint, accuracy with its default statistics."""
     rows = []
     for name, config in sorted(checkpoints.items()):
@@ -37,7 +37,7 @@ def short_list(checkpoints: Mapping[str, Config]) -> str:
             "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
         })  # fmt: skip
-    return table(rows, list(rows[0]))
+    return rows
 
 
 def _mark(config: Config) -> str:
@@ -58,7 +58,7 @@ def _checkpoint(name: str, config: Config) -> dict[str, Any]:
     return about | {"classes": config.num_classes, "group": group} | {mode: top1(mode) for mode in MODES}
 
 
-def _training(runs: Sequence[Run]) -> str:
+def _training(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for hardware in sorted({run["hardware"] for run in runs}):
         seconds = sum(run["seconds"] for run in runs if run["hardware"] == hardware)
@@ -66,4 +66,4 @@ def _training(runs: Sequence[Run]) -> str:
         energy = f"{seconds / 3600 * power / 1000:.1f} kWh" if power else "not known"
         count = sum(run["hardware"] == hardware for run in runs)
         rows.append({"hardware": hardware, "runs": count, "time": duration(seconds), "energy, at most": energy})
-    return table(rows, list(rows[0]))
+    return rows
