@@ -7,6 +7,7 @@ checkpoints does not import PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bkn_zoo.checkpoints.builders import LIBRARY_MODULES
 from bkn_zoo.errors import (
     BknZooError,
     CheckpointError,
@@ -69,7 +70,7 @@ __all__ = [
     "__version__",
 ]
 
-ROOMS = {
+LAZY_NAMES = {
     "BatchKalmanNorm": "bkn_zoo.norms",
     "BatchKalmanNorm1d": "bkn_zoo.norms",
     "BatchKalmanNorm2d": "bkn_zoo.norms",
@@ -94,14 +95,16 @@ ROOMS = {
 }
 """The modules of the names above."""
 
-WINGS = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
+PACKAGES = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
 """Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""
+
+LIBRARY_MODULES.update(dict.fromkeys(("torchvision", "timm"), "bkn_zoo.conversion.libraries"))
 
 
 def __getattr__(name: str) -> Any:
-    if name in ROOMS:
-        value = getattr(import_module(ROOMS[name]), name)
-    elif name in WINGS:
+    if name in LAZY_NAMES:
+        value = getattr(import_module(LAZY_NAMES[name]), name)
+    elif name in PACKAGES:
         value = import_module(f"bkn_zoo.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -110,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *ROOMS, *WINGS})
+    return sorted({*globals(), *LAZY_NAMES, *PACKAGES})

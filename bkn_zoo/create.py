@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from bkn_zoo.checkpoints.builders import build_network, of_library
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
-from bkn_zoo.conversion.libraries import build, from_library, of_library
+from bkn_zoo.conversion.libraries import from_library
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models import Network, list_models
 
@@ -34,7 +35,7 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
         network, dot, _ = name.partition(".")
         if dot and network in list_models():
             raise UnknownNameError(f"{name!r} is the name of a checkpoint: pass pretrained=True, or use {network!r}.")
-        return build(name, num_classes, **options)
+        return build_network(name, num_classes, **options)
     if of_library(name):
         return from_library(name, num_classes, options, pretrained=True).eval()
     if options:
@@ -63,7 +64,7 @@ def checkpoint_of(architecture: str) -> str:
 
 def _with_classes(model: Network, num_classes: int | None) -> Network:
     """The network with a new classifier for `num_classes` classes; its config keeps everything but the classes."""
-    changed = build(model.name, num_classes, **model.norm_options)
+    changed = build_network(model.name, num_classes, **model.norm_options)
     own, fresh = model.state_dict(), changed.state_dict()  # loading adds missing parameters to layers, such as centers
     kept = {name: tensor for name, tensor in own.items() if tensor.shape == fresh.get(name, tensor).shape}
     changed.load_state_dict(kept, strict=False)

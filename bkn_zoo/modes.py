@@ -20,20 +20,6 @@ class Statistics(NamedTuple):
     group: int | None = None
 
 
-class DefaultStatistics:
-    """Gives a network the attribute `default_statistics`, which is checked when it is set."""
-
-    @property
-    def default_statistics(self) -> str:
-        """The statistics mode at inference, if a call does not choose one."""
-        return self.__dict__.get("default_statistics", "population")  # under its own name, as in earlier pickles
-
-    @default_statistics.setter
-    def default_statistics(self, mode: str) -> None:
-        check_mode(mode)
-        self.__dict__["default_statistics"] = mode
-
-
 def check_mode(mode: str) -> None:
     """Refuse a statistics mode that does not exist."""
     if mode not in MODES:

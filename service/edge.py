@@ -1,39 +1,68 @@
-"""The state that all connections share: their number, idle connections that may be closed, and turns to parse."""
+"""The HTTP edge: uvicorn's HTTP/1.1 on httptools, with all limits on clients.
+
+A connection gives the parser one head at a time, once the head is complete and within its limits. It parses chunked
+bodies in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `uploads`
+counts the bytes of bodies.
+
+This file and `server` use these parts of uvicorn, and pyproject.toml limits uvicorn and httptools to versions that were
+tried. tests/test_service_edge.py checks that the parts exist.
+
+- `HttpToolsProtocol`: the constructor (config, server_state, app_state, _loop), what the transport and the server call
+  (`connection_made` ... `shutdown`), what the parser calls (`on_...`), `_start_asgi_task`, and the fields `parser`,
+  `cycle`, `flow`, `headers`, `url`, `scope`.
+- `RequestResponseCycle`: the constructor, `receive`, `send`, and the fields `keep_alive`, `more_body`, `body`,
+  `message_event`, `response_complete`.
+- `FlowControl.resume_reading`, `pause_reading`; of `ServerState`: `connections`, `default_headers`, `total_requests`.
+- `uvicorn.Server`: `startup`, `on_tick`, `handle_exit`, `shutdown`, `servers`, and `config.http` as a function.
+- httptools: `HttpRequestParser.feed_data`, `get_method`, `get_http_version`, `should_keep_alive`, `should_upgrade`.
+"""
 
 import asyncio
+import http
+import logging
+import re
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
+from urllib.parse import unquote
 
+import httptools
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .envelope import QUIET, Envelope
+from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
 from .metrics import Metrics
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from .connections import Connection
+log = logging.getLogger("bkn_zoo.service")
 
-RESERVE = 16  # connections beyond the limit, for health checks
-SPARE_FILES = 64  # descriptors for the engines, the listener, the log and the page
-TURN = 0.002  # seconds per turn of the loop for connections that have more to parse
-
-
-@dataclass(frozen=True)
-class Host:
-    """The parts of the HTTP server that connections use.
-
-    Attributes:
-        app: the ASGI application.
-        app_state: the state of its lifespan.
-        connections, tasks: connections and tasks that a shutdown waits for.
-        headers: returns the headers of every response, such as the date.
-    """
-
-    app: Any
-    app_state: dict[str, Any]
-    connections: set[Any]
-    tasks: set[Any]
-    headers: Callable[[], list[tuple[bytes, bytes]]]
+# Connections beyond the limit, for health checks.
+RESERVE = 16
+# Descriptors for the engines, the listener, the log and the page.
+SPARE_FILES = 64
+# Seconds per turn of the loop for connections that have more to parse.
+TURN = 0.002
+# Bytes of the request line and all headers, with separators; also the free part of a chunked body's framing.
+MAX_HEAD = 16_384
+MAX_HEADERS = 100
+# Requests in a row that arrived before the previous response.
+MAX_PIPELINED = 32
+# Bytes of a chunked body that are parsed at once.
+SLICE = 8192
+# Bytes of a chunked body per byte of chunk sizes, extensions and trailers.
+BODY_PER_FRAMING = 8
+# Times `stall_seconds`: time to read on after a response that came before the end of its request.
+LINGER = 3
+END_OF_HEAD = re.compile(rb"\n\r?\n")
+# Of a target in absolute form.
+AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+NOT_HTTP = (
+    f"this is not HTTP/1.1, or it has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them: "
+    "see /docs for examples."
+)
+BROKEN_BODY = "the framing of the body is invalid: send Content-Length, or larger chunks."
 
 
 class Edge:
@@ -82,3 +111,357 @@ def _files_allowed() -> int:
         return 2**20
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 2**20 if limit == resource.RLIM_INFINITY else limit
+
+
+class Flow(FlowControl):
+    """Reading stays paused while received input waits to be parsed."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class Exchange(RequestResponseCycle):
+    """One request and its response.
+
+    Attributes:
+        edge: tells whether the service is draining.
+        refusal: why the rest of the body cannot be read, if so.
+        ends: whether the connection ends after the response.
+    """
+
+    edge: Edge
+    refusal: ServiceError | None = None
+    ends = False
+
+    def refuse(self, refusal: ServiceError) -> None:
+        self.refusal = refusal
+        self.message_event.set()
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        if self.refusal is not None and message["type"] == "http.request":
+            raise self.refusal
+        return message
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.keep_alive = self.keep_alive and not self.more_body and not self.edge.draining
+        elif not message.get("more_body", False):
+            # Otherwise uvicorn would close at once, and the reset of a client that still sends could overtake this.
+            self.ends, self.keep_alive = not self.keep_alive, True
+        await super().send(message)
+
+
+class Connection(HttpToolsProtocol):
+    """The connection of one client, with at most one request at a time.
+
+    It waits for a head, or responds, or lingers: a connection that ends before all input is read continues to read for
+    a while, because a reset could otherwise overtake the response.
+    """
+
+    cycle: Exchange
+
+    def __init__(
+        self, edge: Edge, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.edge, self.settings = edge, edge.settings
+        # Received, but not parsed yet.
+        self._input = bytearray()
+        # Whether it waits for its turn to parse.
+        self._is_queued = False
+        # Whether a part of the next head has arrived.
+        self._heard = False
+        # Requests since data arrived.
+        self._in_a_row = 0
+        # Bytes of a body with a length that did not arrive yet, and of a chunked body: received, and its framing.
+        self._left = self._size = self._framing = 0
+        # Whether what follows is not a request, and is dropped.
+        self._surplus = False
+        self._lingers_until: float | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._write_patience: asyncio.TimerHandle | None = None
+
+    # Called by the transport and by the server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+        super().connection_made(cast(asyncio.Transport, transport))
+        self.flow = Flow(self.transport)
+        self.edge.metrics.connections.inc()
+        if len(self.connections) > self.edge.most:
+            self.edge.make_room()
+        if len(self.connections) > self.edge.most + RESERVE:
+            return self.cut("too many")
+        self._wait(self.settings.head_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self in self.edge.awaited:  # move it to the end
+            del self.edge.awaited[self]
+            self.edge.awaited[self] = None
+        self._in_a_row = 0
+        if self._lingers_until is not None:
+            return self._wait(min(self.settings.stall_seconds, self._lingers_until - self.loop.time()))
+        if self._surplus:
+            return
+        self._input += data
+        if not self._is_queued:
+            self._parse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.edge.metrics.connections.dec()
+        self.edge.awaited.pop(self, None)
+        for timer in (self._patience, self._write_patience):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.edge.awaited[self] = None
+        self._write_patience = self.loop.call_later(self.settings.stall_seconds, self.cut, "not read")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_patience is not None:
+            self._write_patience.cancel()
+            self._write_patience = None
+        if self._is_answering and not self.cycle.more_body:
+            self.edge.awaited.pop(self, None)
+
+    def shutdown(self) -> None:
+        """Close at once unless a request is being answered, which then ends the connection."""
+        if self._lingers_until is not None:
+            self.transport.abort()
+        elif not self._is_answering:
+            self._close()
+
+    # Called by the edge
+
+    def go_on(self) -> None:
+        """Parse another slice, now that it is this connection's turn."""
+        self._is_queued = False
+        self._parse()
+
+    def cut(self, reason: str) -> None:
+        """Close at once, even if data was not sent yet."""
+        self.edge.metrics.cut.labels(reason).inc()
+        self.edge.awaited.pop(self, None)
+        # Its place is free from now on.
+        self.connections.discard(self)
+        self.transport.abort()
+
+    # Parsing
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _parse(self) -> None:
+        """Parse a head and a slice of its body, or another slice. The rest waits for another turn."""
+        if self.transport.is_closing() or self._lingers_until is not None:
+            return
+        if not self._is_answering:
+            self._parse_head()
+        if self._is_answering and self.cycle.more_body and self._input:
+            self._parse_slice()
+            if self.cycle.more_body and self._input:
+                self._is_queued = True
+                self.edge.parse_later(self)
+        self._update_reading()
+
+    def _parse_head(self) -> None:
+        """Begin a request if its head is complete."""
+        if self._input and not self._heard:
+            self._heard = True
+            self._wait(self.settings.head_seconds)
+        if self._input[:1] in (b"\r", b"\n"):
+            # Clients of old sent an empty line after a body.
+            self._input = self._input.lstrip(b"\r\n")
+        found = END_OF_HEAD.search(self._input)
+        end = found.end() if found else len(self._input)
+        is_long = end > MAX_HEAD or self._input.count(b"\n", 0, end) > MAX_HEADERS + 2
+        # A method begins with a letter; TLS does not.
+        is_other = b"" < self._input[:1] <= b" "
+        if is_long or is_other:
+            return self._refuse(MalformedRequestError(NOT_HTTP))
+        if found is None:
+            return
+        # The parser of the last request may still wait for its body, which did not pass through it.
+        self.parser = httptools.HttpRequestParser(self)
+        head = bytes(self._input[:end])
+        del self._input[:end]
+        try:
+            self.parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError:
+            return self._refuse(MalformedRequestError(NOT_HTTP))
+        if not self._is_answering:
+            self._refuse(MalformedRequestError(NOT_HTTP))
+
+    def _parse_slice(self) -> None:
+        """Parse a slice of a body."""
+        size = self._left or SLICE
+        part = bytes(self._input[:size])
+        del self._input[:size]
+        if self._left:
+            self._left -= len(part)
+            self.on_body(part)
+            if not self._left:
+                self.on_message_complete()
+            return
+        self._framing += len(part)
+        try:
+            self.parser.feed_data(part)
+            is_broken = self._framing > MAX_HEAD + self._size // BODY_PER_FRAMING
+        except httptools.HttpParserError:
+            is_broken = True
+        if is_broken:
+            self._surplus = True
+            self._input.clear()
+            if self.cycle.more_body:
+                self.cycle.refuse(MalformedRequestError(BROKEN_BODY))
+            else:  # another request follows in the slice, and the parser cannot stop between them
+                self.cycle.keep_alive = False
+
+    def _update_reading(self) -> None:
+        """Resume or pause reading. While paused, the network slows the client down."""
+        if self.transport.is_closing():
+            return
+        is_ahead = self._is_answering and not self.cycle.more_body and bool(self._input)
+        cast(Flow, self.flow).held = self._is_queued or is_ahead
+        if self._is_queued or is_ahead:
+            self.flow.pause_reading()
+        elif not self._is_answering or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    # Called by the parser and by the response
+
+    def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise MalformedRequestError("a request within a body")
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        encodings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        hosts = names.count(b"host")
+        is_known = version == "1.0" or (version == "1.1" and hosts == 1)
+        if not is_known or hosts > 1 or encodings not in ([], [b"chunked"]):
+            raise MalformedRequestError(NOT_HTTP)
+        answer = self._fill_scope(version)
+        is_last = False
+        if (
+            len(self.connections) > self.edge.most
+            and self.scope["path"].removeprefix(self.settings.root_path) not in QUIET
+        ):
+            answer, is_last = self._too_many(), True
+        if self._patience is not None:
+            self._patience.cancel()
+        self._in_a_row += 1
+        is_last = is_last or self._in_a_row >= MAX_PIPELINED or version == "1.0" or self.parser.should_upgrade()
+        self._left = int(dict(self.headers).get(b"content-length", b"0"))
+        self._size = self._framing = 0
+        self.cycle = Exchange(
+            scope=self.scope, transport=self.transport, flow=self.flow, logger=self.logger,
+            access_logger=self.access_logger, access_log=False, default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(), expect_100_continue=self.expect_100_continue,
+            keep_alive=not is_last and self.parser.should_keep_alive(), on_response=self.on_response_complete,
+        )  # fmt: skip
+        self.cycle.edge = self.edge
+        # Trailers are dropped.
+        self.headers = []
+        self._start_asgi_task(self.cycle, self.app if answer is None else Envelope(answer, self.edge.metrics))
+
+    def _fill_scope(self, version: str) -> Response | None:
+        """Complete the ASGI scope of the request; the answer if it is only a redirect."""
+        target, _, query = self.url.partition(b"?")
+        target = AUTHORITY.sub(b"", target, count=1) or b"/" if AUTHORITY.match(target) else target
+        root, path = self.settings.root_path, unquote(target.decode("ascii"))
+        at_root = root != "" and path == root
+        # A proxy may have removed the root.
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        self.scope.update(
+            http_version=version, method=self.parser.get_method().decode("ascii"), root_path=root, path=root + path,
+            raw_path=target, query_string=query,
+        )  # fmt: skip
+        # The files of the page are found only if its address ends with a slash.
+        return RedirectResponse(f"{root}/") if at_root else None
+
+    def on_body(self, body: bytes) -> None:
+        self._size += len(body)
+        self._framing -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._left:  # of a request to upgrade, whose body the parser does not take for one
+            return
+        self.edge.awaited.pop(self, None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Continue with the next request, or end."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        if self.cycle.ends:
+            return self._end(all_read=not self.cycle.more_body)
+        self._heard = False
+        self._wait(self.settings.idle_seconds)
+        self._parse()
+
+    def _too_many(self) -> JSONResponse:
+        self.edge.metrics.rejected.labels("connections").inc()
+        return respond(OverloadedError(f"{self.edge.most} connections are open: try again in a second.", 1))
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Respond to input that is not a valid request."""
+        self.edge.metrics.requests.labels("any", "none", error.status).inc()
+        log.info("no request", extra={"status": error.status, "error": error.message})
+        body = bytes(respond(error).body)
+        phrase = http.HTTPStatus(error.status).phrase
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+        self.transport.write(f"HTTP/1.1 {error.status} {phrase}\r\n{head}\r\n\r\n".encode() + body)
+        self._end(all_read=False)
+
+    # Time limits and the end
+
+    def _wait(self, seconds: float) -> None:
+        """Set the time limit for the client's next step."""
+        self.edge.awaited.setdefault(self)
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = self.loop.call_later(seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._lingers_until is not None:
+            self.cut("lingered")
+        elif self._heard:
+            self.edge.metrics.cut.labels("slow head").inc()
+            seconds = self.settings.head_seconds
+            self._refuse(SlowError(f"the headers took longer than {seconds:g} s: send them at once."))
+        else:
+            self._close()
+
+    def _end(self, all_read: bool) -> None:
+        if all_read and not self._surplus and not self._input:
+            return self._close()
+        self._input.clear()
+        patience = 1.0 if self.edge.draining else self.settings.stall_seconds
+        self._lingers_until = self.loop.time() + LINGER * patience
+        self._update_reading()
+        self.transport.write_eof()
+        self._wait(patience)
+
+    def _close(self) -> None:
+        """Close once everything is sent."""
+        if self._patience is not None:
+            self._patience.cancel()
+        self.transport.close()
+        if self.transport.get_write_buffer_size() and self._write_patience is None:
+            self._write_patience = self.loop.call_later(self.settings.stall_seconds, self.cut, "not read")

@@ -35,7 +35,7 @@ class Envelope:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         method = scope["method"]
-        if method == "HEAD":  # handled like GET; `Exchange.send` omits the body
+        if method == "HEAD":  # handled like GET; `uvicorn` omits the body
             scope = {**scope, "method": "GET"}
         # Ranges are useless for a page of a few kilobytes, and the framework responds to invalid ones in plain text.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]

@@ -1,11 +1,5 @@
-"""The HTTP server, based on uvicorn. Everything that depends on uvicorn's internals is in this file.
+"""The HTTP server, based on uvicorn. `edge` lists what both use of it."""
 
-That is: the arguments with which `uvicorn.Server` makes a protocol (config, server_state, app_state, _loop), the fields
-of `server_state` that `_connect` reads, `shutdown()` of a protocol, and the methods of `uvicorn.Server` that `Server`
-extends. tests/test_service_edge.py checks these.
-"""
-
-import asyncio
 import logging
 import math
 import multiprocessing
@@ -13,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -22,8 +17,7 @@ from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.terminal import printable
 
 from .app import Service, create_app
-from .connections import Connection
-from .edge import Host
+from .edge import Connection
 from .logs import failed
 from .settings import Settings
 from .workers import listen
@@ -45,7 +39,8 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         config = uvicorn.Config(
             app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
-            proxy_headers=False, ws="none", http=cast(Any, self._connect), backlog=min(256, self.service.edge.most),
+            proxy_headers=False, ws="none", http=cast(Any, partial(Connection, self.service.edge)),
+            backlog=min(256, self.service.edge.most),
             timeout_graceful_shutdown=math.ceil(settings.deadline),
         )  # fmt: skip
         super().__init__(config)
@@ -53,14 +48,6 @@ class Server(uvicorn.Server):
         self._drained: float | None = None
         # Not getppid(), which returns another process if the parent died while this process was starting.
         self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
-
-    def _connect(
-        self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None
-    ) -> Connection:
-        """Create a protocol from uvicorn's arguments."""
-        state = server_state
-        host = Host(config.loaded_app, app_state, state.connections, state.tasks, lambda: state.default_headers)
-        return Connection(self.service.edge, host, _loop)
 
     async def startup(self, sockets: Any = None) -> None:
         if self._parent is not None:

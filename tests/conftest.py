@@ -35,7 +35,7 @@ SLOW = (
     "test_wheel.py", "test_service_bad_input.py", "test_layer.py", "test_export.py", "test_usability.py",
     "test_service.py", "test_batch.py", "test_pooling.py", "test_kept_graphs.py", "test_finetuning.py",
     "test_cards.py", "test_images.py", "test_cli.py", "test_other_systems.py", "test_running.py", "test_libraries.py",
-    "test_progress.py", "test_zoo.py", "test_house.py", "test_studies.py", "test_report.py", "test_ray.py",
+    "test_progress.py", "test_zoo.py", "test_layers.py", "test_studies.py", "test_report.py", "test_ray.py",
     "test_memory.py", "test_kalman.py",
 )  # fmt: skip
 

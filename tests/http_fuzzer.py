@@ -1,23 +1,26 @@
 """Valid requests, damaged at random and cut into random packets: what a parser of HTTP must survive.
 
 Never may there be an answer of 500 or more, a connection that hangs or an answer to a request that was not sent. Which
-requests a damaged stream holds is worked out here by a few lines that are not h11's, and that take every head for one
-that might be good.
+requests a damaged stream holds is worked out here by a few lines that are not the service's, and that take every head
+for one that might be good.
 """
 
 import contextlib
+import io
 import random
 import re
 import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from attackers import encoded, picture
 from http_client import connect, read
 
 HANGS = 20.0  # seconds after which a connection that should be closed hangs
+QUIET = 0.5  # seconds after which no further answer is expected
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: a\r\nX-Request-Id: hidden\r\n\r\n"
 SPECIAL = [
     b"\r", b"\n", b"\r\n", b"\0", b" ", b"\t", b":", b"\xff", b"0", b"-", b";", b"%00", b"\r\n\r\n", b"\x0b",
@@ -127,11 +130,26 @@ def talk(port, data, generator):
             for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True):
                 connection.sendall(data[a:b])
                 time.sleep(generator.choice([0, 0, 0.002]))
+        # A client that closes its sending side has gone, so it first waits for its answers.
+        data = received(connection, QUIET)[0]
+        with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
-        try:
-            return read(connection, None, heads)
-        except TimeoutError:
-            return None
+        more, is_closed = received(connection, HANGS)
+        return read(SimpleNamespace(recv=io.BytesIO(data + more).read), None, heads) if is_closed else None
+
+
+def received(connection, seconds):
+    """What arrives until the service closes the connection or is silent for so long, and whether it has closed."""
+    connection.settimeout(seconds)
+    data = b""
+    try:
+        while part := connection.recv(65_536):
+            data += part
+    except TimeoutError:
+        return data, False
+    except OSError:
+        pass
+    return data, True
 
 
 def wrong_with(data, answers):

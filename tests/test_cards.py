@@ -83,7 +83,7 @@ def test_metadata_is_what_the_hub_reads(card):
         for metric, shown in (("top1", "top-1"), ("top5", "top-5"))
     }
     assert data == {
-        "license": "apache-2.0", "library_name": "bkn_zoo", "pipeline_tag": "image-classification",
+        "library_name": "bkn_zoo", "pipeline_tag": "image-classification",
         "datasets": ["uoft-cs/cifar10"], "metrics": ["accuracy"],
         "tags": ["batch-kalman-normalization", "inception_cifar_bkn"],
     }  # fmt: skip
@@ -148,6 +148,29 @@ def test_card_follows_the_config(folder, training, said, unsaid):
     config = Config.read(folder / "config.json")
     text = checkpoint_card(replace(config, training=config.training | training), "x")
     assert (said in text, unsaid in text) == (True, False)
+
+
+def test_accuracy_without_a_recipe_still_has_a_card(folder):
+    config = replace(Config.read(folder / "config.json"), training={"dataset": "my own"})
+    data = yaml.safe_load(checkpoint_card(config, "x").split("---\n")[1])
+    assert data["model-index"][0]["results"][0]["dataset"] == {"name": "my own", "type": "my own"}
+
+
+@pytest.mark.parametrize("license", [None, "mit", "apache-2.0"])
+def test_cards_name_only_a_given_licence(folder, results, tmp_path, license):
+    """Publishing accepts both; apache-2.0 is what cards of earlier versions said."""
+    config = Config.read(folder / "config.json")
+    (folder / "README.md").write_text(card_of(config, NAME, results, license=license))
+    model = bkn_zoo.from_pretrained(folder)
+    bkn_zoo.save_pretrained(model, tmp_path / "short", license=license)
+    bkn_zoo.save_pretrained(model, tmp_path / "short")  # a short card of any licence may be replaced
+    bkn_zoo.save_pretrained(model, tmp_path / "short", license=license)
+    for place in (folder, tmp_path / "short"):
+        data = yaml.safe_load((place / "README.md").read_text().split("---\n")[1])
+        assert data.get("license") == license
+        validate(place, NAME if place == folder else "short", results)
+    with pytest.raises(bkn_zoo.InputError, match="'My own': use an identifier of the Hub"):
+        bkn_zoo.save_pretrained(model, tmp_path / "short", license="My own")
 
 
 def test_card_of_an_untrained_network_claims_nothing(tmp_path):

@@ -23,7 +23,7 @@ from bkn_zoo import BknZooError, CheckpointError, InputError, UnknownNameError
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import locate
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained, verify_golden
+from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, verify_golden, write_card
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.checkpoints.weights import ALIGNMENT
 from bkn_zoo.conversion import load_batchnorm_weights
@@ -199,25 +199,17 @@ def test_labels_and_options_are_taken_over_but_no_accuracy(folder, tmp_path):
     assert again.accuracy == again.training == {}
 
 
-def test_stored_weights_are_measured_before_they_are_named(tmp_path):
-    model, folder = make(), tmp_path / "checkpoint"
-
-    def measure(stored):
-        assert not folder.exists()
-        assert_same_tensors(stored.state_dict(), rounded(model))
-        return {"sample": {"top1": 50.5}}, "# Measured\n"
-
-    def fail(stored):
-        raise InputError("there are no images.")
-
-    save_pretrained(model, folder, measure=measure)
-    assert from_pretrained(folder).config.accuracy == {"sample": {"top1": 50.5}}
-    assert (folder / "README.md").read_text() == "# Measured\n"
+def test_accuracy_and_card_are_added_to_a_saved_folder(tmp_path):
+    folder = tmp_path / "checkpoint"
+    save_pretrained(make(), folder)
     before = contents(folder)
-    with pytest.raises(InputError, match=r"^there are no images\.$"):
-        save_pretrained(make(), folder, measure=fail)
-    assert contents(folder) == before
-    assert list(tmp_path.iterdir()) == [folder]
+    config = add_accuracy(folder, {"sample": {"top1": 50.5}})
+    write_card(folder, "# Measured\n")
+    assert config == from_pretrained(folder).config
+    assert config.accuracy == {"sample": {"top1": 50.5}}
+    after = contents(folder)
+    assert {name for name in after if after[name] != before.get(name)} == {"config.json", "README.md"}
+    assert after["README.md"] == b"# Measured\n"
 
 
 @pytest.mark.parametrize("name", ["torch", "openvino"])

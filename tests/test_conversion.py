@@ -25,9 +25,8 @@ from torchvision.models.regnet import BlockParams
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
 from bkn_zoo.conversion.record import AT_CHECKPOINT
-from bkn_zoo.conversion.replace import LinkedNorm1d, LinkedNorm2d, LinkedNorm3d
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm2d, Belief
+from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, Belief
 from bkn_zoo.norms.centered import Centered2d
 
 timm = pytest.importorskip("timm")
@@ -251,7 +250,7 @@ def plan_of(forward, inputs=None, **layers):
 
 def channels_below(layer):
     """The norm and the channel that each input of a layer's transition comes from."""
-    (source,) = layer.links[True]
+    (source,) = layer.link.calls[True]
     below = [(key.partition("/")[2], c) for key, _, channels in source.sources for c in range(channels)]
     return [below[place] for place in getattr(layer, source.order)] if source.order else below
 
@@ -644,13 +643,13 @@ def test_training_and_evaluation_may_run_other_code():
 @pytest.mark.parametrize(
     ("layer", "shape", "kind"),
     [
-        (nn.BatchNorm1d(4), (6, 3), LinkedNorm1d),
-        (nn.BatchNorm1d(4), (6, 3, 5), LinkedNorm1d),
-        (nn.BatchNorm3d(4), (4, 3, 3, 3, 3), LinkedNorm3d),
-        (nn.BatchNorm2d(4, eps=1e-2, momentum=0.3), (4, 3, 5, 5), LinkedNorm2d),
-        (nn.BatchNorm2d(4, affine=False), (4, 3, 5, 5), LinkedNorm2d),
-        (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), LinkedNorm2d),
-        (nn.SyncBatchNorm(4), (4, 3, 5, 5), LinkedNorm2d),
+        (nn.BatchNorm1d(4), (6, 3), BatchKalmanNorm1d),
+        (nn.BatchNorm1d(4), (6, 3, 5), BatchKalmanNorm1d),
+        (nn.BatchNorm3d(4), (4, 3, 3, 3, 3), BatchKalmanNorm3d),
+        (nn.BatchNorm2d(4, eps=1e-2, momentum=0.3), (4, 3, 5, 5), BatchKalmanNorm2d),
+        (nn.BatchNorm2d(4, affine=False), (4, 3, 5, 5), BatchKalmanNorm2d),
+        (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), BatchKalmanNorm2d),
+        (nn.SyncBatchNorm(4), (4, 3, 5, 5), BatchKalmanNorm2d),
     ],
     ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None", "synchronized"],
 )
@@ -664,7 +663,7 @@ def test_every_kind_of_batch_norm(layer, shape, kind):
     else:
         prove(model, converted, x)
     last = converted.get_submodule("4")
-    assert type(last) is kind
+    assert isinstance(last, kind)
     assert (last.eps, last.momentum, last.affine) == (layer.eps, layer.momentum, layer.affine)
     assert last.gain.item() == pytest.approx(BATCHNORM_GAIN)
     torch.testing.assert_close(last.process_noise, last.running_var)

@@ -14,6 +14,7 @@ from torch import nn
 
 import bkn_zoo
 from bkn_zoo import cli
+from bkn_zoo.checkpoints.builders import build_network
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.conversion import LibraryNetwork, from_library, libraries
 from bkn_zoo.conversion.libraries import named_network, preprocessing_of
@@ -206,7 +207,7 @@ def test_weights_out_of_reach_are_an_error(monkeypatch):
 )
 def test_nothing_but_plain_names_and_numbers_is_built(name, options, error, words):
     with pytest.raises(error, match=words):
-        libraries.build(name, **options)  # as checkpoints do, whose config may be a stranger's
+        build_network(name, **options)  # as checkpoints do, whose config may be a stranger's
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bkn_zoo.checkpoints.builders import build_network
 from bkn_zoo.checkpoints.card import is_short_card, short_card
 from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, norm_of
 from bkn_zoo.checkpoints.files import (
@@ -43,7 +44,6 @@ from bkn_zoo.checkpoints.weights import (
     to_stored,
     write_weights,
 )
-from bkn_zoo.conversion.libraries import build
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
@@ -74,8 +74,8 @@ def save_pretrained(
     uncertain_below: dict[str, float] | None = None,
     default_statistics: str | None = None,
     card: str | None = None,
+    license: str | None = None,
     license_text: str | None = None,
-    measure: Callable[[Network], tuple[dict[str, dict[str, float]], str]] | None = None,
 ) -> None:
     """Write a checkpoint folder, or replace one.
 
@@ -91,14 +91,16 @@ def save_pretrained(
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode of calls that do not choose one; by default that of the model.
         card: text of README.md; by default a short card, which never replaces another card.
+        license: the licence that the short card names, an identifier of the Hub such as "mit"; by default none.
         license_text: text of a file LICENSE, for weights with a licence of their own.
-        measure: instead of `accuracy` and `card`, a function of the stored network that returns both.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
     config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
     folder = Path(folder).resolve()
+    keep_card = card is None
+    card = short_card(config, folder.name, license) if card is None else card
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
-    _check_replaceable(folder, keep_card=card is None and measure is None)
+    _check_replaceable(folder, keep_card)
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,12 +109,8 @@ def save_pretrained(
             hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
             config = replace(config, sha256=hashes)
             write(scratch / CONFIG, config.to_json().encode())
-            stored, golden = _try(scratch, folder)
-            write(scratch / GOLDEN, safetensors.torch.save(golden))
-        if measure is not None:
-            accuracy, card = measure(stored)
-            write(scratch / CONFIG, replace(config, accuracy=accuracy).to_json().encode())
-        write(scratch / CARD, (short_card(config, folder.name) if card is None else card).encode())
+            write(scratch / GOLDEN, safetensors.torch.save(_try(scratch, folder)))
+        write(scratch / CARD, card.encode())
         if license_text is not None:
             write(scratch / LICENSE, license_text.encode())
         sync(scratch)
@@ -123,6 +121,27 @@ def save_pretrained(
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def add_accuracy(folder: Path, accuracy: dict[str, dict[str, float]]) -> Config:
+    """Write the accuracy of a stored network into its config.json. Returns the new config."""
+    config = replace(Config.read(folder / CONFIG), accuracy=accuracy)
+    _replace_file(folder / CONFIG, config.to_json())
+    return config
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Replace the README.md of a checkpoint."""
+    _replace_file(folder / CARD, text)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        write(scratch, text.encode())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def from_pretrained(
@@ -287,11 +306,10 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
         )
 
 
-def _try(scratch: Path, folder: Path) -> tuple[Network, dict[str, Tensor]]:
-    """The network as stored, and its golden outputs; an error if it would not load."""
+def _try(scratch: Path, folder: Path) -> dict[str, Tensor]:
+    """The golden outputs of the network as stored; an error if it would not load."""
     try:
-        stored = load_folder(scratch)
-        return stored, _make_golden(stored)
+        return _make_golden(load_folder(scratch))
     except BknZooError as error:
         raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
 
@@ -329,7 +347,7 @@ class _SkipRandomInitialization(TorchFunctionMode):
 def _build(config: Config, path: Path) -> Network:
     try:
         with torch.device("cpu"), _SkipRandomInitialization():
-            model = build(config.architecture, config.num_classes, **config.norm_options).float()
+            model = build_network(config.architecture, config.num_classes, **config.norm_options).float()
     except BknZooError as error:
         raise CheckpointError(f"{path}: this network cannot be built: {error}") from None
     except (MemoryError, RuntimeError):  # PyTorch's allocator raises other errors on other systems

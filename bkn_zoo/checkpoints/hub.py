@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bkn_zoo.checkpoints.builders import is_model
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import (
     CONFIG,
@@ -78,8 +79,6 @@ def download(
     commit = folder.name
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
-    from bkn_zoo.conversion.libraries import is_model  # imported here, because it imports PyTorch
-
     # An unknown network or a newer format is refused before its weights are downloaded.
     architecture = Config.read(folder / CONFIG).architecture
     if not is_model(architecture):

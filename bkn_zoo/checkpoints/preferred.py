@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from bkn_zoo.checkpoints.builders import is_model
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
@@ -60,8 +61,4 @@ def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
 
 
 def _is_model(architecture: str) -> bool:
-    if architecture.rpartition("_")[0] in NETWORKS:
-        return True
-    from bkn_zoo.conversion.libraries import is_model  # imports PyTorch
-
-    return is_model(architecture)
+    return architecture.rpartition("_")[0] in NETWORKS or is_model(architecture)

@@ -4,10 +4,8 @@ import argparse
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.parser import check_folder
 from bkn_zoo.cli.train_options import parse
@@ -42,6 +40,7 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
             found = stamp(plan)
             result = carry_out(plan)
             if result.record:  # that of the first process
+                write_long_card(result, plan)
                 report(result, plan)
                 if args.publish:
                     publish_result(result, plan, args)
@@ -61,9 +60,9 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
 
 def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> Plan:
     """From the options; a publication that cannot succeed is refused now, not after hours of training."""
-    names = ("name", "output", "results", "device", "resume", "workers", "save_minutes")
+    names = ("name", "output", "results", "device", "resume", "workers", "save_minutes", "license")
     options = {name: getattr(args, name) for name in names}
-    plan = make_plan(args.recipe, args.data, overrides, init=args.checkpoint, **options, card=_card)
+    plan = make_plan(args.recipe, args.data, overrides, init=args.checkpoint, **options)
     check_folder(args.data)
     if args.publish:
         if plan.results.resolve().name != "runs":
@@ -81,10 +80,13 @@ def carry_out(plan: Plan) -> "TrainingResult":
     return carry_out(plan)
 
 
-def _card(config: Config, name: str, results: Path, folder: Path) -> str:
+def write_long_card(result: "TrainingResult", plan: Plan) -> None:
+    """Replace the short card by one with the record of the run."""
+    from bkn_zoo.checkpoints.folder import write_card
     from bkn_zoo.publishing.publish import card_of
 
-    return card_of(config, name, results, folder)
+    config = result.model.config
+    write_card(result.folder, card_of(config, plan.name, plan.results.parent, result.folder, plan.license))
 
 
 def report(result: "TrainingResult", plan: Plan) -> None:

@@ -109,6 +109,8 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
     what = "at the end, publish it on the Hub as NAMESPACE/NAME (default: do not publish)"
     parser.add_argument("--publish", metavar="NAMESPACE", help=what)
     parser.add_argument("--private", action="store_true", help="make a repository that --publish creates private")
+    what = "the licence that the checkpoint's card names, an identifier of the Hub such as mit (default: none)"
+    parser.add_argument("--license", metavar="ID", help=what)
     parser.add_argument("--resume", action="store_true", help="continue the training in the output folder")
     add_device(parser)
     add_workers(parser)

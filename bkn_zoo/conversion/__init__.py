@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from bkn_zoo.checkpoints.builders import build_network, is_model
 from bkn_zoo.conversion.batchnorm import (
     BATCHNORM_GAIN,
     LEARNING_GAIN,
@@ -11,7 +12,7 @@ from bkn_zoo.conversion.batchnorm import (
 )
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.conversion.learning import Learned, learn_statistics
-from bkn_zoo.conversion.libraries import LibraryNetwork, build, from_library, is_model
+from bkn_zoo.conversion.libraries import LibraryNetwork, from_library
 from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
 
@@ -20,7 +21,6 @@ __all__ = [
     "Converted",
     "prove",
     "Proof",
-    "build",
     "from_library",
     "is_model",
     "LibraryNetwork",
@@ -40,5 +40,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "create_model":
         warnings.warn("bkn_zoo.conversion.create_model is now bkn_zoo.create_model", DeprecationWarning, stacklevel=2)
-        return build
+        return build_network
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,33 +17,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bkn_zoo.conversion.checks import check, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, first_sentence, inputs_of, left_alone, plans_for
 from bkn_zoo.conversion.plan import INTERLEAVED, Plan
-from bkn_zoo.conversion.record import CALLS, Record, is_open, run
-from bkn_zoo.conversion.replace import LinkedNorm, names_of, replace_norms
+from bkn_zoo.conversion.record import CALLS, Record, is_open, run_with_record
+from bkn_zoo.conversion.replace import linked_norms, names_of, replace_norms
 from bkn_zoo.conversion.report import Report, Row
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
-from bkn_zoo.modes import DefaultStatistics, Statistics, choose_statistics
+from bkn_zoo.models.network import BeliefNetwork
+from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import check_gain, no_weight_decay
 from bkn_zoo.norms.centered import BATCHNORM_GAIN
 
 
-class Converted(DefaultStatistics, nn.Module):
+class Converted(BeliefNetwork):
     """A network from `convert`. Its class is a subclass of the original's class and of this one.
 
     Attributes:
         report: a description of the conversion, norm by norm.
-        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
-            inference; None means the whole batch.
-        default_statistics: the statistics mode at inference, if a call does not choose one.
-        foldable: norms that can be folded into a convolution at inference with population statistics, with its name.
     """
 
     _original: type[nn.Module]  # the class of the network before its conversion
     _looked = False  # whether it was checked that the network was trained after its conversion
     _methods: tuple[str, ...] = ()  # methods of the original, besides `forward`, that run norms
     report: Report
-    foldable: dict[str, str] = types.MappingProxyType({})  # type: ignore[assignment]
-    statistics_batch_size: int | None = None
+    foldable = types.MappingProxyType({})
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with the chosen statistics.
@@ -52,7 +48,7 @@ class Converted(DefaultStatistics, nn.Module):
             args, kwargs: the arguments of the original.
             statistics: "population", "sample" or "expected"; at inference only.
         """
-        return run(self, self._choose(statistics, (args, kwargs)), self._original.forward, args, kwargs)
+        return run_with_record(self, self._choose(statistics, (args, kwargs)), self._original.forward, args, kwargs)
 
     @contextmanager
     def one_call(self, statistics: str | None = None, images: int | None = None) -> Iterator[None]:
@@ -78,7 +74,7 @@ class Converted(DefaultStatistics, nn.Module):
 
     def _warn_if_untrained(self, mode: str) -> None:
         """Warn once that a pretrained network must be trained before it uses the statistics of an image."""
-        norms = [norm for norm in self.modules() if isinstance(norm, LinkedNorm)]
+        norms = linked_norms(self)
         if torch.compiler.is_compiling() or any(observed_by_pytorch(norm.running_var) for norm in norms):
             return
         self._looked = True
@@ -157,7 +153,7 @@ def _method(function: Any) -> Any:
         if is_open(self):
             return function(self, *args, **kwargs)
         statistics = kwargs.pop("statistics", None)
-        return run(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
+        return run_with_record(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
 
     return method
 
@@ -222,8 +218,8 @@ def convert(
         given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
         _convert(part, name, given, left=frozen_norms(whole, part))
         part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
-        for norm in part.modules():
-            if isinstance(norm, LinkedNorm) and norm.has_prior:
+        for norm in linked_norms(part):
+            if norm.has_prior:
                 norm.set_gain(initial_gain)
         if default_statistics != "population":
             part._warn_if_untrained(default_statistics)

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.batchnorm import start_near_population
 from bkn_zoo.conversion.measure import by_statistics, group_of
-from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
@@ -161,9 +160,9 @@ class Student:
         """Put the network into evaluation mode, use the statistics of the call in its norms, and freeze the rest."""
 
         def watch(name: str) -> Any:
-            def hook(norm: nn.Module, args: tuple[Any, ...]) -> Any:
+            def hook(norm: Any, args: tuple[Any, ...]) -> Any:
                 self.called.add(name)
-                if isinstance(norm, Linked):
+                if norm.link is not None:
                     return None
                 x, prior, *rest = args
                 return x, prior, self.now, *rest[1:]

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from bkn_zoo.conversion.converted import Converted, convert, converted_class
 from bkn_zoo.errors import HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images.preprocessing import Preprocessing
-from bkn_zoo.models import registry
 from bkn_zoo.models.network import Network
 
-LIBRARIES = ("torchvision", "timm")
 REFUSED_OPTIONS = ("pretrained", "weights", "checkpoint", "cache", "scriptable", "exportable", "features_only")
 """Prefixes of options that would load something, or build something other than a classifier."""
 
@@ -46,27 +44,9 @@ def named_network(converted: Any, name: str, num_classes: int, options: dict[str
     return converted
 
 
-def build(name: str, num_classes: int | None = None, **options: Any) -> Network:
-    """A newly initialized network of the zoo or of a library. The arguments are those of `bkn_zoo.create_model`."""
-    if ":" in name:
-        return from_library(name, num_classes, options)
-    return registry.build(name, num_classes, **options)
-
-
-def of_library(name: str) -> bool:
-    """Whether this has the form of a library's network name, even if it does not exist."""
-    return name.startswith(tuple(f"{library}:" for library in LIBRARIES))
-
-
-def is_model(name: str) -> bool:
-    """Whether `build` supports this name."""
-    if ":" not in name:
-        return name in registry.list_models()
-    try:
-        _builder(name)
-    except UnknownNameError:
-        return False
-    return True
+def check_name(name: str) -> None:
+    """Refuse the name of a network that the installed library does not have."""
+    _builder(name)
 
 
 def from_library(
@@ -106,7 +86,7 @@ def from_library(
 def preprocessing_of(name: str, size: int) -> Preprocessing:
     """The preprocessing of the library's weights of a network, for a given image size."""
     library, _, network = name.partition(":")
-    _builder(name)  # refuses unknown names
+    check_name(name)
     about: Any
     if library == "torchvision":
         import torchvision.models as models
@@ -153,7 +133,7 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
                 f"names of timm's networks do not contain the tag of their weights: use timm:{untagged}."
             )
     else:
-        raise UnknownNameError(f"unknown library in {name!r}: choose one of {', '.join(LIBRARIES)}.")
+        raise UnknownNameError(f"unknown library in {name!r}: choose torchvision or timm.")
     raise UnknownNameError(
         f"the installed {library} has no classifier {network!r}: correct the name, or upgrade {library}."
     )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.conversion.converted import Converted
-from bkn_zoo.conversion.record import Linked
+from bkn_zoo.conversion.record import Links
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
@@ -126,7 +126,7 @@ def measure(model: nn.Module, images: Iterable[Any] | Mapping[str, Iterable[Any]
 def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> tuple[dict[str, _Deviations], int]:
     """The sums of all norms over a domain's images, and the number of norms on the longest path."""
     found: dict[str, _Deviations] = {}
-    count, path = 0, _longest_path([norm for norm in norms.values() if isinstance(norm, Linked)])
+    count, path = 0, _longest_path([norm.link for norm in norms.values() if norm.link is not None])
 
     def before(name: str) -> Any:
         def hook(norm: Any, args: tuple[Any, ...]) -> Any:
@@ -135,14 +135,14 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
                 scale = torch.rsqrt(norm.running_var + norm.eps)
                 deviations = (observe(x).mean - norm.running_mean) * scale
                 found.setdefault(name, _Deviations()).add(deviations.double().cpu())
-            return None if isinstance(norm, Linked) else (x, args[1], Statistics("population"), *args[3:])
+            return None if norm.link is not None else (x, args[1], Statistics("population"), *args[3:])
 
         return hook
 
     def after(norm: Any, args: tuple[Any, ...], result: Any) -> Any:
         """Count the norms below in place of beliefs, which population statistics do not need."""
         nonlocal path
-        if isinstance(norm, Linked):
+        if norm.link is not None:
             return None
         length = 1 if args[1] is None else 1 + int(args[1].mean.max())
         path = max(path, length)
@@ -165,12 +165,9 @@ def _watch(model: nn.Module, norms: dict[str, Any], batches: Iterable[Any]) -> t
     return found, path
 
 
-def _longest_path(norms: list[Linked]) -> int:
+def _longest_path(places: list[Links]) -> int:
     """The number of norms on the longest path of a converted network."""
-    below = {
-        norm.key: {source for links in norm.links.values() for link in links for source, _, _ in link.sources}
-        for norm in norms
-    }
+    below = {place.key: place.sources() for place in places}
     lengths: dict[str, int] = {}
     for key in TopologicalSorter(below).static_order():
         lengths[key] = 1 + max((lengths[source] for source in below.get(key, ())), default=0)

@@ -1,8 +1,8 @@
 """Passes beliefs between the norms of a converted network.
 
 While a network runs, a `Record` stores the beliefs of its norms so far. The record belongs to one call in one thread:
-`run` creates it, each `Linked` norm reads it and adds its own belief, and it is deleted when the call ends. The code of
-the network does not change.
+`run_with_record` creates it, each norm reads it and adds its own belief through its `Links`, and it is deleted when the
+call ends. The code of the network does not change.
 """
 
 import inspect
@@ -84,7 +84,9 @@ AT_CHECKPOINT: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDiction
 """The record at the beginning of a checkpointed region, as long as PyTorch may recompute the region."""
 
 
-def run(network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_with_record(
+    network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Run a function of a network with its own record."""
     CALLS.open.append(Record(network, statistics, count_images((args, kwargs))))
     try:
@@ -95,7 +97,7 @@ def run(network: nn.Module, statistics: Statistics, function: Callable[..., Any]
 
 def is_open(network: nn.Module) -> bool:
     """Whether the innermost call of this thread is one of this network."""
-    return bool(CALLS.open) and CALLS.open[-1].network is network
+    return len(CALLS.open) > 0 and CALLS.open[-1].network is network
 
 
 def count_images(inputs: Any) -> int | None:
@@ -178,55 +180,54 @@ class Link(NamedTuple):
     ordered: bool
 
 
-class Linked(nn.Module):
-    """Turns a norm with beliefs (the next class) into a norm that takes and returns features only.
+class Links:
+    """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs.
 
     Attributes:
-        key: its name in records.
-        label: its name in messages.
-        links: the links of each call in a pass, for training and for evaluation.
+        key: the norm's name in records.
+        label: the norm's name in messages.
+        calls: the links of each call in a pass, for training and for evaluation.
     """
 
-    carries_belief = False
     told = False  # whether a missing link was reported
-    key: str
-    label: str
-    links: dict[bool, tuple[Link, ...]]
-    prior_features: int | None = None  # channels of the received beliefs
 
-    def forward(self, input: Tensor) -> Tensor:
+    def __init__(self, key: str, label: str, calls: dict[bool, tuple[Link, ...]]) -> None:
+        self.key, self.label, self.calls = key, label, calls
+
+    def normalize(self, norm: Any, x: Tensor) -> Tensor:
+        """The output of a norm for features only, as of the batch norm that it replaces."""
         record = find_record(self.label)
-        if record is None and self.training:
+        if record is None and norm.training:
             raise InputError(
                 f"{self.label} was called outside a call of its network, where it receives no beliefs: call the "
                 "network itself, or use `with network.one_call():`."
             )
         if record is None or record.statistics.mode == "population":
-            y, _ = super().forward(input, None, POPULATION)
+            y, _ = norm.with_prior(x, None, POPULATION)
         else:
-            y = self.with_beliefs(input, record)
+            y = self._with_beliefs(norm, x, record)
         for child in AFTER_NORM:
-            if child in self._modules:
-                y = self._modules[child](y)  # type: ignore[misc]
+            if child in norm._modules:
+                y = norm._modules[child](y)
         return y
 
-    def with_beliefs(self, x: Tensor, record: Record) -> Tensor:
-        links = self.links[record.network.training]
+    def _with_beliefs(self, norm: Any, x: Tensor, record: Record) -> Tensor:
+        links = self.calls[record.network.training]
         call, before = record.begin(self.key, len(links))
         link = links[call]
         features = by_image(x, record, link.ordered, self.label)
         prior = None
-        if self.prior_features is not None:
-            prior = self.gather(link, record, before, features)
-        y, belief = super().forward(features, prior, record.statistics)
+        if norm.prior_features is not None:
+            prior = self._gather(norm, link, record, before, features)
+        y, belief = norm.with_prior(features, prior, record.statistics)
         record.add(self.key, call, belief)
         return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
 
-    def gather(self, link: Link, record: Record, since: int, x: Tensor) -> Belief:
+    def _gather(self, norm: nn.Module, link: Link, record: Record, since: int, x: Tensor) -> Belief:
         """The beliefs of the norms below, with mean 0 and variance 0 for a missing one."""
-        found = [record.find((norm, call), since) for norm, call, _ in link.sources]
+        found = [record.find((source, call), since) for source, call, _ in link.sources]
         if None in found:
-            self.report_missing(link, found)
+            self._report_missing(link, found)
             statistics, groups = record.statistics, x.shape[0]
             if statistics.mode == "batch":
                 groups //= group_size(groups, statistics.group)
@@ -238,10 +239,10 @@ class Linked(nn.Module):
         assert joined is not None
         if not link.order:
             return joined
-        channels = getattr(self, link.order)
+        channels = getattr(norm, link.order)
         return Belief(joined.mean.index_select(1, channels), joined.var.index_select(1, channels))
 
-    def report_missing(self, link: Link, found: list[Belief | None]) -> None:
+    def _report_missing(self, link: Link, found: list[Belief | None]) -> None:
         if self.told or torch.compiler.is_compiling():
             return
         self.told = True
@@ -255,15 +256,24 @@ class Linked(nn.Module):
             stacklevel=2,
         )
 
-    def take_links(self, other: "Linked") -> None:
-        """Take the place of another norm in the network."""
-        self.key, self.label, self.links = other.key, other.label, other.links
-        for name, buffer in other.named_buffers(recurse=False):
+    def sources(self) -> set[str]:
+        """The keys of the norms below."""
+        return {source for links in self.calls.values() for link in links for source, _, _ in link.sources}
+
+    def below(self) -> list[str]:
+        """The names of the norms below."""
+        sources = [source for links in self.calls.values() for link in links for source, _, _ in link.sources]
+        return list(dict.fromkeys(source.partition("/")[2] for source in sources))
+
+    def attach(self, layer: nn.Module, norm: nn.Module) -> None:
+        """Give a layer the place of a norm, with the norm's orders of channels and the modules after it."""
+        vars(layer).update(link=self, carries_belief=False)
+        for name, buffer in norm.named_buffers(recurse=False):
             if name.startswith("order"):
-                self.register_buffer(name, buffer, persistent=False)
-        for name, child in other.named_children():
+                layer.register_buffer(name, buffer, persistent=False)
+        for name, child in norm.named_children():
             if name in AFTER_NORM:
-                self.add_module(name, child)
+                layer.add_module(name, child)
 
 
 def by_image(x: Tensor, record: Record, ordered: bool, norm: str) -> Tensor:

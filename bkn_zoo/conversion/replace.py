@@ -1,40 +1,24 @@
 """Executes plans: replaces batch norms by Batch Kalman Norms that are linked to the norms below."""
 
 import secrets
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.conversion.plan import NormCall, Plan
-from bkn_zoo.conversion.record import Link, Linked
+from bkn_zoo.conversion.record import Link, Links
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.centered import Centered, Centered1d, Centered2d, Centered3d
 
-
-class LinkedNorm(Linked, Centered):  # type: ignore[misc]
-    """A Batch Kalman Norm that replaces a batch norm: it is called with features only, and finds its prior itself."""
-
-    dims: tuple[int, ...] = (2, 3, 4, 5)
-
-    def _get_name(self) -> str:
-        return type(self).__name__.replace("Linked", "BatchKalman")
-
-    def extra_repr(self) -> str:
-        sources = [source for links in self.links.values() for link in links for source, _, _ in link.sources]
-        below = ", ".join(dict.fromkeys(source.partition("/")[2] for source in sources))
-        return f"{super().extra_repr()}, below: {below or 'none'}"
+ANY_DIMS = (2, 3, 4, 5)
+"""Inputs of a converted norm may have these numbers of dimensions, as batch norms of some libraries allow."""
 
 
-class LinkedNorm1d(LinkedNorm, Centered1d):  # type: ignore[misc]
-    """Replaces a BatchNorm1d."""
-
-
-class LinkedNorm2d(LinkedNorm, Centered2d):  # type: ignore[misc]
-    """Replaces a BatchNorm2d, or a batch norm of another library."""
-
-
-class LinkedNorm3d(LinkedNorm, Centered3d):  # type: ignore[misc]
-    """Replaces a BatchNorm3d."""
+def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
+    """The norms of converted networks in a model."""
+    return [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.link is not None]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -56,21 +40,22 @@ def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> Non
         norm = model.get_submodule(name)
         assert isinstance(norm, _BatchNorm)
         layer = _kalman_norm(norm, next(call for plan in plans.values() for call in plan.calls if call.name == name))
-        layer.key, layer.label = f"{network}/{name}", f"{prefix}{name}"
-        layer.links = {training: _links(layer, plan, network, f"order_{training}_") for training, plan in plans.items()}
-        known = next(links for links in layer.links.values() if links)
-        layer.links = {training: layer.links.get(training) or known for training in (True, False)}
+        key = f"{network}/{name}"
+        calls = {training: _links(layer, key, plan, f"order_{training}_") for training, plan in plans.items()}
+        known = next(links for links in calls.values() if links)
+        calls = {training: calls.get(training) or known for training in (True, False)}
+        Links(key, f"{prefix}{name}", calls).attach(layer, norm)
         for place in names[norm]:
             model.set_submodule(place, layer)
 
 
-def _kalman_norm(norm: _BatchNorm, call: NormCall) -> LinkedNorm:
+def _kalman_norm(norm: _BatchNorm, call: NormCall) -> Centered:
     """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
-    kind: type[LinkedNorm] = LinkedNorm2d
+    kind: type[Centered] = Centered2d
     if isinstance(norm, nn.BatchNorm1d):
-        kind = LinkedNorm1d
+        kind = Centered1d
     elif isinstance(norm, nn.BatchNorm3d):
-        kind = LinkedNorm3d
+        kind = Centered3d
     assert norm.running_mean is not None
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
@@ -82,12 +67,14 @@ def _kalman_norm(norm: _BatchNorm, call: NormCall) -> LinkedNorm:
     layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen
     for name, child in norm.named_children():
         layer.add_module(name, child)
+    layer.dims = ANY_DIMS
     layer.train(norm.training)
     return layer
 
 
-def _links(layer: LinkedNorm, plan: Plan, network: str, order: str) -> tuple[Link, ...]:
+def _links(layer: Centered, key: str, plan: Plan, order: str) -> tuple[Link, ...]:
     """The links of a norm, call by call. The orders of channels become buffers of the norm."""
+    network, _, norm = key.partition("/")
     numbers: list[tuple[str, int]] = []  # the number of each call among the calls of its norm
     counts: dict[str, int] = {}
     for call in plan.calls:
@@ -95,7 +82,7 @@ def _links(layer: LinkedNorm, plan: Plan, network: str, order: str) -> tuple[Lin
         numbers.append((f"{network}/{call.name}", counts[call.name] - 1))
     links: list[Link] = []
     for call in plan.calls:
-        if f"{network}/{call.name}" != layer.key:
+        if call.name != norm:
             continue
         starts: dict[int, int] = {}
         total = 0
@@ -115,3 +102,18 @@ def _links(layer: LinkedNorm, plan: Plan, network: str, order: str) -> tuple[Lin
 def _below(call: NormCall) -> list[int]:
     """The calls whose beliefs a call receives."""
     return list(dict.fromkeys(source for piece in call.pieces for source, _ in piece.sources))
+
+
+def _earlier(kind: type[Centered]) -> type[Centered]:
+    """A class of norms in pickles of earlier versions, which become norms with `Links` when they are loaded."""
+
+    class Earlier(kind):  # type: ignore[misc,valid-type]
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            place = Links(*(state.pop(name) for name in ("key", "label", "links")))
+            super().__setstate__({**state, "link": place, "carries_belief": False, "dims": ANY_DIMS})
+            self.__class__ = kind
+
+    return Earlier
+
+
+LinkedNorm1d, LinkedNorm2d, LinkedNorm3d = map(_earlier, (Centered1d, Centered2d, Centered3d))

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
@@ -18,7 +17,7 @@ from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare
 from bkn_zoo.inference.kept_graphs import kept
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compile_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, name_of, translate
-from bkn_zoo.models.network import Network
+from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
@@ -33,7 +32,7 @@ Prepared = TypeVar("Prepared")
 
 
 def create_engine(
-    model: Network | Converted, engine: str = "auto", device: str = "cpu", precision: str = "f32", streams: int = 1
+    model: BeliefNetwork, engine: str = "auto", device: str = "cpu", precision: str = "f32", streams: int = 1
 ) -> "Engine":
     """Create an engine for `model`: `engine(images, statistics)` returns logits.
 
@@ -52,7 +51,7 @@ def create_engine(
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
-    if not isinstance(model, Network | Converted):
+    if not isinstance(model, BeliefNetwork):
         raise InputError(
             f"engines do not support a {type(model).__name__}: pass a network of the zoo, or a network that "
             "bkn_zoo.convert converted as a whole."
@@ -62,7 +61,7 @@ def create_engine(
         raise InputError(f"streams is {streams!r}: choose a whole number of at least 1.")
     if engine == "auto":
         possible = ov is not None and torch.device(device).type == "cpu"
-        soon = possible and (streams > 1 or not isinstance(model, Converted) or _writes_its_graph(model))
+        soon = possible and (streams > 1 or model.foldable is None or _writes_its_graph(model))
         engine = "openvino" if soon else "torch"
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
@@ -85,7 +84,7 @@ class Engine:
 
     streams = 1
 
-    def __init__(self, model: Network | Converted, device: str = "cpu", precision: str = "f32") -> None:
+    def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
             raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
         self.model: Any = model
@@ -187,7 +186,7 @@ class TorchEngine(Engine):
     def _run_in(self, layout: torch.memory_format, images: Tensor, statistics: Statistics) -> Tensor:
         network = self._once((_kind(statistics), layout), lambda: self._prepare(statistics, layout))
         # Foreign networks may change their input in place, and it belongs to the caller. A graph has its own images.
-        copied = isinstance(self.model, Converted) and self.device.type == "cpu"
+        copied = self.model.foldable is not None and self.device.type == "cpu"
         images = images.to(self.device, self.dtype, copy=copied, memory_format=layout)
         if not images.is_cuda:
             return in_float32(network(images, statistics=statistics.mode))
@@ -217,7 +216,7 @@ class OpenVINOEngine(Engine):
     translated = False
 
     def __init__(
-        self, model: Network | Converted, device: str = "cpu", precision: str = "f32", streams: int = 1
+        self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32", streams: int = 1
     ) -> None:  # fmt: skip
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
@@ -251,7 +250,7 @@ class OpenVINOEngine(Engine):
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY", **self._threads}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
-        if isinstance(self.model, Converted):
+        if self.model.foldable is not None:
             return self._compile_converted(shape, statistics, options)
 
         def make() -> Graph:
@@ -312,7 +311,7 @@ def _unchanged(network: nn.Module) -> Iterator[None]:
         )
 
 
-def _writes_its_graph(model: Converted) -> bool:
+def _writes_its_graph(model: BeliefNetwork) -> bool:
     """Whether the code of a converted network runs on a symbol instead of an image, which only a trial can show."""
     config: Any = getattr(model, "config", None)
     side = config.preprocessing.size if config is not None and config.preprocessing is not None else USUAL_SIDE
@@ -328,7 +327,7 @@ def _writes_its_graph(model: Converted) -> bool:
     return True
 
 
-def _ends(model: Network | Converted) -> list[tuple[dict[str, Any], str]]:
+def _ends(model: BeliefNetwork) -> list[tuple[dict[str, Any], str]]:
     """The places of the first and the last tensor of each kind. Checking all of ResNet101 took 0.3 ms per image."""
     first: dict[Any, tuple[dict[str, Any], str]] = {}
     last: dict[Any, tuple[dict[str, Any], str]] = {}

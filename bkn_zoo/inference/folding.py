@@ -14,17 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted
-from bkn_zoo.conversion.record import Linked
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
-from bkn_zoo.models.network import Branch, ConvNorm, Network, State
+from bkn_zoo.models.network import BeliefNetwork, Branch, ConvNorm, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
-from bkn_zoo.norms.kalman import Belief, carry
+from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
-AnyNetwork = TypeVar("AnyNetwork", bound=Network | Converted)
+AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
 
 
@@ -45,8 +44,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            kind = LinkedImageNorm if isinstance(module, Linked) else ImageNorm
-            _replace(network, name, kind(module, statistics))
+            _replace(network, name, ImageNorm(module, statistics))
     return join(network)
 
 
@@ -67,8 +65,7 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         weight = conv.weight * scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
         conv.weight = nn.Parameter(weight, requires_grad=False)  # a new parameter, because others may share the old one
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
-        kind = LinkedFoldedNorm if isinstance(norm, Linked) else FoldedNorm
-        _replace(network, name, kind(shift if pooled else None))
+        _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
 
 
@@ -97,9 +94,9 @@ def _takes_in(conv: nn.Module) -> bool:
 
 def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace a norm by a layer. In a converted network, the layer gets the links of the norm."""
-    norm = network.get_submodule(name)
-    if isinstance(layer, Linked) and isinstance(norm, Linked):
-        layer.take_links(norm)
+    norm: Any = network.get_submodule(name)
+    if norm.link is not None:
+        norm.link.attach(layer, norm)
     network.set_submodule(name, layer)
 
 
@@ -114,6 +111,7 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # such as pruned weights
     network = copy.deepcopy(model, shared)
     network.eval()
+    with_constant_weights(network)
     for tensor in (*network.parameters(), *network.buffers()):
         stays = tensor.dtype == torch.float32 or (as_stored and tensor.dtype == torch.float16 and tensor.ndim > 1)
         if tensor.is_floating_point() and not stays:
@@ -121,10 +119,13 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     return network
 
 
+INNER = nn.ParameterList, nn.ParameterDict  # modules inside norms, which only hold parameters
+
+
 def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     """Convert the weights of `network` to a precision. Norms and statistics stay float32."""
     norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
-    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, nn.ParameterList)]
+    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, INNER)]
     for module in set(network.modules()).difference(parts):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point():
@@ -132,14 +133,14 @@ def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     return network
 
 
-def _convolutions(network: Network | Converted) -> dict[str, tuple[nn.Conv2d, bool]]:
+def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
     A converted network stores this. For other networks, a small image passes through to find out, because names and
     order of modules do not determine it.
     """
-    if isinstance(network, Converted):
-        norms = {name for name, module in network.named_modules() if isinstance(module, Linked)}  # not replaced yet
+    if network.foldable is not None:
+        norms = {name for name, module in network.named_modules() if isinstance(module, RunningNorm)}  # not replaced
         convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
         return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
     source: dict[int, tuple[nn.Conv2d, bool]] = {}
@@ -177,21 +178,21 @@ class FoldedNorm(nn.Module):
     """
 
     shift: Tensor | None
+    link: Any = None  # as in RunningNorm
 
     def __init__(self, shift: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("shift", None if shift is None else shift[:, None, None])
 
-    def forward(
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return self.with_prior(x, *args, **options) if self.link is None else self.link.normalize(self, x)
+
+    def with_prior(
         self, x: Tensor, prior: None, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, None]:
         if statistics.mode != "population":
             raise InputError(f"a folded network supports only statistics='population', not {statistics.mode!r}.")
         return finish(x if self.shift is None else x + self.shift, residual, relu), None
-
-
-class LinkedFoldedNorm(Linked, FoldedNorm):  # type: ignore[misc]
-    """The same in a converted network."""
 
 
 class ImageNorm(nn.Module):
@@ -205,6 +206,8 @@ class ImageNorm(nn.Module):
     others: Any
     partners_mean: Any
     partners_var: Any
+    link: Any = None  # as in RunningNorm
+    low_rank = False  # whether A is a product of two factors
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
@@ -226,12 +229,18 @@ class ImageNorm(nn.Module):
             weigh([self], torch.tensor(1 / (statistics.group or 1)))
         if isinstance(norm, BatchKalmanNorm) and self.has_prior:
             gain = norm.gain.repeat(norm.num_features)
-            self.gain, self.distrust, self.transition = nn.Buffer(gain), nn.Buffer(1 - gain), norm.transition
-            squares = [
-                nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
-            ]
-            if squares:
-                self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
+            self.gain, self.distrust = nn.Buffer(gain), nn.Buffer(1 - gain)
+            if norm.factors is not None:
+                self.low_rank = True
+                self.left, self.right = map(in_full_precision, norm.factors)
+                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * self.left)
+            else:
+                self.transition = norm.transition
+                squares = [
+                    nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
+                ]
+                if squares:
+                    self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
         center = getattr(norm, "center", None)
         self.center = None if center is None else nn.Buffer(in_full_precision(center))
@@ -240,7 +249,10 @@ class ImageNorm(nn.Module):
         """As RunningNorm.partners."""
         return self.image_mean, self.image_var, self.image_spread
 
-    def forward(
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return self.with_prior(x, *args, **options) if self.link is None else self.link.normalize(self, x)
+
+    def with_prior(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
         mean, var = observe_fast(x)
@@ -262,14 +274,13 @@ class ImageNorm(nn.Module):
 
     def _predict(self, prior: Any) -> tuple[Any, Any]:
         """The predicted mean, and (1 - q) times the predicted variance."""
+        if self.low_rank:
+            mean = F.linear(F.linear(prior.mean, self.right), self.left, self.center)
+            return mean, carry_variance(prior.var, Factors(self.left_of_variance, self.right)) + self.process_noise
         if self.transition is None:  # a first layer with an initial belief
             return self.center, self.process_noise
         mean = _carry(prior.mean, self.transition, self.center)
         return mean, _carry(prior.var, self.transition_squared, self.process_noise)
-
-
-class LinkedImageNorm(Linked, ImageNorm):  # type: ignore[misc]
-    """The same in a converted network."""
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
@@ -375,8 +386,11 @@ class JoinedInception(nn.Module):
         self.head.conv.out_channels = sum(self.widths)
         states = [head.state_dict() for head in heads]
         for name, tensor in self.head.state_dict(keep_vars=True).items():
-            if tensor.ndim > 0:  # a scalar is the same for all
-                tensor.data = torch.cat([state[name] for state in states])
+            parts = [state[name] for state in states]
+            if name.startswith("norm.left"):  # U of A = U V: each branch has its own V
+                tensor.data = torch.block_diag(*parts)
+            elif tensor.ndim > 0:  # a scalar is the same for all
+                tensor.data = torch.cat(parts)
 
     def forward(self, state: State, statistics: Statistics) -> State:
         x, belief = self.head(state, statistics)

@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.cores import allowed_cores
 from bkn_zoo.inference.folding import as_seen
 from bkn_zoo.inference.openvino_graph import Graph, core, ov
-from bkn_zoo.models.network import Network
+from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.regular import open_regular
 from bkn_zoo.version import __version__
 
@@ -41,7 +40,7 @@ SUFFIX = ".graph"
 
 
 def kept(
-    model: Network | Converted, what: Any, options: dict[Any, Any], make: Callable[[], Graph], built: Any = None
+    model: BeliefNetwork, what: Any, options: dict[Any, Any], make: Callable[[], Graph], built: Any = None
 ) -> Graph:
     """The result of `make` for a network, from the cache if possible.
 
@@ -98,7 +97,7 @@ def _is_ours(status: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
 
-def _name(model: Network | Converted, what: Any) -> str | None:
+def _name(model: BeliefNetwork, what: Any) -> str | None:
     """The name of the file; None if foreign code determines the graph."""
     digest = hashlib.sha256(repr((_surroundings(), what)).encode())
     for name, module in model.named_modules():
@@ -164,11 +163,11 @@ def _read(path: Path, options: dict[Any, Any]) -> Graph | None:
         return None
 
 
-def _seen(model: Network | Converted) -> list[tuple[int, int, int]]:
+def _seen(model: BeliefNetwork) -> list[tuple[int, int, int]]:
     return as_seen((*model.parameters(), *model.buffers()))
 
 
-def _write(path: Path, graph: Graph, model: Network | Converted, seen: list[tuple[int, int, int]]) -> None:
+def _write(path: Path, graph: Graph, model: BeliefNetwork, seen: list[tuple[int, int, int]]) -> None:
     """Write a graph completely or not at all, and delete old ones.
 
     The graph shares weights with the network. If these have changed, it does not fit its name and is not written.

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov, rounded_up
-from bkn_zoo.models.network import Network
+from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.norms.kalman import Belief
 
 LARGEST_HALF = np.finfo(np.float16).max
@@ -68,7 +67,7 @@ def compile_graph(network: Network, shape: tuple[int, ...], population: bool, op
     return Graph(compiled(build_graph(network, shape, population, options), options))
 
 
-def build_graph(network: Network | Converted, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Any:
+def build_graph(network: BeliefNetwork, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Any:
     """The same graph before compilation.
 
     `sample` and `expected` share one graph, which halves memory and compilation time. The share of an image's own

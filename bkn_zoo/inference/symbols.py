@@ -327,6 +327,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "avg_pool2d": avg_pool2d,
     "adaptive_avg_pool2d": _adaptive_avg_pool2d,
     "mean": _mean,
+    "sum": lambda x, dim: ops.reduce_sum(x, _node(torch.tensor([dim])), False),
     "pad": _pad,
     "cat": lambda tensors, dim=0: ops.concat(tensors, dim),
     "clone": lambda x, **_: x,

@@ -21,10 +21,11 @@ HAS_TRITON = find_spec("triton") is not None and (
 )
 if HAS_TRITON:  # if this import fails, something is broken, and the error should be visible
     from bkn_zoo.kernels.norm import fused_norm
+    from bkn_zoo.kernels.standardize import StandardizeAll, rows_of
 else:
-    fused_norm = None  # type: ignore[assignment]
+    fused_norm = StandardizeAll = rows_of = None  # type: ignore[assignment,misc]
 
-__all__ = ["HAS_TRITON", "chosen", "use", "fused_norm"]
+__all__ = ["HAS_TRITON", "StandardizeAll", "chosen", "fused_norm", "rows_of", "use"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

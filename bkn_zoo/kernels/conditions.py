@@ -17,6 +17,11 @@ def observed_by_pytorch(x: Tensor) -> bool:
     )
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether activation checkpointing, or another hook, decides which tensors a backward pass keeps."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def transformed() -> bool:
     """Whether there may be tangents or transforms of `torch.func`, which only PyTorch's own operators support."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -1,31 +1,54 @@
 """The base class of all networks, and the convolution with its norm."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.modes import DefaultStatistics, Statistics, choose_statistics
+from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
+from bkn_zoo.norms.standardized import StandardizedConv, in_one_launch, standardized_once
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
 
 
-class Network(DefaultStatistics, OneNoise):
+class BeliefNetwork(nn.Module):
+    """A network whose norms share one choice of statistics per call: one of the zoo, or one from `bkn_zoo.convert`.
+
+    Engines and exports use these attributes.
+
+    Attributes:
+        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
+            inference; None means the whole batch.
+        default_statistics: the statistics mode at inference, if a call does not choose one.
+        foldable: norms of a converted network that can be folded into a convolution at inference with population
+            statistics, with its name. None for a network of the zoo: its own code shows them.
+    """
+
+    statistics_batch_size: int | None = None
+    # A plain attribute, as in earlier pickles. With a property of that name, torch.compile of torch 2.11 recurses.
+    default_statistics: str = "population"
+    foldable: Mapping[str, str] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "default_statistics":
+            check_mode(value)
+        super().__setattr__(name, value)
+
+
+class Network(BeliefNetwork, OneNoise):
     """A classifier whose norms share one choice of statistics per call.
 
     Attributes:
         name: its name in the registry.
         norm_options: all options of its norms, including defaults.
         num_classes: outputs of the classifier.
-        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
-            inference; None means the whole batch.
-        default_statistics: the statistics mode at inference, if a call does not choose one.
+        standardized: its convolutions with standardized weights.
         config: the configuration of the checkpoint that it was loaded from.
         revision: the commit of the repository that it was downloaded from.
     """
@@ -40,8 +63,9 @@ class Network(DefaultStatistics, OneNoise):
         self.name = ""
         self.norm_options: dict[str, Any] = {}
         self.num_classes = num_classes
-        self.statistics_batch_size: int | None = None
+        self.statistics_batch_size = None
         self.default_statistics = "population"
+        self.standardized: tuple[StandardizedConv, ...] = ()
         self.config: Any = None
         self.revision: str | None = None
 
@@ -56,7 +80,10 @@ class Network(DefaultStatistics, OneNoise):
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
-        return self.head(self.features(images, chosen))
+        if not in_one_launch(self.standardized):
+            return self.head(self.features(images, chosen))
+        with standardized_once(self.standardized):
+            return self.head(self.features(images, chosen))
 
     def reset_parameters(self) -> None:
         """Initialize all weights, for example after `to_empty` of a network on the meta device."""

@@ -13,6 +13,7 @@ from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
 from bkn_zoo.norms.centered import Centered2d
+from bkn_zoo.norms.standardized import standardize_convolutions
 
 NormFactory = Callable[..., nn.Module]
 """Makes the norm for (channels, channels of the layer below, or None for a first layer).
@@ -27,12 +28,14 @@ def batch_kalman(
     link: bool = True,
     initial_belief: bool = False,
     centered: bool = False,
+    transition_rank: int | None = None,
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as in the paper, or one per layer and channel.
 
     With `initial_belief`, the first layer has a prior of its own, which the paper does not have. With `centered`, the
     norms are those of converted networks, which can start near the statistics of a population
-    (`bkn_zoo.conversion.start_near_population`). Without `link`, for ablations, the transition A is held at zero, so a
+    (`bkn_zoo.conversion.start_near_population`). With `transition_rank`, full transitions A are products of two
+    smaller matrices. Without `link`, for ablations, the transition A is held at zero, so a
     layer does not use the belief of the layer below and only shrinks its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
@@ -45,9 +48,9 @@ def batch_kalman(
             channels_below,
             eps,
             raw_process_noise=raw_process_noise,
-            transition_shapes=[(channels,)]
-            if depthwise
-            else None,  # each channel depends on one channel, so A is diagonal
+            # After a depthwise convolution each channel depends on one channel, so A is diagonal.
+            transition_shapes=[(channels,)] if depthwise else None,
+            transition_rank=transition_rank,
             initial_belief=initial_belief and first,
         )
         if norm.has_prior:
@@ -85,6 +88,9 @@ NORMS: dict[str, Callable[..., NormFactory]] = {
     "brn": batch_renorm,
     "gn": group_norm,
 }
+
+COMMON = {"standardized_weights": False}
+"""Options of all networks, and their defaults."""
 
 RETIRED = ("prediction_bias", "gain_per_channel")
 """Options that BKN no longer has. The configs of old checkpoints may contain them, switched off."""
@@ -128,7 +134,8 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")
-    defaults = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
+    own = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
+    defaults = COMMON | own
     norm_options = {option: value for option, value in norm_options.items() if option not in RETIRED or value}
     unknown = [option for option in norm_options if option not in defaults]
     if unknown:
@@ -137,6 +144,8 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
             f"choose from {', '.join(defaults) or 'none'}."
         )
     options = defaults | norm_options
-    model = _networks[network](NORMS[norm](**options), num_classes)
+    model = _networks[network](NORMS[norm](**{option: options[option] for option in own}), num_classes)
+    if options["standardized_weights"]:
+        model.standardized = standardize_convolutions(model)
     model.name, model.norm_options = name, options  # all options, because a later version may have other defaults
     return model

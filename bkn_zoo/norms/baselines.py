@@ -19,7 +19,7 @@ class BatchNorm2d(RunningNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum)
 
-    def forward(
+    def with_prior(
         self,
         x: Tensor,
         prior: Belief | None = None,
@@ -29,7 +29,7 @@ class BatchNorm2d(RunningNorm):
     ) -> tuple[Tensor, Belief | None]:
         statistics = self.choose(statistics)
         if statistics != Statistics("batch", None) or not self.training or self.momentum is None:
-            return super().forward(x, prior, statistics, residual, relu)
+            return super().with_prior(x, prior, statistics, residual, relu)
         # For whole batches, PyTorch's own batch normalization is fastest.
         self.check(x, residual)
         self.check_group(x, None)

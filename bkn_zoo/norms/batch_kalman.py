@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.norms.kalman import Belief, predict, update
+from bkn_zoo.norms.kalman import Belief, Factors, predict, update
 from bkn_zoo.norms.running import KalmanArguments, RunningNorm
 from bkn_zoo.norms.statistics import Statistics, in_full_precision, without_autocast
 
@@ -53,6 +53,8 @@ class BatchKalmanNorm(RunningNorm):
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
             with one value per channel.
         transition_shapes: shapes of the blocks of a block diagonal A, as in `kalman.carry`; None for one full matrix.
+        transition_rank: A = U V, where U has this many columns and starts at zero, if that has fewer parameters than
+            one full matrix; None for the matrix itself. The parameters are `transition.left` and `transition.right`.
         initial_belief: whether a first layer has a prior of its own, as a Kalman filter does. It then predicts the mean
             `center` (initially 0) and the variance R, and has a gain.
 
@@ -83,6 +85,7 @@ class BatchKalmanNorm(RunningNorm):
         statistics_batch_size: int | None = None,
         raw_process_noise: nn.Parameter | None = None,
         transition_shapes: Sequence[tuple[int, ...]] | None = None,
+        transition_rank: int | None = None,
         initial_belief: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -100,9 +103,17 @@ class BatchKalmanNorm(RunningNorm):
             self.register_parameter("transition", None)
         else:
             shapes = transition_shapes or [(num_features, prior_features)]
-            blocks = [nn.Parameter(like.new_zeros(shape)) for shape in shapes]
-            self.transition = blocks[0] if len(blocks) == 1 else nn.ParameterList(blocks)
-            self.kernels_predict = blocks[0].shape == (num_features, prior_features)
+            self.kernels_predict = tuple(shapes[0]) == (num_features, prior_features)
+            if transition_rank is not None and transition_rank < 1:
+                raise InputError(f"transition_rank is {transition_rank}: choose a number of at least 1, or None.")
+            rank = transition_rank or 0
+            if self.kernels_predict and 0 < rank * (num_features + prior_features) < num_features * prior_features:
+                left, right = like.new_zeros(num_features, rank), like.new_empty(rank, prior_features)
+                self.transition = nn.ParameterDict({"left": left, "right": right})
+                self._draw_right_factor()
+            else:
+                blocks = [nn.Parameter(like.new_zeros(shape)) for shape in shapes]
+                self.transition = blocks[0] if len(blocks) == 1 else nn.ParameterList(blocks)
         for name in ("raw_process_noise", "raw_gain", "center"):
             self.register_parameter(name, None)
         if prior_features is not None or initial_belief:
@@ -136,17 +147,32 @@ class BatchKalmanNorm(RunningNorm):
         if self.has_prior:
             for block in self.transition_blocks:
                 nn.init.zeros_(block)
+            if self.factors is not None:
+                self._draw_right_factor()
             start = inverse_softplus(torch.tensor(INITIAL_PROCESS_NOISE, device="cpu"))
             nn.init.constant_(self.raw_process_noise, start.item())
             self.set_gain(self.initial_gain)
         if self.center is not None:
             nn.init.zeros_(self.center)
 
+    def _draw_right_factor(self) -> None:
+        """Draw V with rows of length about 1, so that A = U V learns as fast as a full matrix in their directions."""
+        nn.init.normal_(self.transition["right"], std=1 / math.sqrt(self.transition["right"].shape[1]))
+
+    @property
+    def factors(self) -> Factors | None:
+        """U and V of a layer with `transition_rank`, if its A is their product."""
+        if not isinstance(self.transition, nn.ParameterDict):
+            return None
+        return Factors(self.transition["left"], self.transition["right"])
+
     @property
     def transition_blocks(self) -> list[nn.Parameter]:
-        """The blocks of A along its diagonal: one full matrix, unless the layer was made with `transition_shapes`."""
+        """The parameters that are zero if A is zero: A or the blocks along its diagonal, or U of A = U V."""
         if self.transition is None:
             return []
+        if isinstance(self.transition, nn.ParameterDict):
+            return [self.transition["left"]]
         return list(self.transition) if isinstance(self.transition, nn.ParameterList) else [self.transition]
 
     @property
@@ -180,7 +206,7 @@ class BatchKalmanNorm(RunningNorm):
         """Names of the parameters to exclude from weight decay, in the form that timm expects."""
         return no_weight_decay(self)
 
-    def forward(
+    def with_prior(
         self,
         x: Tensor,
         prior: Belief | None = None,
@@ -188,7 +214,7 @@ class BatchKalmanNorm(RunningNorm):
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None]:
-        y, belief = super().forward(x, prior, statistics, residual, relu)
+        y, belief = super().with_prior(x, prior, statistics, residual, relu)
         (center,) = self.own("center")
         if center is None or belief is None:
             return y, belief
@@ -213,8 +239,11 @@ class BatchKalmanNorm(RunningNorm):
         """The predicted belief, from the belief of the layer below."""
         # A network in half precision keeps its beliefs in full.
         prior = Belief(in_full_precision(prior.mean), in_full_precision(prior.var))
-        blocks = [block.to(prior.mean.dtype) for block in self.transition_blocks]
-        mean, var = predict(prior, blocks, self.process_noise)
+        factors, dtype = self.factors, prior.mean.dtype
+        if factors is not None:
+            mean, var = predict(prior, Factors(factors.left.to(dtype), factors.right.to(dtype)), self.process_noise)
+        else:
+            mean, var = predict(prior, [block.to(dtype) for block in self.transition_blocks], self.process_noise)
         return Belief(mean if self.center is None else mean + in_full_precision(self.center), var)
 
     def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
@@ -222,6 +251,9 @@ class BatchKalmanNorm(RunningNorm):
             return None, None, None, None, None
         if self.kernels_predict:
             transition, raw_process_noise, raw_gain = self.own(*KALMAN)
+            if isinstance(transition, nn.ParameterDict):
+                with without_autocast(raw_gain):
+                    transition = in_full_precision(transition["left"]) @ in_full_precision(transition["right"])
             return *self._checked(prior, groups), transition, raw_process_noise, raw_gain
         with without_autocast(self.raw_gain):
             return *self.predicted(prior, groups), None, None, self.logit()
@@ -250,7 +282,9 @@ class BatchKalmanNorm(RunningNorm):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"
-        return f"{text}, initial_belief=True" if self.has_prior and self.prior_features is None else text
+        if self.has_prior and self.prior_features is None:
+            text += ", initial_belief=True"
+        return text if self.link is None else f"{text}, below: {', '.join(self.link.below()) or 'none'}"
 
 
 def held(rows: Tensor, gain: Tensor) -> Tensor:

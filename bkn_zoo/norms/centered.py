@@ -46,6 +46,9 @@ class Centered(BatchKalmanNorm):
     information of the logit is q (1 - q).
     """
 
+    def _get_name(self) -> str:
+        return type(self).__name__.replace("Centered", "BatchKalmanNorm")
+
     def logit(self) -> Tensor:
         raw = self.raw_gain
         if self.center is None or not raw.requires_grad or not torch.is_grad_enabled():

@@ -21,17 +21,37 @@ class Belief(NamedTuple):
     var: Tensor
 
 
-def predict(prior: Belief, transition: Tensor | Sequence[Tensor], process_noise: Tensor) -> Belief:
+class Factors(NamedTuple):
+    """A matrix of low rank r as a product: left, (C_out, r), times right, (r, C_in)."""
+
+    left: Tensor
+    right: Tensor
+
+
+def predict(prior: Belief, transition: Tensor | Factors | Sequence[Tensor], process_noise: Tensor) -> Belief:
     """Map the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
 
     Args:
         prior: belief of the layer below, (groups, C_in).
-        transition: A, (C_out, C_in), or its blocks as in `carry`.
+        transition: A, (C_out, C_in), its factors, or its blocks as in `carry`.
         process_noise: R, the variance of u, (C_out,) or one number.
     """
+    if isinstance(transition, Factors):
+        mean = F.linear(F.linear(prior.mean, transition.right), transition.left)
+        return Belief(mean, carry_variance(prior.var, transition) + process_noise)
     blocks = [transition] if isinstance(transition, Tensor) else transition
     squares = [block.square() for block in blocks]
     return Belief(carry(prior.mean, blocks), carry(prior.var, squares) + process_noise)
+
+
+def carry_variance(rows: Tensor, factors: Factors) -> Tensor:
+    """Multiply rows, (groups, C_in), by A*A, the elementwise square of A = U V, without A itself.
+
+    Output o is the quadratic form u_o' S u_o, where S = V diag(rows) V' is r x r and u_o is the row o of U.
+    """
+    left, right = factors
+    inner = F.linear(rows.unsqueeze(1) * right, right)
+    return (F.linear(inner, left) * left.T).sum(1)
 
 
 def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
@@ -42,9 +62,8 @@ def carry(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """
     widths = [block.shape[-1] * (block.shape[0] if block.ndim == 3 else 1) for block in blocks]
     carried = []
-    parts = (
-        rows.split(widths, dim=1) if len(blocks) > 1 else (rows,)
-    )  # even a split into one part costs a copy in the backward pass
+    # Even a split into one part costs a copy in the backward pass.
+    parts = rows.split(widths, dim=1) if len(blocks) > 1 else (rows,)
     for part, block in zip(parts, blocks, strict=True):
         if block.ndim == 1:
             carried.append(part * block)

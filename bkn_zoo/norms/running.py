@@ -65,6 +65,7 @@ class RunningNorm(nn.Module):
     fusible = True  # the kernels implement `believe` of this class, and `scale_and_shift` is not overridden
     prior_features: int | None = None  # channels of the layer below, whose belief is the prior
     reported_steps = 0  # skipped steps that a warning has reported
+    link: Any = None  # in a converted network: supplies the prior and records the belief (conversion/record.py)
     weight: Tensor
     bias: Tensor
     running_mean: Tensor
@@ -137,7 +138,7 @@ class RunningNorm(nn.Module):
         statistics: Statistics | str | None = None,
         residual: Tensor | None = None,
         relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:
+    ) -> tuple[Tensor, Belief | None] | Tensor:
         """Normalize `x`, then add `residual` if there is one, and apply ReLU if `relu` is true.
 
         Args:
@@ -147,8 +148,22 @@ class RunningNorm(nn.Module):
                 the batch are used.
 
         Returns:
-            The normalized features, and the belief that normalized them (None with population statistics).
+            The normalized features, and the belief that normalized them (None with population statistics). A norm of a
+            converted network takes and returns features only, as the batch norm that it replaces.
         """
+        if self.link is not None:
+            return self.link.normalize(self, x)
+        return self.with_prior(x, prior, statistics, residual, relu)
+
+    def with_prior(
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | str | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:
+        """As `forward`, with the prior in any network."""
         self.check(x, residual)
         statistics = self.choose(statistics)
         frozen = statistics.mode == "batch" and not self.training and self.track_running_stats

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bkn_zoo.checkpoints.card import license_of
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.images.preprocessing import Preprocessing
@@ -98,22 +99,24 @@ def _measured(config: Config, run: Run) -> bool:
 
 
 def checkpoint_card(
-    config: Config, name: str, run: Run | None = None, sections: Sequence[str] = (), address: str | None = None
-) -> str:
+    config: Config, name: str, run: Run | None = None, sections: Sequence[str] = (), address: str | None = None,
+    license: str | None = None,
+) -> str:  # fmt: skip
     """README.md of a checkpoint, from its config and the record of its run.
 
     Args:
         run: the result of `read_record`.
         sections: your own Markdown sections with headings, which come between accuracy and training.
         address: what loads it in the examples: a path, or its id on the Hub; by default the name, as for the zoo's own.
+        license: the licence to name, an identifier of the Hub; None names none.
     """
-    first, last = _parts(config, name, run or {}, address or name)
+    first, last = _parts(config, name, run or {}, address or name, license)
     return "\n\n".join([first, *sections, last]) + "\n"
 
 
 def is_card(text: str, config: Config, name: str, run: Run) -> bool:
-    """Whether a text is the card of a checkpoint, with or without sections of its owner, and with any address."""
-    first, last = (f"{part}\n" for part in _parts(config, name, run, _address(text, name)))
+    """Whether a text is the card of a checkpoint, with any address, licence and sections of its owner."""
+    first, last = (f"{part}\n" for part in _parts(config, name, run, _address(text, name), license_of(text)))
     between = text[len(first) : -len(last)]
     return text == first + between + last and (between == "\n" or between.startswith("\n#"))
 
@@ -123,7 +126,7 @@ def readdressed(text: str, config: Config, name: str, run: Run, address: str) ->
     before = _address(text, name)
     if before == name:
         return text
-    old, new = (_parts(config, name, run, each)[0] for each in (before, address))
+    old, new = (_parts(config, name, run, each, license_of(text))[0] for each in (before, address))
     return new + text.removeprefix(old)
 
 
@@ -133,14 +136,14 @@ def _address(text: str, name: str) -> str:
     return json.loads(call[1]) if call else name
 
 
-def _parts(config: Config, name: str, run: Run, address: str) -> tuple[str, str]:
+def _parts(config: Config, name: str, run: Run, address: str, license: str | None) -> tuple[str, str]:
     """The parts of a card before and after the sections of its owner."""
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
     if isinstance(weights := config.training.get("weights"), str):  # imported
         on = f" and the weights of {weights.partition(';')[0]}"
     first = [
-        f"---\n{_metadata(config, name)}\n---",
+        f"---\n{_metadata(config, name, license)}\n---",
         f"# {name}",
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
@@ -161,7 +164,7 @@ def _dataset(config: Config) -> Dataset:
     return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
-def _metadata(config: Config, name: str) -> str:
+def _metadata(config: Config, name: str, license: str | None) -> str:
     # Imported here, because it is slow and loading a network does not need it.
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -169,7 +172,7 @@ def _metadata(config: Config, name: str) -> str:
     results = [
         EvalResult(
             task_type="image-classification",
-            dataset_type=data.hub or config.recipe["dataset"],
+            dataset_type=data.hub or config.dataset,
             dataset_name=data.shown,
             dataset_split=None if config.on_validation else data.split,
             metric_type="accuracy",
@@ -181,7 +184,7 @@ def _metadata(config: Config, name: str) -> str:
         if metric in METRICS and data.shown and "measured_on" not in config.training
     ]
     return ModelCardData(
-        license=None if config.recipe.get("dataset") == "folder" else "apache-2.0",  # your network is yours to license
+        license=license,
         library_name="bkn_zoo",
         pipeline_tag="image-classification",
         tags=["batch-kalman-normalization", config.architecture],

@@ -15,11 +15,13 @@ from bkn_zoo.errors import CheckpointError, HubUnavailableError
 from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record, readdressed
 
 
-def card_of(config: Config, name: str, results: Path, folder: Path | None = None) -> str:
+def card_of(
+    config: Config, name: str, results: Path, folder: Path | None = None, license: str | None = None
+) -> str:  # fmt: skip
     """The card of a checkpoint, from its config and the folder of results; with `folder`, its examples load that."""
     # A relative path begins with "./", so that it is not taken for the id of a repository.
     address = None if folder is None else str(folder) if folder.is_absolute() else f"./{folder.as_posix()}"
-    return checkpoint_card(config, name, read_record(results, name), address=address)
+    return checkpoint_card(config, name, read_record(results, name), address=address, license=license)
 
 
 def validate(folder: Path, name: str, results: Path) -> None:

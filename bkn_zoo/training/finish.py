@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from bkn_zoo.checkpoints.card import short_card
 from bkn_zoo.checkpoints.config import norm_of
-from bkn_zoo.checkpoints.folder import save_pretrained
+from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, write_card
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
@@ -78,35 +79,25 @@ def finish(training: Training, recipe: Recipe, data: Data, plan: Plan) -> Traini
         "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "validation_anew": anew,
         "curve": training.history, "data_sha256": training.fingerprint,
     }  # fmt: skip
-    result: list[Network] = []
-
-    def measure(stored: Network) -> tuple[Metrics, str]:
-        """The accuracy of the stored network, and its card, from the record of the run."""
-        stored = stored.to(device).to(memory_format=torch.channels_last)
-        batches = evaluation_batches(data, images, batch_size(device), device, plan.workers)
-        what = None if plan.quiet else f"measuring the {split} images"
-        record["test"] = evaluate(stored, batches, what=what, total=len(images))
-        (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        accuracy = {
-            mode: {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
-            for mode, metrics in record["test"].items()
-        }
-        stored.config = dataclasses.replace(stored.config, accuracy=accuracy)
-        result.append(stored)
-        return accuracy, plan.card(stored.config, plan.name, plan.results.parent, plan.folder)
-
     thresholds = _thresholds(model, data, plan)
     save_pretrained(
-        model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing,
-        default_statistics=best, uncertain_below=thresholds, measure=measure,
+        model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing, card="",
+        default_statistics=best, uncertain_below=thresholds,
         training=facts | {"init": plan.source and plan.source.name, "validation_split": _validation_split(data)},
     )  # fmt: skip
+    stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
+    batches = evaluation_batches(data, images, batch_size(device), device, plan.workers)
+    what = None if plan.quiet else f"measuring the {split} images"
+    record["test"] = evaluate(stored, batches, what=what, total=len(images))
+    (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    stored.config = add_accuracy(plan.folder, {mode: _stored(metrics) for mode, metrics in record["test"].items()})
+    write_card(plan.folder, short_card(stored.config, plan.name, plan.license))
     with waiting("drawing curves.png"):
         draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
     for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
         if isinstance(part, FileImages):
             part.say_left_out(kind)
-    return TrainingResult(result[0], record, plan.folder)
+    return TrainingResult(stored, record, plan.folder)
 
 
 def _best_statistics(
@@ -144,6 +135,11 @@ def _thresholds(model: Network, data: Data, plan: Plan) -> dict[str, float]:
     logits, labels = predict(model.to(device), batches, what=what, total=len(data.validation))
     found = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
     return {mode: threshold for mode, threshold in found.items() if threshold is not None}
+
+
+def _stored(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of one mode that config.json stores."""
+    return {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
 
 
 def top1(metrics: Mapping[str, Mapping[str, float]]) -> float:

@@ -2,9 +2,9 @@
 
 import torch
 
+from bkn_zoo.checkpoints.builders import build_network, of_library
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.conversion.libraries import build as build_model
-from bkn_zoo.conversion.libraries import from_library, of_library
+from bkn_zoo.conversion.libraries import from_library
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.training.recipes import Recipe
@@ -17,7 +17,7 @@ def build(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
     The classifier of `init` is kept if its classes have the same names. If it knows all classes, among others, its rows
     for these are kept. Otherwise the classifier starts at zero.
     """
-    model = build_model(recipe.model, len(label_names), **recipe.norm_options)
+    model = build_network(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
         return model
     source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)

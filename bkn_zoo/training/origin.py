@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from bkn_zoo.checkpoints.builders import of_library
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import is_folder, locate
@@ -35,11 +36,10 @@ class Origin(NamedTuple):
 
 def find_origin(init: str) -> Origin:
     """Find the start called `init`: a folder, a checkpoint's name, "owner/repo", "torchvision:NAME" or "timm:NAME"."""
-    if ":" in init:
-        from bkn_zoo.conversion.libraries import of_library, preprocessing_of
+    if of_library(init):
+        from bkn_zoo.conversion.libraries import preprocessing_of
 
-        if of_library(init):
-            return Origin(init, init, None, preprocessing_of(init, LIBRARY_SIZE))
+        return Origin(init, init, None, preprocessing_of(init, LIBRARY_SIZE))
     location = locate(init)
     config = Config.read(location.folder / CONFIG)
     name = location.folder.resolve().name if is_folder(init) else init

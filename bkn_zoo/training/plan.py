@@ -3,13 +3,12 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.checkpoints.card import short_card
-from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.card import check_license
 from bkn_zoo.checkpoints.preferred import default_checkpoint
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.progress import speaks
@@ -19,13 +18,6 @@ from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
 
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Valid names of runs, which are also names of folders, checkpoints and repositories."""
-
-Card = Callable[[Config, str, Path, Path], str]
-"""Writes README.md from a checkpoint's config, name, folder of results (with runs/NAME.json) and own folder."""
-
-
-def _short_card(config: Config, name: str, results: Path, folder: Path) -> str:
-    return short_card(config, name)
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,7 @@ class Plan:
         output: folder of the run. The checkpoint goes to `output / name`.
         results: folder of the record, `results / NAME.json`.
         device: "auto" is a GPU if available.
+        license: the licence that the card names; None for none.
     """
 
     recipe: Recipe
@@ -54,7 +47,7 @@ class Plan:
     workers: int = 0
     save_minutes: float = 5.0
     quiet: bool = False
-    card: Card = _short_card
+    license: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -88,6 +81,7 @@ def make_plan(
         overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
         options: further fields of `Plan`. All other arguments are those of `bkn_zoo.train`.
     """
+    check_license(options.get("license"))
     given = _flat(overrides)
     fine_tuning = recipe is None
     if fine_tuning and init is None and "model" not in given:

@@ -48,6 +48,7 @@ def train(
     workers: int = 0,
     save_minutes: float = 5.0,
     quiet: bool = False,
+    license: str | None = None,
     **overrides: Any,
 ) -> TrainingResult:
     """Train a network with a recipe, and write its checkpoint, state, log and record to the output folder.
@@ -69,6 +70,7 @@ def train(
         workers: processes that decode image files.
         save_minutes: minutes between saved states.
         quiet: whether to print nothing during the training.
+        license: the licence that the checkpoint's card names, such as "mit"; by default none.
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
     Raises:
@@ -79,7 +81,7 @@ def train(
     """
     plan = make_plan(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
-        workers=workers, save_minutes=save_minutes, quiet=quiet,
+        workers=workers, save_minutes=save_minutes, quiet=quiet, license=license,
     )  # fmt: skip
     plan.say()
     return carry_out(plan)

@@ -30,6 +30,8 @@ from studies.records import (
 from studies.render import frame, markdown
 from studies.stats import Deviation, Difference, between, spread, typical
 
+LICENSE = "apache-2.0"  # of our own checkpoints
+
 TWINS = """\
 ### Compared with other norms
 
@@ -123,13 +125,17 @@ def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     uncertain = uncertain_section(name, results)
     shift = shift_section(results / "shift", name)
     if imported := imported_section(config, name, read_record(results, name)):
-        return checkpoint_card(config, name, read_record(results, name), [x for x in (imported, shift, uncertain) if x])
+        return checkpoint_card(
+            config, name, read_record(results, name), [x for x in (imported, shift, uncertain) if x], license=LICENSE
+        )
     sections = (
         precision_section(read_evaluations(results / "evaluate", name)),
         twins_section(config, read_twins(results)),
     )
     sections += (shift, uncertain, speed_section(config, read_speeds(results)))
-    return checkpoint_card(config, name, read_record(results, name), [each for each in sections if each])
+    return checkpoint_card(
+        config, name, read_record(results, name), [each for each in sections if each], license=LICENSE
+    )
 
 
 def shift_section(folder: Path, name: str) -> str:

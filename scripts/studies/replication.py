@@ -28,7 +28,7 @@ from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import DOCS, OFFICIAL, RESULTS, Record, Run, Study, device
-from studies.replication_plan import Plan, Training, read_plan, read_records
+from studies.replication_plan import PLAN, Plan, Training, read_plan, read_records
 from studies.rules import evalnorm, example_weighing, observing_by, recalibrated
 
 ASKED_BATCHES = 64  # of training images, for measurements on a trained network
@@ -42,10 +42,13 @@ class Replication(Study):
 
     @cached_property
     def plan(self) -> Plan:
-        return read_plan()
+        return self.read_plan({})
+
+    def read_plan(self, changes: Mapping[str, Any]) -> Plan:
+        return read_plan(PLAN.with_stem(self.name), overrides=changes)
 
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Training]:
-        return (read_plan(overrides=changes) if changes else self.plan).runs()
+        return (self.read_plan(changes) if changes else self.plan).runs()
 
     def records(self, folder: Path) -> dict[str, Record]:
         return read_records(folder, RESULTS / "runs")
@@ -57,8 +60,43 @@ class Replication(Study):
                 load(recipe, args.data, args.output)
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
+        """Train, or resume a training, then measure. Returns the record."""
         assert isinstance(run, Training)
-        return train(run, args.data, args.output, args.output / self.name / run.name, device(args))
+        recipe, where, folder = run.recipe, device(args), args.output / self.name / run.name
+        torch.manual_seed(recipe.seed)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+        data = load(recipe, args.data, args.output)
+        if run.every > 1:
+            data = dataclasses.replace(data, train=data.train[torch.arange(0, len(data.train), run.every)])
+        data = data.to(where)
+        training = begin(recipe, network_of(run, len(data.label_names)), where)
+        if (folder / STATE).exists():
+            try:
+                load_state(training, recipe, folder, where)
+            except CheckpointError as error:
+                print(f"{error} The training starts again.")
+        record: dict[str, Any] = {
+            "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
+            "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch,
+            "epochs": recipe.epochs, "width": run.width, "every": run.every,
+            "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+        }  # fmt: skip
+        try:
+            fit(training, recipe, data, folder, where, save_minutes=2.0, quiet=True)
+            record |= self.answers(Questions(training.result, recipe, data, where), folder)
+        except NonFiniteLossError as error:
+            record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
+        (folder / STATE).unlink(missing_ok=True)
+        curve = [
+            {"epoch": line["epoch"], "step": line["step"], "loss": round(line["loss"], 4)}
+            | {"top1": {mode: metrics["top1"] for mode, metrics in rounded(line["validation"]).items()}}
+            for line in training.history
+        ]
+        return {**record, "seconds": round(training.seconds, 1), "curve": curve, "recipe": dataclasses.asdict(recipe)}
+
+    def answers(self, questions: "Questions", folder: Path) -> dict[str, Any]:
+        """What is measured on a trained network."""
+        return questions.modes() | questions.rules()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
         from studies.replication_page import contents
@@ -91,42 +129,6 @@ def network_of(run: Training, classes: int) -> Network:
     return InceptionCifar(norm(**run.recipe.norm_options), classes, run.width)
 
 
-def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train, or resume a training, then measure. Returns the record."""
-    recipe = run.recipe
-    torch.manual_seed(recipe.seed)
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-    data = load(recipe, root, cache)
-    if run.every > 1:
-        data = dataclasses.replace(data, train=data.train[torch.arange(0, len(data.train), run.every)])
-    data = data.to(device)
-    training = begin(recipe, network_of(run, len(data.label_names)), device)
-    if (folder / STATE).exists():
-        try:
-            load_state(training, recipe, folder, device)
-        except CheckpointError as error:
-            print(f"{error} The training starts again.")
-    record: dict[str, Any] = {
-        "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
-        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch, "epochs": recipe.epochs,
-        "width": run.width, "every": run.every,
-        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-    }  # fmt: skip
-    try:
-        fit(training, recipe, data, folder, device, save_minutes=2.0, quiet=True)
-        record |= Questions(training.result, recipe, data, device).answers()
-    except NonFiniteLossError as error:
-        record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
-    (folder / STATE).unlink(missing_ok=True)
-    history = [{**line, "validation": rounded(line["validation"])} for line in training.history]
-    curve = [
-        {"epoch": line["epoch"], "step": line["step"], "loss": round(line["loss"], 4)}
-        | {"top1": {mode: metrics["top1"] for mode, metrics in line["validation"].items()}}
-        for line in history
-    ]
-    return {**record, "seconds": round(training.seconds, 1), "curve": curve, "recipe": dataclasses.asdict(recipe)}
-
-
 def rounded(measured: Metrics) -> Metrics:
     return {mode: {name: round(value, 4) for name, value in metrics.items()} for mode, metrics in measured.items()}
 
@@ -143,20 +145,22 @@ class Questions:
     data: Data
     device: torch.device
 
-    def answers(self) -> dict[str, Any]:
+    def modes(self) -> dict[str, Any]:
+        """Accuracy and calibration by mode, and the gains."""
         validation = self.measure(self.model, *MODES, images=self.data.validation)
         best = max(MODES, key=lambda mode: validation[mode]["top1"])
-        test = self.measure(self.model, *MODES)
-        result: dict[str, Any] = {"chosen_statistics": best, "validation": validation, "test": test}
+        result = {"chosen_statistics": best, "validation": validation, "test": self.measure(self.model, *MODES)}
+        gains = {name: value for name, value in self.model.named_parameters() if name.endswith("raw_gain")}
+        return {**result, "gain": {name: round(torch.sigmoid(raw).mean().item(), 3) for name, raw in gains.items()}}
+
+    def rules(self) -> dict[str, Any]:
+        """Accuracy of BN and BKN by other rules."""
         if self.recipe.model.rpartition("_")[2] not in ("bn", "bkn"):
-            return result
-        rules, recalibrated_validation = self.recalibrated()
+            return {}
+        rules, validation = self.recalibrated()
         if self.recipe.statistics_batch is not None:
             rules |= self.other_rules(self.recipe.statistics_batch)
-        gains = {name: value for name, value in self.model.named_parameters() if name.endswith("raw_gain")}
-        if gains:
-            result["gain"] = {name: round(torch.sigmoid(raw).mean().item(), 3) for name, raw in gains.items()}
-        return {**result, "recalibrated_validation": recalibrated_validation, "rules": rules}
+        return {"recalibrated_validation": validation, "rules": rules}
 
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:
         """Measure on these images, by default the test images."""

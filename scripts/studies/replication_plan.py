@@ -15,12 +15,13 @@ from typing import Any
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.recipes import Recipe, read_recipe
 from studies.base import OFFICIAL, ROOT, Record, Run
-from studies.records import NORMS, read_run, recipe_key
+from studies.records import LAUNCHING, NORMS, read_run, recipe_key
 
 PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
     "gain_per_channel=True": "a gain per channel", "shared_process_noise=False": "R per channel",
+    "standardized_weights=True": "standardized weights", "transition_rank=16": "A of rank 16",
 }  # fmt: skip
 HELD = f"{NORMS['bkn']}, {WORDS['link=False']}"
 """The label of an arm of BKN without the link between layers."""
@@ -175,7 +176,7 @@ def _arm(
         **{f"norm_options.{option}": value for option, value in in_steps.items() if row["norm"] == "brn"},
         **{f"norm_options.{option}": value for option, value in options.items()}, **overrides,
     }  # fmt: skip
-    own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items())]
+    own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items()) if key not in LAUNCHING]
     wide, batches = ["wide"] * bool(width), f"{gradient}-{group}"
     arm = ".".join([name, row["norm"], batches, *([",".join(own)] if own else []), *wide])
 
@@ -188,7 +189,7 @@ def _arm(
         return Training(f"{arm}.seed={seed}", seed, **about)
 
     shown = [WORDS.get(each, each.replace("=", " = ").replace("_", " ")) for each in own] + ["widened"] * bool(width)
-    label = ", ".join([NORMS.get(row["norm"], row["norm"]), *shown])
+    label = ", ".join([NORMS[row["norm"]], *shown])
     ablation = bool(options) or bool(width) or (bool(fields) and gradient == base.gradient_batch)
     return Arm(arm, name, label, gradient, group, tuple(map(run, range(seeds))), row.get("paper"), ablation)
 

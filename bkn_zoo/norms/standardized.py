@@ -1,0 +1,153 @@
+"""Convolutions with standardized weights (Qiao et al. 2019).
+
+Every output channel's weight has mean 0 and a variance of about 1/fan_in. The statistics of a layer's output then
+follow from those of its input, which is what the prediction of BKN assumes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bkn_zoo import kernels
+from bkn_zoo.kernels.conditions import observed_by_pytorch, saved_tensors_are_hooked
+from bkn_zoo.norms.statistics import in_full_precision, without_autocast
+
+EPS = 1e-4
+"""Added to the variance of a channel's weight."""
+
+
+def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
+    """(w - mean) / sqrt(fan_in (var + eps)) for each output channel, in float32 (float64 for float64)."""
+    with without_autocast(weight):
+        weight = in_full_precision(weight)
+        dims = tuple(range(1, weight.ndim))
+        var, mean = torch.var_mean(weight, dim=dims, correction=0, keepdim=True)
+        return (weight - mean) * torch.rsqrt(weight[0].numel() * (var + eps))
+
+
+class StandardizedConv(nn.Module):
+    """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
+
+    In evaluation mode without gradients, the standardized weight is kept until the raw one changes. PyTorch counts
+    these changes, except those by a replayed CUDA graph: call `eval()` after replays.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    _kept: tuple[Any, Tensor] | None = None
+    _ready: Tensor | None = None  # set by `standardized_once`
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.standardized_weight()
+        # Under autocast, `_ready` has its precision already.
+        weight = weight if weight is self._ready else weight.to(self.weight.dtype)
+        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator]
+
+    def standardized_weight(self) -> Tensor:
+        raw = self.weight
+        # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
+        if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
+            return self._ready
+        constant = not (self.training or (torch.is_grad_enabled() and raw.requires_grad))
+        if not constant or torch.compiler.is_compiling() or raw.is_inference():
+            return standardize(raw)
+        seen = (raw, raw._version, raw.data_ptr())
+        kept = self._kept
+        if kept is None or kept[0][0] is not raw or kept[0][1:] != seen[1:]:
+            # Not an inference tensor, which a later call with gradients could not save.
+            with torch.inference_mode(False), torch.no_grad():
+                kept = seen, standardize(raw.detach())
+            self._kept = kept
+        return kept[1]
+
+    def train(self, mode: bool = True) -> Self:
+        self._kept = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
+
+
+class StandardizedConv1d(StandardizedConv, nn.Conv1d):
+    """An `nn.Conv1d` with standardized weights."""
+
+
+class StandardizedConv2d(StandardizedConv, nn.Conv2d):
+    """An `nn.Conv2d` with standardized weights."""
+
+
+class StandardizedConv3d(StandardizedConv, nn.Conv3d):
+    """An `nn.Conv3d` with standardized weights."""
+
+
+STANDARDIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: StandardizedConv1d,
+    nn.Conv2d: StandardizedConv2d,
+    nn.Conv3d: StandardizedConv3d,
+}
+PLAIN = {standardized: plain for plain, standardized in STANDARDIZED.items()}
+
+
+def standardize_convolutions(network: nn.Module, names: set[str] | None = None) -> tuple[StandardizedConv, ...]:
+    """Standardize the weights of convolutions, in place. Parameters and their names stay the same.
+
+    Args:
+        names: of the convolutions; by default all. Depthwise ones, whose fan-in is small, stay as they are.
+
+    Returns:
+        The convolutions.
+    """
+    for name, module in network.named_modules():
+        kind = STANDARDIZED.get(type(module))
+        if kind is not None and (names is None or name in names) and not is_depthwise(module):
+            module.__class__ = kind
+    return tuple(module for module in network.modules() if isinstance(module, StandardizedConv))
+
+
+def is_depthwise(conv: Any) -> bool:
+    return conv.groups > 1 and conv.groups == conv.in_channels
+
+
+@torch.no_grad()
+def with_constant_weights(network: nn.Module) -> None:
+    """Replace convolutions with standardized weights by plain ones with the same result, in place."""
+    for module in network.modules():
+        kind = PLAIN.get(type(module))
+        if kind is not None:
+            weight: Any = module.weight
+            # A new parameter: other networks may share the old one.
+            constant = standardize(weight).to(weight.dtype)
+            module.weight = nn.Parameter(constant, requires_grad=False)
+            module.__class__ = kind
+
+
+def in_one_launch(convs: Sequence[Any]) -> bool:
+    """Whether a kernel can standardize the weights of these convolutions together, for a pass with gradients."""
+    if not convs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    first = convs[0].weight.detach()
+    if not (convs[0].training and kernels.chosen(first)) or observed_by_pytorch(first):
+        return False
+    return len({(conv.weight.dtype, conv.weight.device) for conv in convs}) == 1
+
+
+@contextmanager
+def standardized_once(convs: Sequence[Any]) -> Iterator[None]:
+    """Standardize all weights in one launch, for the calls of these convolutions within this context."""
+    weights = [conv.weight for conv in convs]
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
+    addresses = [weight.data_ptr() for weight in weights]
+    own = convs[0].__dict__
+    if "_rows" not in own or own["_rows"][0] != addresses:
+        own["_rows"] = addresses, kernels.rows_of(weights)
+    ready = kernels.StandardizeAll.apply(own["_rows"][1], dtype, EPS, *weights)
+    for conv, weight in zip(convs, ready, strict=True):
+        conv.__dict__["_ready"] = weight
+    try:
+        yield
+    finally:
+        for conv in convs:
+            conv.__dict__["_ready"] = None

@@ -1,0 +1,35 @@
+"""Compares BKN with standardized weights and its rivals for single images: docs/results.md.
+
+DATA contains the official folders of the data sets, as for the study `replication`. The plan is in standardized.toml.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import studies.rivals  # noqa: F401, registers norms
+from studies.base import RESULTS, Record
+from studies.replication import Questions, Replication
+
+
+class Standardized(Replication):
+    name = "standardized"
+    results = RESULTS / "standardized"
+
+    def answers(self, questions: Questions, folder: Path) -> dict[str, Any]:
+        """Accuracy and gains; the weights are kept in the folder."""
+        weights = questions.model.state_dict()
+        halves = {name: value.half() if value.ndim > 1 else value for name, value in weights.items()}
+        torch.save(halves, folder / "weights.pt")
+        return questions.modes()
+
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
+        return {}
+
+    def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
+        return {}
+
+
+STUDY = Standardized()
