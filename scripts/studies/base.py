@@ -59,7 +59,7 @@ class Study:
 
     name: str
     results: Path
-    plots: Path
+    plots: Path = RESULTS / "plots"
 
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> Sequence[Run]:
         """All runs, in the order of training; finished runs may lead to further ones.

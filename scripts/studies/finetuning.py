@@ -57,7 +57,7 @@ def planned(dataset: str, arm: str, seed: int) -> FineTuning:
 
 class Defaults(Study):
     name = "finetuning"
-    results = plots = RESULTS / "finetune"
+    results = RESULTS / "finetune"
 
     def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
         return [

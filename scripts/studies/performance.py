@@ -1,9 +1,10 @@
 """The numbers of docs/performance.md and docs/performance_tables.md, and the plot, from results/benchmark_*.json."""
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -30,78 +31,8 @@ TRAIN_GPU = ("train", "train_inception", "train_16")
 """The records with training steps on a GPU, a network's own first."""
 
 
-class Headline(NamedTuple):
-    """A row of the first table: one ratio of one row of a record.
-
-    Attributes:
-        what: is compared.
-        record: as in results/benchmark_RECORD.json.
-        row: fields by which the row of the record is found.
-        ratio: the field that is shown.
-        target: the ratio that we aim at, if there is one.
-    """
-
-    what: str
-    record: str
-    row: dict[str, Any]
-    ratio: str
-    target: float | None = None
-
-
-def _step(what: str, record: str, batch: int, group: int, mode: str = "eager", launch: str = "python") -> Headline:
-    row = {"norm": "bkn", "gradient_batch": batch, "statistics_batch": group, "mode": mode, "launch": launch}
-    return Headline(f"{what}, {batch} images in groups of {group}", record, row, "ratio_to_bn")
-
-
-def _image(network: str, size: int, record: str, precision: str, **row: Any) -> Headline:
-    engine = "torch" if record.endswith("cuda") else "openvino"
-    row |= {"model": network, "norm": "bkn", "size": size, "engine": engine, "precision": precision}
-    several = f", {row['batch']} at a time" if row.get("batch", 1) > 1 else ""
-    what = f"{network}, {size} px, {precision}{several}"
-    return Headline(what, record, row | {"statistics": "sample"}, "ratio_to_population")
-
-
-def _converted(network: str, mode: str = "sample") -> dict[str, Any]:
-    return {"model": network, "statistics": mode, "way": "stand-in"}
-
-
-TRAINING = [
-    _step("resnet101, captured step", "train_16", 16, 2, launch="graph"),
-    _step("resnet101, reduce-overhead", "train_16", 16, 2, "reduce-overhead")._replace(target=1.15),
-    _step("resnet101, from Python", "train_16", 16, 2),
-    _step("resnet101, captured step", "train", 256, 4, launch="graph"),
-    _step("resnet101, compiled step", "train", 256, 4, "compiled")._replace(target=1.02),
-    _step("resnet101, from Python", "train", 256, 4),
-    _step("inception_v2, captured step", "train_inception", 256, 4, launch="graph"),
-    _step("inception_v2, from Python", "train_inception", 256, 4)._replace(target=1.05),
-    _step("inception_cifar, float32", "train_cpu", 64, 2)._replace(ratio="ratio_to_bn_eager"),  # an older record
-]
-INFERENCE = [
-    *(
-        _image(network, 128, f"infer.{kind}", precision)._replace(target=target)
-        for kind, targets in (("x86_64", {"f32": 1.25, "bf16": 1.5}), ("aarch64", {"f32": 1.25, "f16": 1.35}))
-        for network in ("resnet101", "inception_v2")
-        for precision, target in targets.items()
-    ),
-    *(_image(network, 128, "infer_avx512", "f32")._replace(target=1.25) for network in ("resnet101", "inception_v2")),
-    *(
-        Headline(
-            f"{network}, converted, 224 px, f32", "frontend_converted", _converted(network), "ratio_to_population", 1.35
-        )
-        for network in ("torchvision:resnet50", "timm:efficientnet_lite0", "torchvision:regnet_y_400mf")
-    ),
-    *(
-        Headline(
-            f"efficientnet_lite0, the default checkpoint, file to answer, {precision}",
-            "defaults.x86_64",
-            {"checkpoint": "efficientnet_lite0_bkn.imagenet", "precision": precision, "statistics": "sample"},
-            "ratio_to_population",
-        )
-        for precision in ("f32", "auto")
-    ),
-    _image("resnet101", 224, "infer_cuda", "bf16", batch=1),
-    _image("resnet101", 224, "infer_cuda", "bf16", batch=32),
-]
+HEADLINES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+"""The ratios of the first table, for training and for inference; performance.toml explains them."""
 
 
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
@@ -113,31 +44,26 @@ def _by_processor(kind: str, records: Records) -> list[str]:
     return [name for name in records if name.startswith(f"{kind}.")]
 
 
-def row_of(headline: Headline, records: Records) -> Row:
-    """The row that a headline shows; a record without it, or with two, is an error."""
-    (row,) = (row for row in records[headline.record]["rows"] if headline.row.items() <= row.items())
+def row_of(name: str, fields: Row, records: Records) -> Row:
+    """The row of a record that has these fields; a record without it, or with two, is an error."""
+    (row,) = (row for row in records[name]["rows"] if fields.items() <= row.items())
     return row
-
-
-def ratio(headline: Headline, records: Records) -> float:
-    return row_of(headline, records)[headline.ratio]
 
 
 def headlines(records: Records) -> pd.DataFrame:
     """The first table of docs/performance.md."""
-    compared = {"step of BKN relative to BN": TRAINING, "`sample` relative to `population`": INFERENCE}
-    rows = [
+    return frame(
         {
-            "compared": name,
-            "where": headline.what,
-            "ratio": f"{ratio(headline, records):.2f}",
-            "target": None if headline.target is None else f"{headline.target:.2f}",
-            **_measured_in(headline.record, records, row_of(headline, records)),
+            "compared": group["compared"],
+            "where": each["what"],
+            "ratio": f"{row[each['ratio']]:.2f}",
+            "target": f"{each['target']:.2f}" if "target" in each else None,
+            **_measured_in(each["record"], records, row),
         }
-        for name, group in compared.items()
-        for headline in group
-    ]
-    return frame(rows)
+        for group in HEADLINES.values()
+        for each in group["ratios"]
+        for row in [row_of(each["record"], each["row"], records)]
+    )
 
 
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
@@ -152,9 +78,8 @@ def _processor(record: Row) -> str:
 
 def seconds(records: Records) -> pd.DataFrame:
     """The second table of docs/performance.md: what is a time, rather than a ratio."""
-    name = "frontend_converted"
-    wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
-    pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
+    name, network = "frontend_converted", {"model": "torchvision:resnet50", "way": "stand-in"}
+    pair = [row_of(name, {**network, "statistics": mode}, records) for mode in ("population", "sample")]
     built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
     rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records, pair[0])]
     for name in _by_processor("classify", records):
@@ -174,21 +99,21 @@ def picture(records: Records) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.5), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=[len(TRAINING), len(INFERENCE)])
-    titles = "Training step: BKN relative to BN", "Inference: statistics 'sample' relative to 'population'"
-    for axes, title, group in zip(panels, titles, (TRAINING, INFERENCE), strict=True):
-        ratios = [ratio(headline, records) for headline in group]
-        places = list(range(len(group)))[::-1]
-        for place, value in zip(places, ratios, strict=True):
+    heights = [len(group["ratios"]) for group in HEADLINES.values()]
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    for axes, group in zip(panels, HEADLINES.values(), strict=True):
+        names = [f"{each['what']} ({_short(records[each['record']])})" for each in group["ratios"]]
+        places = list(range(len(names)))[::-1]
+        for place, each in zip(places, group["ratios"], strict=True):
+            value = row_of(each["record"], each["row"], records)[each["ratio"]]
             colour = "C0" if value <= 1 else "C1"
             axes.plot([1, value], [place, place], color=colour, linewidth=6, alpha=0.4, solid_capstyle="butt")
             axes.plot([value], [place], "o", color=colour)
             side = 1 if value > 1 else -1
             axes.annotate(f"{value:.2f}", (value, place), (8 * side, 0), textcoords="offset points", va="center",
                           ha="left" if side > 0 else "right")  # fmt: skip
-        places_of = [f"{headline.what} ({_short(records[headline.record])})" for headline in group]
-        axes.set_yticks(places, places_of, fontsize=8)
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_yticks(places, names, fontsize=8)
+        axes.set_title(group["title"], fontsize=10, loc="left")
         axes.axvline(1, color="black", linewidth=1)
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -242,11 +167,11 @@ def starts(records: Records) -> pd.DataFrame:
 
 def summary(records: Records) -> dict[str, Content]:
     """The regions of docs/performance.md."""
-    captured = next(each for each in TRAINING if each.record == "train" and each.row["launch"] == "graph")
+    captured = {"norm": "bkn", "mode": "eager", "launch": "graph", "gradient_batch": 256, "statistics_batch": 4}
     return {
         "headlines": headlines(records),
         "seconds": seconds(records),
-        "fastest": f"{ratio(captured._replace(ratio='ratio_to_fastest_bn'), records):.2f}",
+        "fastest": f"{row_of('train', captured, records)['ratio_to_fastest_bn']:.2f}",
         "service": between_engine_and_service(records["serve"]),
         "start": starts(records),
     }

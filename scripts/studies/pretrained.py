@@ -28,7 +28,7 @@ ALL = 0  # the mean over the batch sizes, as a batch size
 
 class Pretrained(Study):
     name = "pretrained"
-    results = plots = RESULTS / "pretrained"
+    results = RESULTS / "pretrained"
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
         from studies.render import frame

@@ -38,7 +38,7 @@ Metrics = dict[str, dict[str, float]]
 
 class Replication(Study):
     name = "replication"
-    results, plots = RESULTS / "reproduce", RESULTS / "plots"
+    results = RESULTS / "reproduce"
 
     @cached_property
     def plan(self) -> Plan:
