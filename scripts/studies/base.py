@@ -61,11 +61,10 @@ class Study:
     results: Path
     plots: Path = RESULTS / "plots"
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> Sequence[Run]:
-        """All runs, in the order of training; finished runs may lead to further ones.
+    def planned(self, changes: Mapping[str, Any]) -> Sequence[Run]:
+        """All runs, in the order of training.
 
         Args:
-            records: the records of finished runs, by key.
             changes: recipe fields overridden by --set.
         """
         return []

@@ -59,7 +59,7 @@ class Defaults(Study):
     name = "finetuning"
     results = RESULTS / "finetune"
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
+    def planned(self, changes: Mapping[str, Any]) -> list[Run]:
         return [
             planned(dataset, arm, seed)
             for arm in ARMS

@@ -47,7 +47,7 @@ class Replication(Study):
     def read_plan(self, changes: Mapping[str, Any]) -> Plan:
         return read_plan(PLAN.with_stem(self.name), overrides=changes)
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Training]:
+    def planned(self, changes: Mapping[str, Any]) -> list[Training]:
         return (self.read_plan(changes) if changes else self.plan).runs()
 
     def records(self, folder: Path) -> dict[str, Record]:

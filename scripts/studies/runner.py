@@ -93,8 +93,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
         study.pack(args)
         return 0
     if args.run:
-        known = study.planned(study.records(results), args.changes)
-        leave_record(study, next(run for run in known if run.name == args.run), args)
+        leave_record(study, next(run for run in study.planned(args.changes) if run.name == args.run), args)
         return 0
     if args.data:
         failed = Work(study, args).through()
@@ -115,7 +114,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
 def listing(study: Study, records: Mapping[str, Record]) -> str:
     """One line for each group of runs that differ only in their seeds."""
     arms: dict[str, list[Run]] = {}
-    planned = study.planned(records, {})
+    planned = study.planned({})
     for run in planned:
         arms.setdefault(run.name.partition(".seed=")[0], []).append(run)
     lines = [f"{study.name}:"]
@@ -195,8 +194,7 @@ class Work:
         said = time.monotonic()
         try:
             while time.monotonic() < self.deadline:
-                if self.gather():
-                    runs = self.missing()  # a finished run may lead to further ones
+                self.gather()
                 runs = [run for run in runs if self.fits(run)]
                 while runs and len(self.jobs) < self.args.jobs:
                     self.jobs.append(self.start(runs.pop(0)))
@@ -221,11 +219,10 @@ class Work:
         self.deadline = 0.0
 
     def missing(self) -> list[Run]:
-        """Selected runs that have data and no record, and are neither running nor failed."""
+        """Selected runs that have data and no record, and did not fail."""
         records = self.study.records(self.results)
-        runs = selected(self.study.planned(records, self.args.changes), self.args.only)
-        busy = {job.run.name for job in self.jobs} | self.failed
-        wanted = [run for run in runs if run.key not in records and run.name not in busy]
+        runs = selected(self.study.planned(self.args.changes), self.args.only)
+        wanted = [run for run in runs if run.key not in records and run.name not in self.failed]
         self.lacking = {run.data for run in wanted if not (self.args.data / run.data).is_dir()}
         return [run for run in wanted if run.data not in self.lacking]
 
@@ -253,10 +250,9 @@ class Work:
         """The same command for one run."""
         return [sys.executable, str(ROOT / "scripts" / "study.py"), *self.args.arguments, "--run", run.name]
 
-    def gather(self) -> bool:
-        """Remove finished jobs; returns whether there were any."""
-        ended = [job for job in self.jobs if job.process.poll() is not None]
-        for job in ended:
+    def gather(self) -> None:
+        """Remove finished jobs."""
+        for job in [job for job in self.jobs if job.process.poll() is not None]:
             self.jobs.remove(job)
             if job.process.returncode:
                 self.failed.add(job.run.name)
@@ -266,7 +262,6 @@ class Work:
             seconds = time.monotonic() - job.started
             self.pace[job.run.like] = max(seconds / job.run.epochs, self.pace.get(job.run.like, 0.0))
             print(f"{self.clock()}{job.run.name}: {seconds:.0f} s", flush=True)
-        return bool(ended)
 
     def end(self) -> None:
         """Stop the active jobs. Trainings that saved their state resume from it next time."""
