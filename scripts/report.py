@@ -24,13 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, CHECKPOINTS, RESULTS, RECIPES = (ROOT / name for name in ("docs", "checkpoints", "results", "recipes"))
 
 
-def pages() -> dict[Path, str]:
-    """The text of every page, and of the CSV file of every table."""
-    benchmarks = read_benchmarks(RESULTS)
+def checkpoints() -> dict[str, Config]:
+    """The configs of all checkpoints, by name."""
     folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
-    configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
+    return {folder.name: Config.read(folder / "config.json") for folder in folders}
+
+
+def regions() -> dict[Path, dict[str, Content]]:
+    """The contents of the marked regions of each page."""
+    benchmarks, configs = read_benchmarks(RESULTS), checkpoints()
     runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
-    regions: dict[Path, dict[str, Content]] = {
+    return {
         DOCS / "performance.md": summary(benchmarks),
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
@@ -40,12 +44,13 @@ def pages() -> dict[Path, str]:
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
         ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
     }
+
+
+def cards() -> dict[Path, str]:
+    """The cards of our own checkpoints."""
     return {
-        **rendered(regions),
-        **{
-            CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
-            for name, config in configs.items()
-        },
+        CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
+        for name, config in checkpoints().items()
     }
 
 
@@ -133,5 +138,5 @@ def figures() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write(pages())
+    write(rendered(regions()) | cards())
     save_figures(figures(), DOCS)

@@ -5,16 +5,24 @@ from pathlib import Path
 import modes_figure
 import report
 from studies.figures import drawn, plotted
+from studies.render import MARKER, rendered
+from studies.runner import load, studies
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_pages_agree_with_their_records():
     """`python scripts/report.py` writes them again."""
-    pages = report.pages()
-    assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
-    cards = {path.parent.name for path in pages if path.parent.parent.name == "checkpoints"}
-    assert cards == {path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json")}
+    texts = rendered(report.regions()) | report.cards()
+    assert [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_each_region_of_a_page_is_filled_by_one_script():
+    found = [study.regions(study.records(study.results)) for study in map(load, studies())]
+    filled = [(path, name) for pages in (*found, report.regions()) for path, names in pages.items() for name in names]
+    pages = [ROOT / "README.md", ROOT / "MODEL_CARD.md", *(ROOT / "docs").glob("*.md")]
+    marked = [(path, name) for path in pages for kind, name in MARKER.findall(path.read_text()) if kind == "begin"]
+    assert sorted(filled) == sorted(marked)
 
 
 def test_pictures_show_the_records():

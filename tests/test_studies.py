@@ -155,7 +155,6 @@ def test_a_page_shows_its_tables_which_are_csv_files_too(tmp_path):
 @pytest.mark.parametrize(
     ("page", "contents", "message"),
     [
-        (PAGE, {"table": "x"}, "page.md: no script fills the region n"),
         (PAGE, {"table": "x", "n": "1", "more": "2"}, "page.md: there is no region for more"),
         ("<!-- begin: a -->\n", {"a": "x"}, "begin: a --> has no partner"),
         ("<!-- begin: a --><!-- end: b -->", {"a": "x", "b": "x"}, "begin: a --> has no partner"),

@@ -82,7 +82,7 @@ def write(files: Mapping[Path, str]) -> None:
 
 
 def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
-    """The page with the content of every region replaced.
+    """The page with the content of regions replaced; those that other scripts fill stay as they are.
 
     Args:
         text: the text of the page.
@@ -90,7 +90,7 @@ def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
         page: the name of the page, for errors.
 
     Raises:
-        InputError: a region without content, content without a region, or a marker that is repeated or has no partner.
+        InputError: content without a region, or a marker that is repeated or has no partner.
     """
     parts, rest, names = [], 0, []
     markers = list(MARKER.finditer(text))
@@ -102,9 +102,9 @@ def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:
             )
         if name in names:
             raise InputError(f"{page}: the region {name} occurs twice; rename one of them.")
-        if name not in contents:
-            raise InputError(f"{page}: no script fills the region {name}; remove it, or fill it in the page's script.")
         names.append(name)
+        if name not in contents:
+            continue
         block = text[begin.end() :].startswith("\n")
         parts += [text[rest : begin.end()], f"\n\n{contents[name].strip()}\n\n" if block else contents[name]]
         rest = end.start()

@@ -20,16 +20,18 @@ WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within ch
 WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
 
 
+def sections(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
+    """A region for each experiment of a plan, by its name: its arms, and the differences between them."""
+    return {each.name: _section(each, _compared(each, plan, records), plan, records) for each in plan.experiments}
+
+
 def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
-    """The regions of docs/results.md by name: one for each experiment, and those listed at the end."""
+    """The regions of docs/results.md by name."""
     claims = _found(plan.claims, plan, records)
-    differences = {
-        each.name: _found([{"paired": each.paired, **about} for about in each.differences], plan, records)
-        for each in plan.experiments
-    }
-    count = sum(found is not None for _, found in itertools.chain(claims, *differences.values()))
+    compared = [_compared(each, plan, records) for each in plan.experiments]
+    count = sum(found is not None for _, found in itertools.chain(claims, *compared))
     return {
-        **{each.name: _section(each, differences[each.name], plan, records) for each in plan.experiments},
+        **sections(plan, records),
         **_speed(),
         "headline": frame(_headline(plan, records)),
         "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
@@ -85,6 +87,10 @@ def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str
         else:
             found.append((claim, points))
     return found
+
+
+def _compared(experiment: Experiment, plan: Plan, records: Mapping[str, Record]) -> Found:
+    return _found([{"paired": experiment.paired, **about} for about in experiment.differences], plan, records)
 
 
 def _claims(claims: Found) -> list[dict[str, str]]:
