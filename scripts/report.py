@@ -15,13 +15,12 @@ from studies.full_length import full_length_figure, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
 from studies.records import read_runs, read_twins
 from studies.render import Content, frame, rendered, write
-from studies.runs_page import runs_page
-from studies.zoo_card import short_list, zoo_card
+from studies.zoo_pages import runs_page, short_list, zoo_card
 
 from bkn_zoo.checkpoints.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS, CHECKPOINTS, RESULTS, RECIPES = (ROOT / name for name in ("docs", "checkpoints", "results", "recipes"))
+DOCS, CHECKPOINTS, RESULTS = (ROOT / name for name in ("docs", "checkpoints", "results"))
 
 
 def checkpoints() -> dict[str, Config]:
@@ -37,7 +36,7 @@ def regions() -> dict[Path, dict[str, Content]]:
     return {
         DOCS / "performance.md": summary(benchmarks),
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
-        DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
+        DOCS / "runs.md": runs_page(RESULTS, list(configs)),
         DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),

@@ -150,6 +150,7 @@ def test_a_page_shows_its_tables_which_are_csv_files_too(tmp_path):
     )
     assert {f"{path.parent.name}/{path.name}" for path in texts} == {"page/table.csv", "page/table.2.csv"}
     assert set(texts.values()) == {"a,b\n1.5 ± 0.2,2\n0.250,-\n"}
+    assert [path.parent.name for path in rendered({tmp_path / "no page": {"table": table}})] == ["no page"]
 
 
 @pytest.mark.parametrize(

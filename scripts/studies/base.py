@@ -85,7 +85,7 @@ class Study:
         raise InputError(f"{self.name} uses the data sets as they are: remove --pack.")
 
     def regions(self, records: Mapping[str, Record]) -> Mapping[Path, Mapping[str, Any]]:
-        """The contents of the marked regions of each page, as `render.Content`."""
+        """The contents of the marked regions of each page, as `render.rendered` takes them."""
         return {}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:

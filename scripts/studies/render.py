@@ -19,7 +19,7 @@ from bkn_zoo.errors import InputError
 from studies.base import RESULTS
 
 MARKER = re.compile(r"<!-- (begin|end): ([\w.-]+) -->")
-MARKS = re.compile(r"\*\*|`")  # bold, and code
+MARKS = re.compile(r"\*\*|`|\[(?=[^\]]*\]\()|\]\([^)]*\)")  # bold, code, and what surrounds the text of a link
 TABLES = RESULTS / "tables"
 
 Part = str | pd.DataFrame
@@ -60,7 +60,8 @@ def rendered(pages: Mapping[Path, Mapping[str, Content]]) -> dict[Path, str]:
     """The text of every page and of the CSV file of every table.
 
     Args:
-        pages: the content of each region by name, for each page.
+        pages: the content of each region by name, for each page. A path without .md stands for tables that no page
+            shows, only CSV files do.
     """
     found: dict[Path, str] = {}
     for path, contents in pages.items():
@@ -71,7 +72,8 @@ def rendered(pages: Mapping[Path, Mapping[str, Content]]) -> dict[Path, str]:
             for number, table in enumerate((part for part in parts if isinstance(part, pd.DataFrame)), start=1):
                 file = f"{name}.{number}.csv" if number > 1 else f"{name}.csv"
                 found[TABLES / path.stem / file] = comma_separated(table)
-        found[path] = fill(path.read_text(encoding="utf-8"), texts, path.name)
+        if path.suffix == ".md":
+            found[path] = fill(path.read_text(encoding="utf-8"), texts, path.name)
     return found
 
 

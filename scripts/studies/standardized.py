@@ -26,7 +26,10 @@ class Standardized(Replication):
         return questions.modes()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
-        return {}
+        """Every experiment as CSV files in results/tables/standardized/."""
+        from studies.replication_page import sections
+
+        return {RESULTS / "tables" / self.name: sections(self.plan, records)}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
         return {}
