@@ -13,7 +13,7 @@ CMD ["serve"]
 FROM base AS gpu
 # Triton compiles what launches its kernels by a C compiler. PyPI's PyTorch brings all of CUDA but the driver.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN pip install "torch>=2.6" torchvision
+RUN pip install "torch>=2.11" torchvision
 COPY pyproject.toml README.md LICENSE /source/
 COPY bkn_zoo /source/bkn_zoo
 COPY service /source/service
@@ -24,7 +24,7 @@ USER 10001:10001
 
 FROM base AS cpu
 # PyTorch's own index has it without CUDA, which is a tenth of the size.
-RUN pip install "torch>=2.6" torchvision --index-url https://download.pytorch.org/whl/cpu
+RUN pip install "torch>=2.11" torchvision --index-url https://download.pytorch.org/whl/cpu
 COPY pyproject.toml README.md LICENSE /source/
 COPY bkn_zoo /source/bkn_zoo
 COPY service /source/service

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.installed
 
-.PHONY: test lint types unit coverage docs dist serve clean
+.PHONY: test test-oldest lint types unit coverage docs dist serve clean
 
 # Types are checked beside the tests, since mypy uses one core.
 test: lint
@@ -30,6 +30,20 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytes
 unit: $(READY)
 	$(PYTEST)
 
+# The oldest supported torch (pyproject.toml), with the torchvision that belongs to it. Its Triton needs numpy below 2.4.
+OLDEST := .venv-oldest
+OLDEST_TESTS := layer.py kernels.py compile.py conversion.py export.py training.py \
+	fit.py::test_training_learns_logs_and_leaves_a_state
+
+$(OLDEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet uv
+	$(OLDEST)/bin/python -m uv pip install --quiet --compile-bytecode --python $(OLDEST)/bin/python --editable '.[openvino,train,dev]' 'torch==2.11.*' 'torchvision==0.26.*' 'numpy<2.4'
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(subst $(VENV)/,$(OLDEST)/,$(PYTEST)) $(OLDEST_TESTS:%=tests/test_%)
+
 # Apart from the tests, since watching every line takes them a quarter longer.
 coverage: $(READY)
 	$(PYTEST) --cov --cov-report=term
@@ -48,4 +62,4 @@ dist:
 	$(PYTHON) -m build
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .coverage *.egg-info

@@ -1,7 +1,7 @@
 """Entry points for torch.hub: every registered model, as in torch.hub.load(repository, "inception_v2_bkn").
 
-pretrained=True loads the checkpoint of that network. If there are several, name one, as in
-pretrained="inception_cifar_bkn.cifar10". Other options are those of bkn_zoo.create_model.
+pretrained=True loads the default checkpoint of that network, and pretrained="inception_cifar_bkn.cifar100" another one.
+Other options are those of bkn_zoo.create_model.
 """
 
 import functools

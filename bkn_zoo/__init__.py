@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
     from bkn_zoo.checkpoints.hub import push_to_hub
     from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, learn_statistics
+    from bkn_zoo.conversion import convert, learn_statistics, start_near_population
     from bkn_zoo.create import create_model
+    from bkn_zoo.images import Preprocessing
     from bkn_zoo.inference.classifier import Classifier
     from bkn_zoo.inference.export import export
     from bkn_zoo.models import Network, list_models
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         BatchKalmanNorm2d,
         BatchKalmanNorm3d,
         KalmanSequential,
+        no_weight_decay,
         recalibrate,
     )
     from bkn_zoo.training.finish import TrainingResult
@@ -45,10 +47,12 @@ __all__ = [
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",
     "KalmanSequential",
+    "no_weight_decay",
     "recalibrate",
     "list_models",
     "create_model",
     "convert",
+    "start_near_population",
     "learn_statistics",
     "list_checkpoints",
     "from_pretrained",
@@ -61,6 +65,7 @@ __all__ = [
     "Classifier",
     "export",
     "Network",
+    "Preprocessing",
     "BknZooError",
     "UnknownNameError",
     "InputError",
@@ -78,6 +83,7 @@ LAZY_NAMES = {
     "Classifier": "bkn_zoo.inference.classifier",
     "KalmanSequential": "bkn_zoo.norms",
     "Network": "bkn_zoo.models",
+    "Preprocessing": "bkn_zoo.images",
     "Recipe": "bkn_zoo.training.recipes",
     "TrainingResult": "bkn_zoo.training.finish",
     "convert": "bkn_zoo.conversion",
@@ -88,9 +94,11 @@ LAZY_NAMES = {
     "learn_statistics": "bkn_zoo.conversion",
     "list_checkpoints": "bkn_zoo.checkpoints.locate",
     "list_models": "bkn_zoo.models",
+    "no_weight_decay": "bkn_zoo.norms",
     "push_to_hub": "bkn_zoo.checkpoints.hub",
     "recalibrate": "bkn_zoo.norms",
     "save_pretrained": "bkn_zoo.checkpoints.folder",
+    "start_near_population": "bkn_zoo.conversion",
     "train": "bkn_zoo.training.run",
 }
 """The modules of the names above."""

@@ -1,6 +1,5 @@
 """`bkn_zoo.create_model`: a network by its name, new or pretrained."""
 
-from dataclasses import replace
 from typing import Any
 
 from bkn_zoo.checkpoints.builders import build_network, of_library
@@ -9,6 +8,7 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.conversion.libraries import from_library
+from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.models import Network, list_models
 
@@ -23,8 +23,8 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
             checkpoint, as in `from_pretrained`.
         num_classes: outputs of the classifier. The default is that of the data set that the network was designed for,
             or of the checkpoint. If it differs from a checkpoint's, the classifier is initialized.
-        pretrained: whether to load weights: those of the checkpoint with this name, of the only local checkpoint of
-            this network, or the library's own, which are downloaded.
+        pretrained: whether to load weights: those of the checkpoint with this name, of the network's default checkpoint
+            (`bkn_zoo.defaults`; otherwise its only local one), or the library's own, which are downloaded.
         options: options of a new network. For `_bkn`: `shared_process_noise`, `initial_gain`, `initial_belief`,
             `centered` and, for ablations, `link`. For `_brn`: `warmup`, `r_steps` and `d_steps`. For `_gn`:
             `channels_per_group`. For a library's network: numbers and lists of numbers for its constructor.
@@ -41,11 +41,15 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
     if options:
         raise InputError(f"a pretrained network keeps the options of its training: omit {', '.join(options)}.")
     model = from_pretrained(checkpoint_of(name) if name in list_models() else name)
-    return model if num_classes in (None, model.num_classes) else _with_classes(model, num_classes)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+    return model
 
 
 def checkpoint_of(architecture: str) -> str:
-    """The name of the only checkpoint of a network on this machine."""
+    """The name of a network's default checkpoint; without one, that of its only checkpoint on this machine."""
+    if architecture in DEFAULT_CHECKPOINTS:
+        return DEFAULT_CHECKPOINTS[architecture]
 
     def trained(name: str) -> str:
         return Config.read(find(name) / CONFIG).architecture
@@ -60,17 +64,3 @@ def checkpoint_of(architecture: str) -> str:
     if len(names) > 1:
         raise UnknownNameError(f"there are several checkpoints of {architecture}: name one of {', '.join(names)}.")
     return names[0]
-
-
-def _with_classes(model: Network, num_classes: int | None) -> Network:
-    """The network with a new classifier for `num_classes` classes; its config keeps everything but the classes."""
-    changed = build_network(model.name, num_classes, **model.norm_options)
-    own, fresh = model.state_dict(), changed.state_dict()  # loading adds missing parameters to layers, such as centers
-    kept = {name: tensor for name, tensor in own.items() if tensor.shape == fresh.get(name, tensor).shape}
-    changed.load_state_dict(kept, strict=False)
-    changed.statistics_batch_size = model.statistics_batch_size
-    changed.default_statistics = model.default_statistics
-    changed.revision = model.revision
-    about_weights: dict[str, Any] = {"label_names": None, "training": {}, "accuracy": {}, "sha256": {}}
-    changed.config = replace(model.config, num_classes=changed.num_classes, **about_weights)
-    return changed.eval()

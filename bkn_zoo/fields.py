@@ -6,6 +6,8 @@ The annotations of a dataclass define the types of its fields. A `Rule` in an an
 """
 
 import dataclasses
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import NoneType
@@ -62,21 +64,28 @@ def make(
     return kind(**made)
 
 
+def attributes_of(kind: type) -> dict[str, str]:
+    """The descriptions under "Attributes" in the docstring of a class, by name."""
+    section = inspect.getdoc(kind).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found}
+
+
 def check_fields(settings: Any, prefix: str = "") -> None:
     """Refuse a dataclass whose fields do not fit their annotations."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        check(prefix + name, getattr(settings, name), hint)
+        check_field(prefix + name, getattr(settings, name), hint)
 
 
-def check(name: str, value: Any, hint: Any) -> None:
+def check_field(name: str, value: Any, hint: Any) -> None:
     """Refuse a value that does not fit its annotation."""
     if _fits(value, hint):
         return
     if get_origin(hint) is dict and isinstance(value, dict):  # name the wrong entry, not the whole dict
         of_keys, of_values = get_args(hint)
         for key, inner in value.items():
-            check(f"a key of {name}", key, of_keys)
-            check(f"{name}.{key}", inner, of_values)
+            check_field(f"a key of {name}", key, of_keys)
+            check_field(f"{name}.{key}", inner, of_values)
     refuse(name, value, wanted(hint))
 
 

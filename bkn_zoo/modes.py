@@ -26,8 +26,12 @@ def check_mode(mode: str) -> None:
         raise UnknownNameError(f"unknown statistics {mode!r}: choose one of {', '.join(MODES)}.")
 
 
-def choose_statistics(training: bool, mode: str | None, group: int | None, default: str = "population") -> Statistics:
-    """The statistics for one call of a module in training or evaluation mode."""
+def choose_statistics(
+    training: bool, mode: Statistics | str | None, group: int | None, default: str = "population"
+) -> Statistics:
+    """The statistics for one call of a module in training or evaluation mode; those that are chosen already stay."""
+    if isinstance(mode, Statistics):
+        return mode
     if group is not None and (not isinstance(group, int) or group < 1):
         raise InputError(
             f"statistics_batch_size is {group!r}: choose a whole number of at least 1, or None for whole batches."

@@ -59,6 +59,16 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+def has_screen() -> bool:
+    """Whether standard error is a terminal in which a bar fits. The size of some is 0 x 0."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):  # it has no size
+        return True
+
+
 def speaks() -> bool:
     """Whether this is the first process of torchrun, which prints for all of them."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -78,7 +88,7 @@ def _shown(count: Callable[[], int], lines: bool, **looks: Any) -> Iterator[None
         return
     over = threading.Event()
     # A thread, because one part may take any time.
-    show = _show if sys.stderr.isatty() else _tell
+    show = _show if has_screen() else _tell
     thread = threading.Thread(target=show, args=(count, over, looks), daemon=True)
     thread.start()
     try:

@@ -1,17 +1,15 @@
 """Measures BKN against BN.
 
     python scripts/benchmark.py train          # training steps on a GPU
-    python scripts/benchmark.py train-cpu      # and on the CPU
+    python scripts/benchmark.py train-cpu      # training steps on the CPU
     python scripts/benchmark.py infer          # images through the engines
-    python scripts/benchmark.py counters       # and by kind of operation in OpenVINO
-    python scripts/benchmark.py rivals         # and through AOTInductor and in int8, which are not used
-    python scripts/benchmark.py defaults       # and those of checkpoints, from an image file to an answer
-    python scripts/benchmark.py frontend       # and through OpenVINO, by its own frontend and by the stand-in
-    python scripts/benchmark.py serve          # and through the service, beside LitServe
-    python scripts/benchmark.py start          # its first answer, and its memory
-    python scripts/benchmark.py imports        # how long the package takes to import
+    python scripts/benchmark.py counters       # the same by kind of operation in OpenVINO
+    python scripts/benchmark.py defaults       # checkpoints, from an image file to an answer
     python scripts/benchmark.py classify       # the command on a terminal
+    python scripts/benchmark.py serve          # the service under load, beside LitServe
+    python scripts/benchmark.py start          # the service's first answer, and its memory
     python scripts/benchmark.py loading        # image files to batches, beside timm's loader and a training step
+    python scripts/benchmark.py conversion     # converted networks of an earlier commit and of this one
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
 spreads are over the rounds, and the ratios are medians of the ratios within a round.
@@ -20,13 +18,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import classify, counters, defaults, frontend, imports, infer, loading, rivals, serve, start, train
+from benchmarks import classify, conversion, counters, defaults, infer, loading, serve, start, train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, counters, rivals, defaults, frontend, serve, start, imports, classify, loading):
+    for each in (train, infer, counters, defaults, classify, serve, start, loading, conversion):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

@@ -11,7 +11,7 @@ The weights are the TensorFlow authors' own and stay as they are, but for 16 bit
 and is the one step that needs a GPU. `measure` uses DATA/nips2017 (the 1,000 photographs of the NIPS 2017
 development set), DATA/imagenette and DATA/imagewoof2-320 (500 validation images of each, all 1,000 outputs), and for
 the confidence thresholds DATA/imagenet-sample-images (the half that `learn` must not see). What images of unknown
-classes do is measured by scripts/uncertainty.py.
+classes do is in results/uncertainty.json.
 """
 
 import argparse
@@ -38,7 +38,8 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
 from bkn_zoo.publishing.results import write_results
-from bkn_zoo.training.evaluation import measure, uncertain_below
+from bkn_zoo.training.evaluation import measure_accuracy as measure
+from bkn_zoo.training.evaluation import uncertain_below
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"0": 224, "1": 240, "2": 260}

@@ -183,20 +183,9 @@ class Service:
         statistics = cast(Statistics, classifier.choose(options.statistics))
         tensor = await self.decoders.prepare(classifier, image)
         answer = await asyncio.wrap_future(line.submit(tensor, statistics))
-        best = classifier.best(answer.scores, options.top_k)
+        found = classifier.classification(answer.scores, statistics, options.top_k, answer.drift)
         timing = {"queue": 1000 * answer.queue_seconds, "inference": 1000 * answer.inference_seconds}
-        return Classified.model_validate(
-            {
-                "predictions": [vars(prediction) for prediction in best],
-                "model": line.name,
-                "revision": classifier.revision,
-                "statistics": statistics,
-                "engine": classifier.engine_name,
-                "uncertain": classifier.uncertain(best, statistics),
-                "drift": answer.drift,
-                "timing_ms": timing,
-            }
-        )
+        return Classified.model_validate({**found.to_dict(), "timing_ms": timing})
 
 
 def _facts(loaded: Loaded, options: Options) -> dict[str, Any]:

@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, ImageTooLargeError
-from bkn_zoo.images import preprocess
 from bkn_zoo.inference.classifier import Classifier
 
 from .costs import Cost, estimate
@@ -85,17 +83,16 @@ class Decoders:
         return cost if cost.image is None else classifier.prepare(cost.image, self.max_pixels)
 
     def _prepare_slowly(self, classifier: Classifier, image: bytes) -> Tensor:
-        p = classifier.model.config.preprocessing
         try:
             decoder = self._idle.pop()
         except IndexError:
             decoder = SlowDecoder(self._deadline)
         try:
-            square = decoder.decode(image, p, self.max_pixels)
+            square = decoder.decode(image, classifier.preprocessing, self.max_pixels)
         finally:
             if decoder.is_alive:
                 self._idle.append(decoder)
-        return preprocess(square, replace(p, crop=1.0))  # it is cropped already
+        return classifier.prepare_square(square)
 
     def stop(self) -> None:
         for lane in (self._small, self._texts, self._slow):

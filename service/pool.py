@@ -14,7 +14,7 @@ import torch
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
-from bkn_zoo.checkpoints.folder import load
+from bkn_zoo.checkpoints.folder import load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
 from bkn_zoo.checkpoints.preferred import usable_checkpoints
 from bkn_zoo.cores import keep_to_quota
@@ -236,7 +236,7 @@ class Pool:
             line.close()
             line.join(self.settings.deadline)  # it serves the requests that it accepted
         leaving.clear()  # free its memory before the other model is loaded
-        model = load(location, as_stored=True)
+        model = load_checkpoint(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:

@@ -12,9 +12,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from bkn_zoo.cli.parser import Parser
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
+from bkn_zoo.terminal import Parser
 
 PREFIX, OLD_PREFIX = "BKN_ZOO_", "BKN_"
 """Prefixes of environment variables. That of 0.1.0 is still read, with a warning."""

@@ -42,10 +42,7 @@ class SlowDecoder:
 
     def decode(self, data: bytes, preprocessing: Preprocessing, max_pixels: int) -> Image.Image:
         """The central square of an image, cropped and resized as the first step of preprocessing."""
-        p = preprocessing
-        size = p.native_size or p.size
-        square = {"size": size, "interpolation": p.interpolation, "crop": p.crop}
-        about = {"bytes": len(data), "square": square, "max_pixels": max_pixels}
+        about = {"bytes": len(data), "square": preprocessing.square, "max_pixels": max_pixels}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         given_up = threading.Timer(self._seconds, self._process.kill)
@@ -62,7 +59,7 @@ class SlowDecoder:
             kind = getattr(errors, answer["error"])
             assert issubclass(kind, ImageError)
             raise kind(answer["message"])
-        return Image.frombytes("RGB", (size, size), pixels)
+        return Image.frombytes("RGB", (preprocessing.square["size"],) * 2, pixels)
 
     @property
     def is_alive(self) -> bool:

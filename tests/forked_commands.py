@@ -117,7 +117,7 @@ if __name__ == "__main__":
 
     for needed in ("matplotlib.figure", "huggingface_hub.repocard", "torchvision"):  # sooner or later
         import_module(needed)
-    for command in ("train", "evaluate", "publish"):
+    for command in ("train", "evaluate"):
         import_module(f"bkn_zoo.cli.{command}")
 
     register(num_classes=10)(shallow)

@@ -1,20 +1,17 @@
 """A small Hugging Face Hub on a loopback port, for the unmodified client, with faults that a test can order.
 
-It speaks what huggingface_hub 2.x asks for to create, fill, tag, list and download model repositories, and keeps blobs
-in a folder. Files that end in .safetensors are LFS files, as on the Hub; they are served from another origin
-("localhost" instead of "127.0.0.1"), as from the Hub's storage, where a token must not arrive.
+It speaks what huggingface_hub 2.x asks for to create, fill, tag, list and download model repositories, and keeps files
+in a folder. Files that end in .safetensors are listed as LFS files, as on the Hub, and are served from another origin
+("localhost" instead of "127.0.0.1"), as from the Hub's storage, where a token must not arrive. Uploads differ: here all
+files are part of the commit, whereas the client sends large files to the real Hub through Xet or LFS.
 
-Uploads to the real Hub go through Xet: hf_xet, a compiled library, splits files into chunks and speaks to a storage
-service of its own, which this server is not. HF_HUB_DISABLE_XET=1 makes the client take the older, still supported way
-of LFS. Set HF_ENDPOINT before huggingface_hub is imported, which reads it only then; hence the tests' subprocesses.
+huggingface_hub reads HF_ENDPOINT when it is imported; tests in one process set it in `constants`.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import re
-import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,11 +40,6 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def resolve(self, revision):
-        if revision in self.commits:
-            return revision
-        return self.branches.get(revision) or self.tags.get(revision)
-
 
 @dataclass
 class Fault:
@@ -58,9 +50,8 @@ class Fault:
         times: how many requests it happens to.
         after: requests that pass first.
         status: answered instead, with `headers`.
-        cut: bytes of the answer's body (or of an upload) after which the connection is closed.
+        cut: bytes of the answer's body after which the connection is closed.
         flip: place of a byte of the body that is changed.
-
         move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
@@ -71,7 +62,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
     flip: int | None = None
-
     move: str | None = None
 
 
@@ -94,15 +84,14 @@ class HubServer(ThreadingHTTPServer):
         self.root, self.token = root, token
         self.repositories = {}
         self.faults = []
-        self.log = []  # "METHOD /path", with " +token" where one came, and the range asked for
+        self.log = []  # "METHOD /path", with " +token" where one came
         self.lock = threading.Lock()
-        self.connections = []
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.storage = f"http://localhost:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
-        """A client that goes away is nothing to report."""
+        """Ignore clients that disconnect."""
 
     def take_fault(self, request):
         with self.lock:
@@ -115,17 +104,18 @@ class HubServer(ThreadingHTTPServer):
                         return fault
         return Fault("")
 
-    def store(self, data, lfs):
-        sha256 = hashlib.sha256(data).hexdigest() if lfs else None
+    def store(self, path, data):
+        sha256 = hashlib.sha256(data).hexdigest() if path.endswith(".safetensors") else None
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(data)}\n".encode()
-        blob = Blob(git_oid(pointer if lfs else data), len(data), sha256)
+        in_git = pointer if sha256 else data
+        blob = Blob(hashlib.sha1(b"blob %d\0" % len(in_git) + in_git).hexdigest(), len(data), sha256)
         (self.root / blob.etag).write_bytes(data)
         return blob
 
     def create(self, name, private=False):
         repository = self.repositories[name] = Repository(private)
         attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
-        self.commit(repository, {".gitattributes": self.store(attributes, lfs=False)})
+        self.commit(repository, {".gitattributes": self.store(".gitattributes", attributes)})
         return repository
 
     def commit(self, repository, files, branch=MAIN):
@@ -139,12 +129,16 @@ class HubServer(ThreadingHTTPServer):
         """A commit made without the client, as a test's starting point or as an attacker's."""
         repository = self.repositories.get(name) or self.create(name)
         tree = dict(repository.commits[repository.branches[MAIN]])
-        tree |= {path: self.store(data, path.endswith(".safetensors")) for path, data in files.items()}
+        tree |= {path: self.store(path, data) for path, data in files.items()}
         return self.commit(repository, {path: blob for path, blob in tree.items() if path not in remove})
 
+    def head(self, name):
+        """The commit of the main branch."""
+        return self.repositories[name].branches[MAIN]
 
-def git_oid(data):
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    def read(self, name, path):
+        """A file of the main branch."""
+        return (self.root / self.repositories[name].commits[self.head(name)][path].etag).read_bytes()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -153,35 +147,18 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
 
-    def setup(self):
-        super().setup()
-        self.server.connections.append(self.connection)
-
     def log_message(self, format, *args):
         pass
 
     def do_GET(self):
-        self.route()
-
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
-
-    def route(self):
         self.url = urlsplit(self.path)
         request = f"{self.command} {unquote(self.url.path)}"
-        has_token = "Authorization" in self.headers
-        if not self.url.path.startswith("/-/"):
-            at = self.headers.get("Range", "")
-            self.server.log.append(request + (" +token" if has_token else "") + (f" {at}" if at else ""))
+        self.server.log.append(request + (" +token" if "Authorization" in self.headers else ""))
         self.fault = self.server.take_fault(request)
-
-        self.body = self.read_body()
-        if self.body is None:
-            self.close_connection = True
-            return
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             if self.fault.status is not None:
-                code = "RepoNotFound" if self.fault.status == 404 else ""
-                raise Answer(self.fault.status, {"error": "ordered"}, X_Error_Code=code, **self.fault.headers)
+                raise Answer(self.fault.status, {"error": "ordered"}, **self.fault.headers)
             for method, pattern, handler in ROUTES:
                 match = re.fullmatch(pattern, self.url.path)
                 if match and (self.command == method or (self.command == "HEAD" and method == "GET")):
@@ -193,43 +170,22 @@ class Handler(BaseHTTPRequestHandler):
             repository = self.server.repositories[self.fault.move]
             repository.branches[MAIN] = next(iter(repository.commits))
 
-    def read_body(self):
-        """The request's body; None if a fault cuts it off."""
-        if self.fault.cut is not None and self.command == "PUT":
-            self.rfile.read(self.fault.cut)
-            return None
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def send(self, answer):
-        body = answer.body
+        body = bytearray(answer.body)
         if self.fault.flip is not None and body:
-            body = bytearray(body)
             body[self.fault.flip] ^= 1
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
-        if "Content-Length" not in answer.headers:
-            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.fault.cut is not None:
+        if self.command != "HEAD":
             self.wfile.write(body[: self.fault.cut])
-            self.close_connection = True
-            return
-        self.wfile.write(body)
+            self.close_connection = self.close_connection or self.fault.cut is not None
 
     # What requests share.
-
-    def json(self):
-        return json.loads(self.body or b"{}")
 
     def check_token(self, needed):
         given = self.headers.get("Authorization")
@@ -246,8 +202,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(404 if allowed else 401, {"error": "not found"}, X_Error_Code="RepoNotFound")
         return repository
 
-    def revision(self, repository, revision):
-        commit = repository.resolve(revision)
+    def revision(self, repository, name):
+        commit = name if name in repository.commits else (repository.branches | repository.tags).get(name)
         if commit is None:
             raise Answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
         return commit
@@ -265,22 +221,15 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.repository(name)
         entries, deep = [], "recursive=true" in self.url.query.lower()
         for path, blob in sorted(repository.commits[self.revision(repository, revision)].items()):
-            if "/" in path and not deep:
-                continue
-            entry = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
-            if blob.sha256:
-                entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}
-            entries.append(entry)
+            if deep or "/" not in path:
+                lfs = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
+                entries.append({"type": "file", "oid": blob.oid, "size": blob.size, "path": path} | lfs)
         raise Answer(body=entries)
 
     def refs(self, name):
-        repository = self.repository(name)
-
-        def shown(kind, refs):
-            return [{"name": n, "ref": f"refs/{kind}/{n}", "targetCommit": c} for n, c in refs.items()]
-
-        branches = shown("heads", {n: c for n, c in repository.branches.items() if not n.startswith("refs/")})
-        raise Answer(body={"branches": branches, "converts": [], "tags": shown("tags", repository.tags)})
+        tags = self.repository(name).tags.items()
+        shown = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": commit} for tag, commit in tags]
+        raise Answer(body={"branches": [], "converts": [], "tags": shown})
 
     # Downloads.
 
@@ -303,18 +252,13 @@ class Handler(BaseHTTPRequestHandler):
         raise Answer(200, data, X_Repo_Commit=commit, ETag=f'"{blob.etag}"')
 
     def storage(self, key):
-        data = (self.server.root / key).read_bytes()
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if asked is None:
-            raise Answer(200, data, ETag=f'"{key}"', Accept_Ranges="bytes")
-        start = int(asked[1])
-        raise Answer(206, data[start:], Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}")
+        raise Answer(200, (self.server.root / key).read_bytes(), ETag=f'"{key}"')
 
     # Uploads.
 
     def create(self):
         self.check_token(needed=True)
-        asked = self.json()
+        asked = json.loads(self.body)
         name = f"{asked['organization'] or 'owner'}/{asked['name']}"
         answer = {"url": f"{self.server.endpoint}/{name}", "name": name, "id": "0"}
         if name in self.server.repositories:
@@ -326,59 +270,21 @@ class Handler(BaseHTTPRequestHandler):
         raise Answer(body={"errors": [], "warnings": []})
 
     def preupload(self, name, revision):
-        repository = self.repository(name, write=True)
-        there = repository.commits[self.revision(repository, revision)]
-        files = []
-        for file in self.json()["files"]:
-            mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
-            oid = there[file["path"]].etag if file["path"] in there else None
-            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        raise Answer(body={"files": files})
-
-    def lfs_batch(self, name):
         self.repository(name, write=True)
-        objects = []
-        for asked in self.json()["objects"]:
-            oid, size = asked["oid"], asked["size"]
-            answer = {"oid": oid, "size": size}
-            if not (self.server.root / oid).exists():
-                answer["actions"] = {
-                    "upload": {"href": f"{self.server.storage}/upload/{oid}"},
-                    "verify": {"href": f"{self.server.endpoint}/{name}.git/info/lfs/verify"},
-                }
-            objects.append(answer)
-        raise Answer(body={"transfer": "basic", "objects": objects})
-
-    def upload(self, oid):
-        if hashlib.sha256(self.body or b"").hexdigest() != oid:
-            raise Answer(400, {"error": "the content is not that of its name"})
-        (self.server.root / oid).write_bytes(self.body or b"")
-        raise Answer()
-
-    def lfs_verify(self, name):
-        self.repository(name, write=True)
-        asked = self.json()
-        path = self.server.root / asked["oid"]
-        raise Answer(200 if path.exists() and path.stat().st_size == asked["size"] else 404)
+        about = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        raise Answer(body={"files": [{"path": file["path"]} | about for file in json.loads(self.body)["files"]]})
 
     def make_commit(self, name, revision):
         repository = self.repository(name, write=True)
         tree = dict(repository.commits[self.revision(repository, revision)])
-        for line in (self.body or b"").splitlines():
-            item = json.loads(line)
-            key, value = item["key"], item["value"]
-            if key == "file":
-                tree[value["path"]] = self.server.store(base64.b64decode(value["content"]), lfs=False)
-            elif key == "lfsFile":
-                path = self.server.root / value["oid"]
-                if not path.exists():
-                    raise Answer(400, {"error": f"{value['path']} was not uploaded"})
-                tree[value["path"]] = self.server.store(path.read_bytes(), lfs=True)
-            elif key == "deletedFile":
+        for item in map(json.loads, self.body.splitlines()):
+            value = item["value"]
+            if item["key"] == "file":
+                tree[value["path"]] = self.server.store(value["path"], base64.b64decode(value["content"]))
+            elif item["key"] == "deletedFile":
                 del tree[value["path"]]
         as_request = "create_pr" in parse_qs(self.url.query)
-        branch = "refs/pr/1" if as_request else revision
-        commit = self.server.commit(repository, tree, branch)
+        commit = self.server.commit(repository, tree, "refs/pr/1" if as_request else revision)
         answer = {"success": True, "commitOid": commit, "hookOutput": ""}
         answer["commitUrl"] = f"{self.server.endpoint}/{name}/commit/{commit}"
         if as_request:
@@ -387,49 +293,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def tag(self, name, revision):
         repository = self.repository(name, write=True)
-        tag = self.json()["tag"]
-        if tag in repository.tags:
-            raise Answer(409, {"error": "Tag reference exists already"})
-        repository.tags[tag] = self.revision(repository, revision)
-        raise Answer()
-
-    # Orders of tests, from processes other than the server's.
-
-    def order_faults(self):
-        self.server.faults = [Fault(**fault) for fault in self.json()]
-        raise Answer()
-
-    def copy_repository(self):
-        asked = self.json()
-        there = self.server.repositories[asked["from"]]
-        contents = there.commits[there.branches[MAIN]]
-        files = {path: (self.server.root / blob.etag).read_bytes() for path, blob in contents.items()}
-        files |= {path: base64.b64decode(data) for path, data in asked.get("files", {}).items()}
-        raise Answer(body={"commit": self.server.add(asked["to"], files, tuple(asked.get("remove", ())))})
-
-    def forget(self):
-        for key in self.json():
-            (self.server.root / key).unlink()
-        raise Answer()
-
-    def show_repository(self, name):
-        repository = self.server.repositories[name]
-        etags = {
-            commit: {path: blob.etag for path, blob in files.items()} for commit, files in repository.commits.items()
-        }
-        raise Answer(body=vars(repository) | {"commits": etags})
-
-    def show_log(self):
-        raise Answer(body=self.server.log)
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
-        for connection in self.server.connections:
-            if connection is not self.connection:
-                with contextlib.suppress(OSError):  # closed already
-                    connection.shutdown(socket.SHUT_RDWR)
-        self.close_connection = True
+        repository.tags[json.loads(self.body)["tag"]] = self.revision(repository, revision)
         raise Answer()
 
 
@@ -446,14 +310,5 @@ ROUTES = [
     ("POST", f"/api/models/{NAME}/tag/{REVISION}", Handler.tag),
     ("GET", f"/api/resolve-cache/models/{NAME}/{REVISION}/(.+)", Handler.resolve_cache),
     ("GET", f"/{NAME}/resolve/{REVISION}/(.+)", Handler.resolve),
-    ("POST", f"/{NAME}\\.git/info/lfs/objects/batch", Handler.lfs_batch),
-    ("POST", f"/{NAME}\\.git/info/lfs/verify", Handler.lfs_verify),
     ("GET", r"/storage/(\w+)", Handler.storage),
-    ("PUT", r"/upload/(\w+)", Handler.upload),
-    ("POST", "/-/faults", Handler.order_faults),
-    ("POST", "/-/copy", Handler.copy_repository),
-    ("POST", "/-/forget", Handler.forget),
-    ("GET", "/-/log", Handler.show_log),
-    ("GET", f"/-/repositories/{NAME}", Handler.show_repository),
-    ("POST", "/-/stop", Handler.stop),
 ]

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,8 +15,7 @@ import pytest
 from PIL import Image
 from service_process import ROOT, save_small_checkpoint
 
-from bkn_zoo import cli
-from bkn_zoo.cli import classify
+from bkn_zoo import cli, progress
 
 BAD = "broken.png"
 IMAGES = 30
@@ -46,42 +44,38 @@ def there(work, monkeypatch):
     monkeypatch.chdir(work)
 
 
-def arguments(output, *more, format="csv"):
-    options = ["--model", "./mine", "--engine", "torch", "--top-k", "2", "--format", format, "--output", output]
-    return ["classify", "photos", *options, *more]
+def arguments(output, *more, paths=("photos",)):
+    return ["classify", *paths, "--model", "./mine", "--engine", "torch", "--top-k", "2", "--output", output, *more]
 
 
-def files_in(path):
-    """The images that a file has rows of, in its order."""
-    if path.suffix == ".json":
-        return [row["file"] for row in json.loads(path.read_text())]
-    rows = list(csv.reader(io.StringIO(path.read_text(), newline="")))[1:]
-    assert [row[1] for row in rows] == ["1", "2"] * (len(rows) // 2)
-    return [row[0] for row in rows[::2]]
+def results(path):
+    """The files in an output, in order, each with its labels and scores."""
+    text = path.read_bytes().decode()
+    if path.suffix == ".csv":
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        assert [row["rank"] for row in rows] == ["1", "2"] * (len(rows) // 2)
+        assert {row["uncertain"] for row in rows} <= {"true", "false"}
+        return [(row["file"], row["label"], pytest.approx(float(row["score"]), abs=1e-4)) for row in rows]
+    found = json.loads(text) if path.suffix == ".json" else map(json.loads, text.splitlines())
+    printed = [(row["file"].encode("utf-8", "backslashreplace").decode(), row["predictions"]) for row in found]
+    return [(name, p["label"], pytest.approx(p["score"], abs=1e-4)) for name, ps in printed for p in ps]
 
 
-def same(found, wanted):
-    """To the last byte, but for the last digits of scores, which the number of threads may change."""
-    scores = re.compile(rb"\d\.\d+(?:e-\d+)?")
-    if scores.sub(b"", found) != scores.sub(b"", wanted):
-        return False
-    return np.allclose(*([float(score) for score in scores.findall(data)] for data in (found, wanted)), atol=1e-5)
+def values(found):
+    return [(name, label, score.expected) for name, label, score in found]
 
 
 @pytest.fixture(scope="module")
 def whole(work, tmp_path_factory):
-    """What runs that nobody disturbs leave, by their format."""
-    made, before = {}, Path.cwd()
+    """JSON Lines of a command that nobody disturbs."""
+    path, before = tmp_path_factory.mktemp("whole") / "out.jsonl", Path.cwd()
     os.chdir(work)
     try:
-        for format in ("csv", "json"):
-            path = tmp_path_factory.mktemp("whole") / f"out.{format}"
-            assert cli.main(arguments(str(path), format=format)) == 0
-            assert len(set(files_in(path))) == len(files_in(path)) == IMAGES + 1
-            made[format] = path.read_bytes()
+        assert cli.main(arguments(str(path))) == 0
     finally:
         os.chdir(before)
-    return made
+    assert len({name for name, _, _ in results(path)}) == IMAGES + 1
+    return path
 
 
 def start(*command):
@@ -94,133 +88,111 @@ def start(*command):
 
 
 def test_killed_command_resumes_where_it_stopped(whole, tmp_path, capsys):
-    output = tmp_path / "out.csv"
+    output, partial = tmp_path / "out.csv", tmp_path / "out.csv.partial"
     command = arguments(str(output))
     killed = start(*command)
     end = time.monotonic() + 120
-    while not output.exists() or output.stat().st_size < len(whole["csv"]) // 4:
+    while not partial.exists() or partial.stat().st_size < whole.stat().st_size // 4:
         assert killed.poll() is None, killed.communicate()
         assert time.monotonic() < end
         time.sleep(0.001)
     killed.send_signal(signal.SIGSTOP)
     assert cli.main(command) == 2, "one that still writes is left alone"
-    assert capsys.readouterr().err == (
-        f"bkn-zoo: another process is writing {output}: wait until it ends, or choose another file.\n"
-    )
+    assert f"another process is writing {partial}: wait until it ends" in capsys.readouterr().err
     killed.kill()
     killed.communicate()
-    assert not same(output.read_bytes(), whole["csv"])
     assert cli.main([*command, "--strict"]) == 1
-    assert same(output.read_bytes(), whole["csv"])
+    assert values(results(output)) == results(whole)
+    assert sorted(tmp_path.iterdir()) == [output]
     out, said = capsys.readouterr()
-    first, last, bad = said.splitlines()
     assert out == ""
-    assert first.startswith("bkn-zoo: ")
-    assert first.endswith(f" images are already in {output}")
+    _, first, last, bad = said.splitlines()
+    assert first.endswith(f" images are already in {partial}")
     assert last == f"bkn-zoo: {IMAGES + 1} images are in {output}; 1 could not be used"
     assert bad.startswith(f"bkn-zoo: photos/{BAD} ")
 
 
-@pytest.mark.parametrize("format", ["csv", "json"])
-def test_a_file_that_was_cut_anywhere_is_completed(whole, tmp_path, format):
-    """In the first bytes, and at many places of the last rows, which have the odd names."""
-    data, path = whole[format], tmp_path / f"out.{format}"
-    for size in (0, 5, len(data) // 2, *range(len(data) - 700, len(data), 137), len(data) - 1):
+def test_file_that_was_cut_anywhere_is_completed(whole, tmp_path):
+    data, path = whole.read_bytes(), tmp_path / "out.jsonl"
+    for size in (0, 5, len(data) // 2, len(data) - 300, len(data) - 1, len(data)):
         path.write_bytes(data[:size])
-        assert cli.main(arguments(str(path), format=format)) == 0
-        assert same(path.read_bytes(), data), size
+        assert cli.main(arguments(str(path))) == 0
+        assert values(results(path)) == results(whole), size
 
 
-def test_printed_output_equals_the_output_file(whole, capsysbinary):
-    assert cli.main(arguments("")[:-2]) == 0
-    assert same(capsysbinary.readouterr().out, whole["csv"])
+@pytest.mark.parametrize("format", ["csv", "json", "jsonl"])
+def test_printed_output_equals_the_output_file(whole, tmp_path, capsys, format):
+    assert cli.main(arguments(str(tmp_path / f"file.{format}"))) == 0
+    capsys.readouterr()
+    assert cli.main([*arguments("")[:-2], "--format", format]) == 0
+    (tmp_path / f"printed.{format}").write_text(capsys.readouterr().out, newline="")
+    for name in ("file", "printed"):
+        assert values(results(tmp_path / f"{name}.{format}")) == results(whole)
 
 
-def test_complete_file_stays_and_new_images_are_added(whole, work, tmp_path, capsys):
-    extra = work / "photos" / "new.png"
-    for format in ("csv", "json"):
-        output = tmp_path / f"out.{format}"
-        output.write_bytes(whole[format])
-        command = arguments(str(output), format=format)
-        assert cli.main(command) == 0
-        assert output.read_bytes() == whole[format]
-        extra.write_bytes((work / "photos" / "0000.png").read_bytes())
-        try:
-            assert cli.main([*command[:2], "photos/0001.png", *command[2:]]) == 0
-        finally:
-            extra.unlink()
-        found = files_in(output)
-        assert found[-1] == "photos/new.png"
-        assert len(set(found)) == len(found) == IMAGES + 2
-    assert capsys.readouterr().out == ""
+def test_new_images_are_added_to_json_lines_only(whole, tmp_path, capsys):
+    (tmp_path / "new.png").write_bytes(Path("photos/0000.png").read_bytes())
+    paths = ["photos", "photos/0001.png", str(tmp_path / "new.png")]
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(whole.read_bytes())
+    assert cli.main(arguments(str(output), paths=paths)) == 0
+    assert output.read_bytes().startswith(whole.read_bytes())
+    assert results(output)[-1][0] == str(tmp_path / "new.png")
+    assert len(results(output)) == 2 * (IMAGES + 2)
+    (tmp_path / "out.csv").write_text("mine")
+    assert cli.main(arguments(str(tmp_path / "out.csv"))) == 2
+    assert "out.csv exists, and only .jsonl files can be extended" in capsys.readouterr().err
+    assert (tmp_path / "out.csv").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("format", "options", "complaint"),
+    ("options", "complaint"),
     [
-        ("csv", ["--statistics", "sample"], "was made with --statistics population, not sample"),
-        ("json", ["--statistics", "sample"], "was made with --statistics population, not sample"),
-        ("csv", ["--model", "mine/../mine"], "was made with --checkpoint ./mine, not mine/../mine"),
-        ("json", ["--top-k", "3"], "was made with --top-k 2, not 3"),
-        ("csv", ["--top-k", "1"], "was made with --top-k 2, not 1"),
-        ("csv", ["--format", "json"], "was not made with --format json"),
-        ("json", ["--format", "csv"], "was not made with --format csv"),
-        ("csv", ["--format", "table"], "--output needs --format csv or --format json"),
-        *((format, [], "out was made with other weights of ./mine") for format in ("csv", "json")),
+        (["--statistics", "sample"], "was made with --statistics population, not sample"),
+        (["--model", "mine/../mine"], "was made with --checkpoint ./mine, not mine/../mine"),
+        (["--top-k", "3"], "was made with --top-k 2, not 3"),
+        (["--format", "table"], "--output needs a name that ends in .jsonl, .json or .csv"),
+        ([], "out.jsonl was made with other weights of ./mine"),
     ],
 )
-def test_file_of_another_command_is_refused(whole, tmp_path, capsys, monkeypatch, format, options, complaint):
-    if "weights" in complaint:
+def test_file_of_another_command_is_refused(whole, tmp_path, capsys, monkeypatch, options, complaint):
+    if not options:
         save_small_checkpoint(tmp_path / "mine", seed=1)
         (tmp_path / "photos").symlink_to(Path("photos").absolute())
         monkeypatch.chdir(tmp_path)
-    output = tmp_path / "out"
-    output.write_bytes(whole[format])
-    assert cli.main([*arguments(str(output), format=format), *options]) == 2
-    found = capsys.readouterr()
-    assert (found.out, found.err.count("\n")) == ("", 1)
-    assert complaint in found.err
-    assert output.read_bytes() == whole[format]
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(whole.read_bytes())
+    assert cli.main([*arguments(str(output)), *options]) == 2
+    assert complaint in capsys.readouterr().err
+    assert output.read_bytes() == whole.read_bytes()
 
 
-def test_single_image_is_counted_in_the_singular(tmp_path, capsys):
-    output = tmp_path / "out.csv"
-    command = arguments(str(output))
-    command[1] = "photos/0000.png"
-    for _ in range(2):
-        assert cli.main(command) == 0
-    done = f"bkn-zoo: 1 image is in {output}\n"
-    assert capsys.readouterr().err == f"{done}bkn-zoo: 1 image is already in {output}\n{done}"
-
-
-def test_file_without_a_good_image_can_be_resumed(tmp_path):
-    for format in ("csv", "json"):
+def test_file_without_a_good_image_is_complete_and_valid(tmp_path):
+    for format in ("csv", "json", "jsonl"):
         output = tmp_path / f"out.{format}"
-        command = arguments(str(output), format=format)
-        for name, code, files in ((BAD, 1, []), (BAD, 1, []), ("0000.png", 0, ["photos/0000.png"])):
-            assert cli.main([command[0], f"photos/{name}", *command[2:]]) == code
-            assert files_in(output) == files
+        assert cli.main(arguments(str(output), paths=[f"photos/{BAD}"])) == 1
+        assert results(output) == []
 
 
-def test_foreign_output_file_is_never_truncated(whole, tmp_path, capsys):
-    output = tmp_path / "out"
-    header = whole["csv"].partition(b"\n")[0] + b"\n"
-    endless = header + b'"' + bytes(200_000)
-    for data in (b"a letter\n", header + b"one,two\n", endless, b"[\n{},\n{}\n]\n", b"[\n1,\n2\n"):
-        output.write_bytes(data)
-        format = "json" if data.startswith(b"[") else "csv"
-        assert cli.main(arguments(str(output), format=format)) == 2
-        assert output.read_bytes() == data
-    for where in (tmp_path, tmp_path / "none" / "out"):
-        assert cli.main(arguments(str(where))) == 2
-    assert all(line.startswith("bkn-zoo: ") for line in capsys.readouterr().err.splitlines())
+@pytest.mark.parametrize("data", [b"a letter", b"a letter\n", b"{}\n", b"[\n{}\n]\n", b"1\n"])
+def test_foreign_output_file_is_never_truncated(tmp_path, capsys, data):
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(data)
+    assert cli.main(arguments(str(output))) == 2
+    assert output.read_bytes() == data
+    assert "has no result of this command after byte 0" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path, capsys):
+    assert cli.main(arguments(str(tmp_path / "none" / "out.csv"))) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_full_disk_is_an_error_and_can_be_resumed(whole, tmp_path, capsys):
     """With a limit on the size of files, because a command cannot be resumed on /dev/full."""
     import resource
 
-    output = tmp_path / "out.csv"
+    output = tmp_path / "out.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
@@ -229,31 +201,21 @@ def test_full_disk_is_an_error_and_can_be_resumed(whole, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    said = capsys.readouterr().err
-    assert (code, said.count("\n")) == (2, 1)
-    assert "cannot be written (File too large): free space there" in said
-    assert output.stat().st_size == 1500
+    assert code == 2
+    assert "cannot be written (File too large): free space there" in capsys.readouterr().err
     assert cli.main(arguments(str(output))) == 0
-    assert same(output.read_bytes(), whole["csv"])
+    assert values(results(output)) == results(whole)
 
 
 def test_bad_files_decide_the_exit_code_if_named_or_strict(tmp_path, capsys):
     for number, (more, code) in enumerate([([], 0), (["--strict"], 1), ([f"photos/{BAD}"], 1)]):
-        command = arguments(str(tmp_path / f"{number}.csv"))
-        assert cli.main([*command[:2], *more, *command[2:]]) == code
+        assert cli.main([*arguments(str(tmp_path / f"{number}.csv")), *more]) == code
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"bkn-zoo: photos/{BAD} is a PNG file that cannot")
-    folder = tmp_path / "bad"
-    folder.mkdir()
-    (folder / BAD).write_bytes(b"")
-    assert cli.main(["classify", str(folder), "--model", "./mine", "--engine", "torch"]) == 1
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(classify, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     assert cli.main(arguments(str(tmp_path / "out.csv"))) == 0
-    *lines, _, _ = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("classifying: ")]
     assert len(lines) >= 2
-    for line in lines:
-        count, of, total, *_ = line.removeprefix("bkn-zoo: ").split()
-        assert (of, total, line[-6:]) == ("of", str(IMAGES + 2), " to go")
-        assert 0 < int(count) <= IMAGES + 2
+    assert all(f" of {IMAGES + 2}, " in line for line in lines)

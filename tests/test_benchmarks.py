@@ -1,8 +1,9 @@
-"""The benchmarks write the rows that the pages show."""
+"""The benchmarks write the rows that the pages show, and all scripts find what they import."""
 
 import json
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,8 @@ def test_train_cpu_compares_groups_with_bn(tmp_path, monkeypatch):
     assert [(row["norm"], row["statistics_batch"]) for row in rows] == [("bn", 2), ("bkn", 2), ("bkn", 1)]
     assert rows[0]["ratio_to_bn"] == 1
     assert all(row["ms_per_step"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+def test_script_can_be_imported(name):
+    import_module(name)

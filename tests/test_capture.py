@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import bkn_zoo
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES
-from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.capture import captured
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import begin
@@ -112,8 +112,8 @@ def test_a_step_of_several_processes_is_captured():
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     recipe = Recipe(
-        model="inception_cifar_bkn", dataset="cifar10", epochs=1, gradient_batch=16, statistics_batch=2, graph=True,
-        precision="float32", micro_batch=8, ema=0.9,
+        model="inception_cifar_bkn", dataset="cifar10", epochs=1, gradient_batch=16, statistics_batch_size=2,
+        graph=True, precision="float32", micro_batch=8, ema=0.9,
     )  # fmt: skip
     rows = [Batch(images, F.one_hot(labels, 10).float()) for images, labels in batches(16)]
 

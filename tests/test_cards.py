@@ -245,8 +245,7 @@ def test_torch_hub_example_of_the_docs_runs():
 
 def test_torch_hub_finds_the_checkpoint_of_a_network(folder, monkeypatch):
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
-    model = hub_load("inception_cifar_bkn", pretrained=True)
-    assert (model.config.accuracy, model.training) == (ACCURACY, False)
-    assert hub_load("inception_cifar_bkn", pretrained=NAME).name == "inception_cifar_bkn"
+    model = hub_load("inception_cifar_bkn", pretrained=NAME)
+    assert (model.name, model.config.accuracy, model.training) == ("inception_cifar_bkn", ACCURACY, False)
     with pytest.raises(bkn_zoo.InputError, match="is a checkpoint of inception_cifar_bkn: load it under that name"):
         hub_load("inception_cifar_bn", pretrained=NAME)

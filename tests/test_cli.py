@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_progress import Screen
 
 import bkn_zoo
 from bkn_zoo import cli
@@ -28,6 +28,7 @@ from bkn_zoo.inference.engines import TorchEngine
 from bkn_zoo.modes import MODES
 
 COMMAND = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
+LOADING = "bkn-zoo: loading small\n"
 LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
 
@@ -86,7 +87,7 @@ def call(capsys):
 
 def test_a_file_is_classified_by_the_default_checkpoint(call, photos, root):
     found = call("classify", photos / "b.PNG")
-    assert (found.code, found.err) == (0, "")
+    assert (found.code, found.err) == (0, LOADING)
     lines = found.out.splitlines()
     assert lines[0] == str(photos / "b.PNG")
     expected = Classifier.from_pretrained(root / "small", engine="torch")(photos / "b.PNG").predictions
@@ -96,15 +97,16 @@ def test_a_file_is_classified_by_the_default_checkpoint(call, photos, root):
 def test_folders_are_walked_in_order(call, photos):
     found = call("classify", photos, "--format", "csv", "--top-k", 2, "--statistics", "population")
     rows = list(csv.reader(io.StringIO(found.out)))
-    assert rows[0] == ["file", "rank", "label", "score", "model", "revision", "statistics", "engine"]
-    (revision,) = {row[5] for row in rows[1:]}
-    assert re.fullmatch("[0-9a-f]{64}", revision)  # of the weights
-    assert {tuple(row[4:]) for row in rows[1:]} == {("small", revision, "population", "torch")}
+    names = ["file", "rank", "label", "score", "uncertain", "model", "revision", "weights", "statistics", "engine"]
+    assert rows[0] == names
+    (weights,) = {row[7] for row in rows[1:]}
+    assert re.fullmatch("[0-9a-f]{64}", weights)
+    assert {tuple(row[4:]) for row in rows[1:]} == {("false", "small", "", weights, "population", "torch")}
     assert [row[0] for row in rows[1::2]] == [str(photos / name) for name in ("a.gif", "b.PNG", "deep/er/c.jpg")]
     assert [row[1] for row in rows[1:]] == ["1", "2"] * 3
     assert {row[2] for row in rows[1:]} <= set(LABELS)
     skipped = f"skipped files in {photos} without the suffix of a supported image format: 1 .txt"
-    assert (found.code, found.err) == (0, f"bkn-zoo: {skipped}; convert images among them to JPEG or PNG\n")
+    assert (found.code, found.err) == (0, f"bkn-zoo: {skipped}; convert images among them to JPEG or PNG\n{LOADING}")
 
 
 def test_json_names_checkpoint_mode_and_engine(call, photos, root):
@@ -112,9 +114,8 @@ def test_json_names_checkpoint_mode_and_engine(call, photos, root):
     first, second = json.loads(found.out)
     assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
     (weights,) = json.loads((root / "small" / "config.json").read_text())["sha256"].values()
-    assert (first["model"], first["revision"], first["statistics"], first["engine"]) == (
-        str(root / "small"), weights, "sample", "torch"
-    )  # fmt: skip
+    about = {"model": str(root / "small"), "revision": None, "weights": weights, "statistics": "sample"}
+    assert about.items() <= first.items()
     assert [set(p) for p in first["predictions"]] == [{"label", "score"}] * 5
     everything = json.loads(call("classify", photos / "a.gif", "--format", "json", "--top-k", 100).out)
     assert sorted(p["label"] for p in everything[0]["predictions"]) == sorted(LABELS)
@@ -130,7 +131,7 @@ def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path,
     assert found.code == 1
     assert str(photos / "b.PNG") in found.out
     assert "broken" not in found.out
-    complaints = found.err.splitlines()
+    _, *complaints = found.err.splitlines()
     for complaint, name in zip(complaints, (tmp_path / "none.jpg", empty, broken, photos / "notes.txt"), strict=True):
         assert complaint.startswith("bkn-zoo: ")
         assert str(name) in complaint
@@ -138,18 +139,28 @@ def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path,
     assert (found.code, json.loads(found.out)) == (1, [])
 
 
-def test_a_progress_bar_shows_for_several_files_on_a_terminal(call, photos, monkeypatch):
-    for sources, shown in (([photos], True), ([photos / "b.PNG"], False)):
-        terminal = Screen()
-        monkeypatch.setattr(sys, "stderr", terminal)
-        assert call("classify", *sources).code == 0
-        assert ("3/3" in terminal.getvalue()) is shown
+def test_standard_input_and_patterns_are_classified(call, photos, monkeypatch):
+    monkeypatch.chdir(photos)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO((photos / "b.PNG").read_bytes())))
+    given, named = (json.loads(call("classify", name, "--format", "json").out)[0] for name in ("-", "b.PNG"))
+    assert (given["file"], given["predictions"]) == ("-", named["predictions"])
+    rows = [json.loads(row) for row in call("classify", "**/*.[jg]*", "--format", "jsonl").out.splitlines()]
+    assert [row["file"] for row in rows] == ["a.gif", "deep/er/c.jpg"]
+
+
+def test_url_is_refused_with_a_sentence(call):
+    found = call("classify", "https://example.org/cat.jpg")
+    assert (found.code, found.out) == (1, "")
+    assert found.err == (
+        "bkn-zoo: https://example.org/cat.jpg is a URL, and nothing is downloaded: save the image to a file first.\n"
+    )
 
 
 def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
-    found = call("compare", photos / "b.PNG", "--top-k", 2)
-    assert (found.code, found.err) == (0, "")
-    title, modes, times, *rows = found.out.splitlines()
+    found = call("compare", photos / "b.PNG", photos / "a.gif", "--top-k", 2)
+    assert (found.code, found.err) == (0, LOADING)
+    title, modes, times, *rows = found.out.partition("\n\n")[0].splitlines()
+    assert found.out.count(", by small with torch") == 2
     assert title == f"{photos / 'b.PNG'}, by small with torch in f32 on cpu"
     assert modes.split() == ["population", "sample", "(default)", "expected"]
     assert times.count(" ms") == 3
@@ -273,9 +284,10 @@ def test_unusable_input_is_reported_in_one_line(call, photos, monkeypatch, argum
     monkeypatch.setattr("bkn_zoo.checkpoints.locate.download", refuse)
     monkeypatch.chdir(photos)
     found = call(*arguments.split())
-    assert (found.code, found.out, found.err.count("\n")) == (code, "", 1)
-    assert found.err.startswith("bkn-zoo: ")
-    assert words in found.err
+    *_, last = found.err.splitlines()
+    assert (found.code, found.out, found.err.count("\n") - found.err.count("loading")) == (code, "", 1)
+    assert last.startswith("bkn-zoo: ")
+    assert words in last
 
 
 OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "publish", "completion"]
@@ -293,7 +305,7 @@ def test_help_has_examples(command, capsys):
 
 
 def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
-    for name in ("bkn_zoo_service.__main__", "service.__main__"):
+    for name in ("bkn_zoo_service.command", "service.command"):
         monkeypatch.setitem(sys.modules, name, None)
     found = call("serve")
     assert found.code == 2
@@ -324,7 +336,7 @@ def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, roo
     )  # fmt: skip
     assert process.stdout.readline().strip().endswith(b"caf\\udce9.png")
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert process.stderr.read().startswith(b"bkn-zoo: loading")
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 

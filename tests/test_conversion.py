@@ -1,6 +1,7 @@
 """Any batch-normalized network becomes a BKN network: the same outputs, the same step at gain 1, the same names."""
 
 import copy
+import gzip
 import json
 import pickle
 import random
@@ -27,10 +28,10 @@ from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, Belief
-from bkn_zoo.norms.centered import Centered2d
 
 timm = pytest.importorskip("timm")
 
+DATA = Path(__file__).parent / "data"
 FAMILIES = {
     "densenet": lambda: torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=10),
     "dla": lambda: timm.create_model("dla46_c", num_classes=10),
@@ -134,7 +135,8 @@ def test_population_outputs_stay_near_the_population(family):
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_center_is_a_shift_of_the_features_below(mode):
-    plain, centered = (kind(4, 3).double().train(mode is None) for kind in (BatchKalmanNorm2d, Centered2d))
+    kinds = ({}, {"centered": True})
+    plain, centered = (BatchKalmanNorm2d(4, 3, **kind).double().train(mode is None) for kind in kinds)
     center, x = torch.randn(4).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
     with torch.no_grad():
         for tensor in (plain.transition, plain.weight, plain.bias, plain.image_mean, plain.running_mean):
@@ -1002,6 +1004,28 @@ def test_a_converted_network_keeps_its_class_and_copies():
             assert torch.equal(converted(images), before)
     converted.fc = nn.Linear(512, 3)
     assert converted(images).shape == (2, 3)
+
+
+def test_converted_network_pickled_by_0_1_0_loads():
+    stored = pickle.loads(gzip.decompress((DATA / "converted_0.1.0.pickle.gz").read_bytes()))
+    network, x = stored["network"], torch.linspace(-1, 1, 486).view(2, 3, 9, 9)
+    for again in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert type(again[4]) is BatchKalmanNorm2d
+        for mode, sums in stored["outputs"].items():
+            torch.testing.assert_close(again(x, statistics=mode).sum((0, 2, 3)), torch.tensor(sums))
+    network.train()(x).sum().backward()
+
+
+def test_converted_norm_keeps_class_names_and_attributes():
+    original = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 4), norm(4)))
+    converted = convert(original)
+    assert all(isinstance(converted[place], BatchKalmanNorm2d) for place in (1, 3))
+    assert converted.state_dict().keys() >= original.state_dict().keys()
+    assert dict(converted.named_parameters()).keys() >= dict(original.named_parameters()).keys()
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(converted[1], name), getattr(original[1], name))
+    for kind in type(converted[1]).__mro__:  # no signature that contradicts its base
+        assert "forward" not in vars(kind) or kind.__module__.endswith("running") or kind is nn.Module
 
 
 class Anything(nn.Module):

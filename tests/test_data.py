@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image
-from bkn_zoo.training import official
-from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
+from bkn_zoo.training import datasets
+from bkn_zoo.training.augmentation import generator, mix, random_crop, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
 from bkn_zoo.training.recipes import Augmentation
@@ -170,7 +170,7 @@ def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny, monkeypatch):
     for k, path in enumerate(sorted(tiny.rglob("*.JPEG"))):
         write_image(path, (20 * k, 10, 240), (64, 64))
     alone = load_data("tiny_imagenet", tiny)
-    monkeypatch.setattr(official, "CHUNK", 3)
+    monkeypatch.setattr(datasets, "CHUNK", 3)
     together = load_data("tiny_imagenet", tiny)
     for split in ("train", "validation", "test"):
         assert torch.equal(getattr(alone, split).images, getattr(together, split).images)
@@ -191,19 +191,11 @@ def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny, capsys, bad):
 
 def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path):
     data, decoded = array_data(), list[int]()
-
-    def decode():
-        decoded.append(1)
-        return data
-
     for root in ("first", "first", "second"):
-        found = decoded_once(tmp_path / "kept", "mine", tmp_path / root, decode)
+        found = decoded_once(tmp_path / "kept", "mine", tmp_path / root, lambda: decoded.append(1) or data)
         assert torch.equal(found.train.images, data.train.images)
         assert (found.label_names, found.preprocessing) == (data.label_names, data.preprocessing)
     assert len(decoded) == 2
-    splits = decoded_once(tmp_path / "kept", "others", tmp_path, lambda: {"train": (torch.ones(2), torch.zeros(2))})
-    assert torch.equal(splits["train"][0], torch.ones(2))
-    assert len(list((tmp_path / "kept").iterdir())) == 3
     with pytest.raises(pickle.UnpicklingError):
         decoded_once(tmp_path / "kept", "odd", tmp_path, Path)
 
@@ -346,18 +338,14 @@ def test_ranks_share_an_epoch_and_vary_images_by_themselves():
         return [((b.images[:, 0, 0, 0] * std + mean) * 255).round().long().tolist() for b in found]
 
     shares = [numbers(rank, 3, 4) for rank in range(3)]
-    assert [len(share) for share in shares] == [3, 3, 3]
     # Together they train on what one process would have trained on, step by step.
     whole = numbers(0, 1, 12)
     assert len({number for step in whole for number in step}) == 36
     assert [[number for share in shares for number in share[step]] for step in range(3)] == whole
-    data = array_data(count=32)
-    data.train.images[:] = data.train.images[:1].clone()  # so that nothing but the variation differs
-    augmentation = Augmentation(crop=0.2, colour=0.3)
-    first, second = (found.images for found in batches(data, augmentation=augmentation)[:2])
-    other_rank = batches(data, augmentation=augmentation, ranks=2, rank=1)[0].images
-    for other in (second, other_rank, first.roll(1, 0)):
-        assert not torch.equal(first, other)
+    data.train.images[:] = data.train.images[20:21].clone()  # so that nothing but the variation differs
+    first, second = (batches(data, augmentation=Augmentation(colour=0.3), ranks=2, rank=k)[0].images for k in (0, 1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, first.roll(1, 0))
 
 
 def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
@@ -365,7 +353,8 @@ def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
     found = batches(data, augmentation=STILL)
     for batch in found:
         assert_own_labels(batch)
-    assert same(batches(data), batches(data, workers=1))
+    crops = Augmentation(scale=0.4, colour=0.3)
+    assert same(batches(data, augmentation=crops), batches(data, augmentation=crops, workers=1))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -375,13 +364,6 @@ def test_files_are_decoded_once(tmp_path, workers):
     for path in data.train.paths:
         path.unlink()
     assert same(batches(data, workers=workers), first)
-
-
-def test_too_many_files_for_memory_are_decoded_again(tmp_path, monkeypatch):
-    data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
-    kept = batches(data)
-    monkeypatch.setattr("bkn_zoo.training.decoded.MOST_BYTES", 0)
-    assert same(batches(load_data("folder", tmp_path, size=16)), kept)
 
 
 def test_too_few_images_for_a_batch_are_an_error():
@@ -403,80 +385,46 @@ def test_training_without_augmentation_sees_what_evaluation_sees(kind, tmp_path)
     assert_close(trained, evaluated[torch.randperm(8, generator=generator("cpu", 3, 0))], rtol=0, atol=1e-5)
 
 
-# Augmentation, on the device and of files
+# Augmentation
 
 
 def pixels(count, side=16):
-    """Multiples of 1/255, as files have them."""
-    return torch.rand(count, 3, side, side).mul(255).round() / 255
+    return torch.rand(count, 3, side, side)
 
 
-def on_device(before, seed=1, **change):
+def varied(before, seed=1, **change):
     size = dataclasses.replace(PLAIN, size=before.shape[-1])
     return vary(before, Augmentation(**{"flip": False} | change), size, generator("cpu", seed))
 
 
-def of_file(image, count, size=16, **change):
-    """Many variations of one image, by the numbers 0, 1, 2, ...; bytes outside, pixels in [0, 1] here."""
-    vary_one = transforms(Augmentation(**{"flip": False} | change), dataclasses.replace(PLAIN, size=size))
-    image = image.mul(255).round().byte() if isinstance(image, torch.Tensor) else image
-    found = []
-    for number in range(count):
-        with drawing_from(number):
-            found.append(vary_one(image))
-            assert found[-1].dtype == torch.uint8
-    return torch.stack(found).float() / 255
-
-
-def varied(kind, image, count, **change):
-    """Many variations of one image, on the device or of a file."""
-    if kind == "device":
-        return on_device(image.expand(count, *image.shape), **change)
-    return of_file(image, count, size=image.shape[-1], **change)
-
-
-each_kind = pytest.mark.parametrize("kind", ["device", "file"])
-VARIATIONS = [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4}, {"crop": 0.25}]
-
-
-@pytest.mark.parametrize("change", VARIATIONS, ids=str)
+@pytest.mark.parametrize(
+    "change", [{"scale": 0.3}, {"rotate": 20.0}, {"colour": 0.4}, {"erase": 0.4}, {"crop": 0.25}], ids=str
+)
 def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     before = pixels(32)
-    after = on_device(before, **change)
+    after = varied(before, **change)
     assert after.shape == before.shape
     assert 0 <= after.min() <= after.max() <= 1
     assert ((after - before).abs().amax((1, 2, 3)) > 1e-3).float().mean() > 0.9
-    assert torch.equal(after, on_device(before, **change))
-    assert not torch.equal(after, on_device(before, seed=2, **change))
-    photograph = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    image = Image.fromarray(photograph) if "scale" in change else before[0]
-    state = torch.get_rng_state()
-    found = of_file(image, 8, **change)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(5)
-    assert torch.equal(of_file(image, 8, **change), found)
-    assert found.shape == (8, 3, 16, 16)
-    assert 0 <= found.min() <= found.max() <= 1
-    assert len({tuple(one.flatten().tolist()) for one in found}) > 5  # two may fall on the same place
+    assert torch.equal(after, varied(before, **change))
+    assert not torch.equal(after, varied(before, seed=2, **change))
 
 
-@each_kind
-def test_crop_shifts_by_whole_pixels(kind):
+def test_crop_shifts_by_whole_pixels():
     image = pixels(1)[0]
     places = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)]
     shifted = {(dy, dx): image[:, 4 + dy : 12 + dy, 4 + dx : 12 + dx] for dy, dx in places}
     shifts = set()
-    for one in varied(kind, image, 64, crop=0.125):
+    for one in varied(image.expand(64, *image.shape), crop=0.125):
         inner = one[:, 4:12, 4:12]  # without the border, where something is filled in
         (found,) = (place for place, part in shifted.items() if torch.allclose(inner, part, atol=1e-4))
         shifts.add(found)
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
 
 
-@each_kind
-def test_flip_mirrors_about_half_of_the_images(kind):
+def test_flip_mirrors_about_half_of_the_images():
     image = pixels(1)[0]
-    after = varied(kind, image, 200, flip=True)
+    after = varied(image.expand(200, *image.shape), flip=True)
     mirrored, kept = ((after - one).abs().amax((1, 2, 3)) < 1e-4 for one in (image.flip(2), image))
     assert (mirrored ^ kept).all()
     assert 70 < mirrored.sum() < 130
@@ -484,43 +432,47 @@ def test_flip_mirrors_about_half_of_the_images(kind):
 
 def test_scale_never_shows_less_than_it_says():
     """On an image whose value is its column, the range that is seen is the width of the part."""
-    after = on_device(torch.linspace(0, 1, 64).expand(100, 3, 64, 64), scale=0.25)
+    after = varied(torch.linspace(0, 1, 64).expand(100, 3, 64, 64), scale=0.25)
     widths = after[:, 0].amax((1, 2)) - after[:, 0].amin((1, 2))
     assert 0.5 * 0.75 < widths.min() < 0.7  # a side of half, narrowed at most by exp(-0.25)
     assert widths.max() > 0.9
-    # The same of a file, and anywhere in the photograph, not in its central square alone.
+
+
+def test_random_crops_come_from_the_whole_photograph():
     columns = np.broadcast_to(np.linspace(0, 255, 128)[None, :, None], (64, 128, 3)).astype(np.uint8)
-    found = of_file(Image.fromarray(columns.copy()), 100, scale=0.25)[:, 0]
-    widths = 2 * (found.amax((1, 2)) - found.amin((1, 2)))  # in heights of the photograph
+    photograph = Image.fromarray(columns.copy())
+    crops = np.stack([np.asarray(random_crop(photograph, 0.25, 16, 3, k)) for k in range(100)])[..., 0] / 255
+    assert crops.shape == (100, 16, 16)
+    assert (np.asarray(random_crop(photograph, 0.25, 16, 3, 7))[..., 0] / 255 == crops[7]).all()
+    widths = 2 * (crops.max((1, 2)) - crops.min((1, 2)))  # in heights of the photograph
     assert 0.5 * 2**0.5 * 0.77 * 0.9 < widths.min() < 0.8  # sqrt(a quarter of the area), by exp(-0.25), smoothed
-    assert found.min() < 0.1
-    assert found.max() > 0.9
+    assert widths.max() > 1.5
+    assert crops.min() < 0.1
+    assert crops.max() > 0.9
 
 
-@each_kind
-def test_rotation_turns_about_the_centre(kind):
+def test_rotation_turns_about_the_centre():
     """By no more than it says, and without black corners."""
     line = torch.zeros(3, 33, 33)
     line[:, 16] = 1
-    found = varied(kind, line, 50, rotate=20.0)
+    found = varied(line.expand(50, 3, 33, 33), rotate=20.0)
     assert (found[:, 0, 16, 16] > 0.9).all()
     ends = found[:, 0, :, 30].argmax(1) - 16  # fourteen columns off the centre
     angles = torch.rad2deg(torch.atan(ends / 14.0))
     assert -23 < angles.min() < -10
     assert 10 < angles.max() < 23
-    assert (varied(kind, torch.ones(3, 33, 33), 20, rotate=30.0) > 0.99).all()
+    assert (varied(torch.ones(20, 3, 33, 33), rotate=30.0) > 0.99).all()
 
 
-@each_kind
-def test_erase_blanks_a_square_with_the_mean(kind):
+def test_erase_blanks_a_square_with_the_mean():
     before = pixels(1)[0]
-    after = varied(kind, before, 20, erase=0.5)
-    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 0.5 / 255 + 1e-6  # files are bytes
+    after = varied(before.expand(20, *before.shape), erase=0.5)
+    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
     untouched = (after - before).abs().amax(1) < 1e-4
     assert (blank | untouched).all()
     areas = blank.sum((1, 2))
     assert areas.max() in (49, 56, 64, 72, 81)  # 8 x 8, a pixel more or less
-    assert areas.min() >= (9 if kind == "device" else 64)  # a corner is the least that can be inside
+    assert areas.min() >= 9  # a corner is the least that can be inside
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():
@@ -533,7 +485,7 @@ def test_mixup_joins_images_and_targets_by_the_same_share():
 
 def test_cutmix_targets_are_the_mixed_areas():
     images = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 16, 16)
-    before, mixed_at_all, cut = images.clone(), 0, 0
+    mixed_at_all, cut = 0, 0
     for number in range(60):
         mixed = mix(images, torch.eye(4), Augmentation(cutmix=1.0), number)
         areas = torch.stack([(mixed.images[:, 0] == k).float().mean((1, 2)) for k in range(4)], dim=1)
@@ -543,9 +495,7 @@ def test_cutmix_targets_are_the_mixed_areas():
         cut += bool((either == either.round()).all())
     assert mixed_at_all >= 48
     assert 15 < cut < 45  # mixup and cutmix take turns
-    assert torch.equal(images, before)
-    plain = mix(images, torch.eye(4), Augmentation(), 1)
-    assert plain.images is images  # without a mixer
+    assert mix(images, torch.eye(4), Augmentation(), 1).images is images  # without a mixer
 
 
 # Bad input

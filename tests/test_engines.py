@@ -21,7 +21,7 @@ from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_m
 from bkn_zoo.conversion import start_near_population
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
-from bkn_zoo.inference.folding import ImageNorm, fold, prepare
+from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
 from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
@@ -109,7 +109,7 @@ def assert_agrees(engine, model, images, *chosen):
 
 
 def test_folding_takes_in_norms_and_keeps_the_logits(model):
-    folded, side = fold(model), size(model)
+    folded, side = fold_norms(model), size(model)
     for shape in ((2, side), (1, side + 3, side + 8)):
         assert_agrees(folded, model, photographs(*shape), "population")
     kept = [module for module in folded.modules() if isinstance(module, RunningNorm | GroupNorm2d)]
@@ -120,7 +120,7 @@ def test_folding_keeps_the_bias_of_a_convolution(own):
     for module in own.modules():
         if isinstance(module, nn.Conv2d):
             module.bias = nn.Parameter(0.3 * torch.randn(module.out_channels))
-    assert_agrees(fold(own), own, photographs(2, 16), "population")
+    assert_agrees(fold_norms(own), own, photographs(2, 16), "population")
 
 
 def converted_network(bias=True):
@@ -193,6 +193,13 @@ def test_engine_does_not_change_its_input():
     before = images.clone()
     create_engine(convert(Changing()), "torch")(images)
     assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("config", [{"hidden": 3}, SimpleNamespace(preprocessing="none")])
+def test_converted_network_with_its_own_config_runs(config):
+    model, images = converted_network(), photographs(2, 8)
+    model.config = config
+    assert_agrees(create_engine(model), model, images, "population")
 
 
 @needs_openvino
@@ -353,17 +360,32 @@ def test_changed_model_is_prepared_again(own, name, mode):
     assert_agrees(engine, own, images, mode)
 
 
-@pytest.mark.parametrize("kind", ["conv.weight", "norm.weight", "transition", "raw_gain", "running_var", "fc.bias"])
-def test_a_change_of_one_kind_of_tensors_alone_is_seen(own, kind):
-    images, engine = photographs(1, 16), create_engine(own, "torch")
-    mode = "population" if kind.startswith("running") else "sample"
+MIDDLE = "inception_b.branches.1.0"  # a layer between the first and the last
+
+
+@each_engine
+@pytest.mark.parametrize("kind", ["conv.weight", "norm.weight", "norm.transition", "norm.running_var"])
+def test_change_of_a_single_tensor_is_noticed(own, name, kind):
+    images, engine = photographs(1, 16), create_engine(own, name)
+    mode = "population" if kind.endswith("running_var") else "sample"
     before = engine(images, mode)
-    for key, tensor in own.state_dict().items():
-        if key.endswith(kind):
-            tensor.add_(0.5 * torch.rand_like(tensor))
+    own.state_dict()[f"{MIDDLE}.{kind}"].mul_(3).add_(0.1)
     assert_agrees(engine, own, images, mode)
-    assert (engine(images, mode) - before).abs().max() > 1e-2 * before.abs().max()
-    assert len(engine._prepared) == 1  # what was prepared before is gone
+    assert (engine(images, mode) - before).abs().max() > 1e-4 * before.abs().max()
+
+
+@each_engine
+def test_replaced_parameter_or_module_is_noticed(own, name):
+    images, engine = photographs(1, 16), create_engine(own, name)
+    assert_agrees(engine, own, images, "population")
+    layer = own.get_submodule(MIDDLE)
+    layer.conv.weight = nn.Parameter(2 * layer.conv.weight.detach() + 0.1)
+    assert_agrees(engine, own, images, "population")
+    own.set_submodule(f"{MIDDLE}.conv", nn.Conv2d(layer.conv.in_channels, layer.conv.out_channels, 1, bias=False))
+    assert_agrees(engine, own, images, "population")
+    layer.conv.weight.data = layer.conv.weight.data + 0.1  # which PyTorch does not count
+    engine.refresh()
+    assert_agrees(engine, own, images, "population")
 
 
 def test_model_with_replaced_tensors_is_prepared_again(small, own):

@@ -194,7 +194,7 @@ def test_bad_export_options_are_refused(checkpoint, monkeypatch):
 
 
 def test_unusable_files_are_refused_before_loading(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(exporting, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(exporting, "load_checkpoint", lambda *_: pytest.fail("it was loaded"))
     Path("folder.onnx").mkdir()
     for output, words in [
         ("no/such/mine.onnx", "there is no folder no/such for mine.onnx: create it, or choose another file"),

@@ -1,112 +1,263 @@
-"""The Hub, through its unmodified client, over HTTP to a server on this machine: publish, load, and all that can fail.
+"""The Hub, through its unmodified client, over HTTP to a server on this machine: publish, load, and failures."""
 
-One subprocess (hub_cases.py) does everything that needs the client online, and then what must work offline.
-"""
-
+import contextlib
 import io
 import json
-import os
+import pickle
 import re
-import subprocess
+import resource
+import shlex
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from hub_server import HubServer
+from fastapi.testclient import TestClient
+from hub_server import Fault, HubServer
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import close_session, validate_repo_id
+from image_trees import write_noise
 from PIL import Image
-from service_process import ServiceProcess
 from shallow import shallow
 
 import bkn_zoo
+import bkn_zoo.cli
+from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.errors import InputError
+from bkn_zoo.checkpoints.files import sha256
+from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
+from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.publish import card_of
+from service.app import create_app
+from service.settings import read_settings
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
-NAME = "shallow_bkn.test"
-ZOO_NAME = "inception_cifar_bkn.cifar10"
-CASES = Path(__file__).parent / "hub_cases.py"
+SECRETS = (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "not-like-a-token")
+NAME, ZOO_NAME = "shallow_bkn.test", "inception_cifar_bkn.cifar10"
+REPOSITORY, TAG = f"owner/{NAME}", "v1"
+NOWHERE = "http://127.0.0.1:9"
+WEIGHTS = {f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)} | {"model.safetensors.index.json"}
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))  # small, because every test runs them
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._networks, "shallow", shallow)
+        patch.setitem(registry._default_classes, "shallow", 10)
         yield
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("hub")
-
-
-@pytest.fixture(scope="module")
-def folder(root):
-    """A bundled checkpoint of three shards, with its card; of few layers, since it is loaded very often."""
+def folder(tmp_path_factory):
+    """A checkpoint of few layers in three shards, with its card and a license."""
+    root = tmp_path_factory.mktemp("bundled")
     torch.manual_seed(0)
-    model = bkn_zoo.create_model("shallow_bkn", num_classes=10).train()
+    model = bkn_zoo.create_model("shallow_bkn").train()
     model.statistics_batch_size = 2
     model(torch.randn(4, 3, 32, 32))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "MAX_FILE_SIZE", 200_000)
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
-        bkn_zoo.save_pretrained(model.eval(), root / "bundled" / NAME, **about)
-    (root / "bundled" / "results" / "runs").mkdir(parents=True)
-    text = card_of(Config.read(root / "bundled" / NAME / "config.json"), NAME, root / "bundled" / "results")
-    (root / "bundled" / NAME / "README.md").write_text(text)
-    return root / "bundled" / NAME
+        model.eval().save_pretrained(root / NAME, **about, license_text="Apache License\n")
+    (root / "results" / "runs").mkdir(parents=True)
+    (root / NAME / "README.md").write_text(card_of(Config.read(root / NAME / "config.json"), NAME, root / "results"))
+    return root / NAME
 
 
 @pytest.fixture(scope="module")
-def server(root):
-    (root / "server").mkdir()
-    server = HubServer(root / "server", TOKEN)
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The outputs of the checkpoint."""
+    model = from_pretrained(folder)
+    with torch.inference_mode():
+        return {mode: model(IMAGES, mode) for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    server = HubServer(tmp_path_factory.mktemp("server"), TOKEN)
     yield server
     server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def online(folder, server):
-    """What hub_cases.py found."""
-    home = folder.parent.parent
-    output = home / "found.json"
-    kept = {k: v for k, v in os.environ.items() if k == "BKN_ZOO_CACHE" or not k.startswith(("HF_", "HUGGING", "BKN_"))}
-    environment = kept | {
-        "HF_ENDPOINT": server.endpoint, "HF_HOME": str(home / "home"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
-        "HF_DEBUG": "1", "BKN_ZOO_NAMESPACE": "somebody", "NO_PROXY": "*", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = [sys.executable, str(CASES), str(folder), str(output)]
-    result = subprocess.run(
-        command, env=environment, cwd=home, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    return json.loads(output.read_text()) | {"printed": result.stdout + result.stderr}
+@pytest.fixture
+def server(started, files, tmp_path, monkeypatch):
+    """The Hub with one checkpoint, for a client with an empty cache. Waiting takes no time."""
+    address = {"ENDPOINT": started.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": started.endpoint + TEMPLATE}
+    home = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token")}
+    for name, value in (address | home | {"HF_HUB_DISABLE_XET": True}).items():
+        monkeypatch.setattr(constants, name, value)
+    for name, value in {"HF_TOKEN": TOKEN, "NO_PROXY": "*", "BKN_ZOO_NAMESPACE": "somebody"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.chdir(tmp_path)
+    close_session()
+    started.repositories, started.faults, started.log = {}, [], []
+    started.add(REPOSITORY, files)
+    started.repositories[REPOSITORY].tags[TAG] = started.head(REPOSITORY)
+    yield started
+    assert not [request for request in started.log if "/storage/" in request and "+token" in request], "a token left"
 
 
-@pytest.mark.parametrize("case", re.findall(r"^@(?:online|offline)\ndef (\w+)", CASES.read_text(), re.MULTILINE))
-def test_hub(online, case):
-    assert online[case] is None, online[case]
+TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
 
 
-def test_a_token_is_not_shown_and_does_not_leave_the_hub(online, server):
-    """Though the client logs every request in full here (HF_DEBUG)."""
-    assert any(request.endswith("+token") for request in server.log)
-    assert "/resolve/" in online["printed"]
-    assert "Fetching" not in online["printed"]  # no bars without a terminal
-    everything = json.dumps(online)
-    for secret in (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "f\\u00fcnf", "not-like-a-token"):
-        assert secret not in everything
-    assert "valid token" in everything
-    storage = [request for request in server.log if request.split()[1].startswith(("/storage", "/upload"))]
-    assert storage
-    assert not [request for request in storage if "+token" in request]
+@pytest.fixture
+def assert_loads(server, expected):
+    """Load a checkpoint, which has the expected outputs, bit for bit, and is of a certain commit."""
+
+    def check(name, revision=None, **options):
+        model = from_pretrained(name, **options)
+        with torch.inference_mode():
+            assert all(torch.equal(model(IMAGES, mode), logits) for mode, logits in expected.items())
+        assert not model.training
+        assert model.revision == (revision or server.head(name.partition("@")[0]))
+
+    return check
+
+
+def assert_refused(kind, words, call, *arguments, **options):
+    """One sentence of the expected kind that contains the words, and neither a secret nor errors of the client."""
+    with pytest.raises(BknZooError) as caught:
+        call(*arguments, **options)
+    message, trace = str(caught.value), "".join(traceback.format_exception(caught.value))
+    assert type(caught.value).__name__ == kind, trace
+    assert [word for word in words if word not in message] == [], message
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert "huggingface_hub" not in trace
+    assert [secret for secret in SECRETS if secret in trace] == []
+
+
+@pytest.fixture
+def command(capfd, monkeypatch):
+    """The exit code of `bkn-zoo`, and everything that it prints."""
+
+    def run(*arguments):
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["bkn-zoo", *map(str, arguments)])  # which model cards quote
+        code = bkn_zoo.cli.main()
+        return code, "".join(capfd.readouterr())
+
+    return run
+
+
+def cached(tmp_path, name):
+    return {path.name for path in tmp_path.glob(f"cache/models--owner--{name}/snapshots/*/*")}
+
+
+# Publish.
+
+
+def test_publishing_is_one_verified_commit(server, command, folder, files):
+    arguments = ("publish", folder, "--namespace", "new", "--results", folder.parent / "results")
+    code, printed = command(*arguments, "--dry-run")
+    assert code == 0
+    for name, data in files.items():
+        assert f"new/{NAME}: added {name} ({len(data):,} bytes)" in printed
+    assert [request for request in server.log if not request.startswith(("GET", "HEAD"))] == []
+
+    code, printed = command(*arguments, "--tag", TAG)
+    repository = server.repositories[f"new/{NAME}"]
+    commit = repository.tags[TAG]
+    assert f"{TAG} is {commit}, verified" in printed
+    assert "%|" not in printed  # no bars without a terminal
+    assert repository.commits[commit].keys() == {".gitattributes", *files}
+
+    server.log.clear()
+    code, printed = command(*arguments, "--tag", TAG)
+    assert (code, "nothing to change" in printed) == (0, True)
+    assert len(repository.commits) == 2  # the Hub's own first one, and ours
+    assert not [request for request in server.log if request.startswith(f"POST /api/models/new/{NAME}/")]
+
+
+def test_a_network_is_published_by_its_method(server, command, folder):
+    model = bkn_zoo.create_model("timm:test_resnet", 4).eval()
+    images = torch.randn(2, 3, 64, 64)
+    published = model.push_to_hub("owner/converted", private=True, tag="v2", label_names=list("abcd"))
+    theirs = from_pretrained("owner/converted@v2")
+    model.save_pretrained("saved")
+    with torch.inference_mode():
+        assert torch.equal(from_pretrained("./saved")(images), theirs(images))
+    assert (theirs.name, theirs.revision) == ("timm:test_resnet", published.commit)
+    assert theirs.config.label_names == tuple("abcd")
+    assert server.repositories["owner/converted"].private
+    with pytest.raises(InputError, match="use owner/repo"):
+        model.push_to_hub("no_owner")
+    code, printed = command("publish", "saved", "--namespace", "owner")  # with its short card
+    assert (code, f"owner/saved: main is {server.head('owner/saved')}, verified" in printed) == (0, True)
+
+
+def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, assert_loads):
+    """The same network in one file, over the one in shards; then tags and pull requests."""
+    first = server.head(REPOSITORY)
+    from_pretrained(folder).save_pretrained("whole")
+    assert_refused("HubError", ["tag v1", "choose another"], hub.push_to_hub, "whole", REPOSITORY, tag=TAG)
+    request = hub.push_to_hub("whole", REPOSITORY, create_pr=True).pull_request
+    assert request.endswith(f"/{REPOSITORY}/discussions/1")
+    assert_loads(REPOSITORY, first)
+    server.add(REPOSITORY, {"model_fp16/weights.safetensors": b"not ours, and not replaced"})
+    second = hub.push_to_hub("whole", REPOSITORY, tag="v2")
+    kinds = {change.file: change.kind for change in second.changes}
+    assert (kinds["model.safetensors"], kinds["config.json"]) == ("added", "changed")
+    assert {file for file, kind in kinds.items() if kind == "removed"} == WEIGHTS  # not LICENSE, which only the Hub has
+    assert "LICENSE" in server.repositories[REPOSITORY].commits[second.commit]
+    both = {"tag": "v3", "create_pr": True}
+    assert_refused("InputError", ["cannot be tagged"], hub.push_to_hub, "whole", REPOSITORY, **both)
+    hub.verify_published("whole", REPOSITORY, second.commit)
+    arguments = ("whole", REPOSITORY, first)
+    assert_refused("DamagedFileError", ["differs from the local file"], hub.verify_published, *arguments)
+    for name, commit in ((REPOSITORY, second.commit), (f"{REPOSITORY}@v1", first)):
+        assert_loads(name, commit)
+    assert server.repositories[REPOSITORY].tags == {"v1": first, "v2": second.commit}
+
+
+def test_an_upload_that_fails_can_be_repeated(server, folder, assert_loads):
+    for status, kind, words in ((500, "HubUnavailableError", "try again"), (412, "HubError", "changed by someone")):
+        server.faults = [Fault("POST /api/models/owner/failing/commit", times=99, status=status)]
+        assert_refused(kind, [str(status), "owner/failing", words], hub.push_to_hub, folder, "owner/failing")
+    server.faults = []
+    hub.push_to_hub(folder, "owner/failing")
+    assert_loads("owner/failing")
+
+
+def test_training_ends_on_the_hub_if_asked(server, command, tmp_path):
+    """A network of two classes of small images, from files to the Hub."""
+    tree = write_noise(tmp_path / "photos", dark=12, light=12)
+    options = ("train", "--data", tree, "--model", "shallow_bkn", "--size", "8", "--epochs", "1")
+    options += ("--gradient_batch", "8", "--validation", "0.3", "--device", "cpu", "--publish", "owner", "--private")
+    code, printed = command(*options, "--name", "not=a-repository")
+    assert (code, "'owner/not=a-repository' cannot be a repository" in printed) == (2, True)
+    code, printed = command(*options, "--name", "photos")
+    assert code == 0, printed
+    first = from_pretrained("owner/photos").revision
+    assert server.repositories["owner/photos"].private
+    card = server.read("owner/photos", "README.md").decode()
+    for words in ("# photos", "--publish owner", 'from_pretrained("owner/photos")', "serve --models owner/photos"):
+        assert words in card
+    local = Path("runs/photos/photos/README.md").read_text()
+    assert local == card.replace('"owner/photos"', '"./runs/photos/photos"').replace("ls owner/", "ls ./runs/photos/")
+
+    # The same name again, with results elsewhere, and a Hub that refuses at the end.
+    server.faults = [Fault("POST /api/models/owner/photos/commit", status=403)]
+    arguments = ("--name", "photos", "--seed", "1", "--output", "again", "--results", "elsewhere/runs")
+    code, printed = command(*options, *arguments)
+    assert (code, "--results elsewhere --private" in printed) == (1, True)
+    advised = printed.partition("publish it with bkn-zoo publish ")[2].strip()
+    assert "verified" in command("publish", *shlex.split(advised))[1]
+    assert from_pretrained("owner/photos").revision != first
 
 
 @pytest.mark.parametrize(
@@ -120,6 +271,181 @@ def test_name_is_refused_where_the_client_would_refuse_it(name):
             hub.check_repository(f"me/{name}")
     else:
         hub.check_repository(f"me/{name}")
+
+
+# Load.
+
+
+def test_a_checkpoint_loads_by_id_tag_commit_and_short_name(server, tmp_path, monkeypatch, assert_loads):
+    assert_loads(REPOSITORY)
+    assert cached(tmp_path, NAME) == WEIGHTS | {"config.json"}
+    server.log.clear()
+    assert_loads(f"{REPOSITORY}@{TAG}")
+    assert not [request for request in server.log if "/storage/" in request]
+    server.log.clear()
+    assert_loads(f"{REPOSITORY}@{server.head(REPOSITORY)}")
+    assert server.log == []  # a commit cannot change
+    monkeypatch.setenv("BKN_ZOO_NAMESPACE", "owner")
+    assert from_pretrained(NAME, revision=TAG).revision == server.head(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (401, "", "HubAccessError", ["401", "HF_TOKEN"]),
+        (403, "", "HubAccessError", ["403", "ask the owner"]),
+        (403, "GatedRepo", "HubAccessError", ["approved users", "ask for access"]),
+        (404, "RepoNotFound", "HubNotFoundError", [REPOSITORY, "correct the name"]),
+        (404, "RevisionNotFound", "HubNotFoundError", ["correct the revision"]),
+        (418, "", "HubError", [REPOSITORY, "418"]),
+        (429, "", "HubUnavailableError", ["429", "try again in some minutes"]),
+        (500, "", "HubUnavailableError", ["500", "try again later"]),
+    ],
+)
+def test_every_refusal_of_the_hub_is_one_sentence(server, status, code, kind, words):
+    server.faults = [Fault("/api/models/", times=99, status=status, headers={"X-Error-Code": code})]
+    assert_refused(kind, words, from_pretrained, REPOSITORY)
+
+
+def test_unknown_names_say_what_the_hub_answered(server):
+    words = ["unknown checkpoint 'nothing-here'", "somebody/nothing-here"]
+    assert_refused("UnknownNameError", words, from_pretrained, "nothing-here")
+    words = [f"{REPOSITORY}@nowhere", "correct the revision"]
+    assert_refused("HubNotFoundError", words, from_pretrained, f"{REPOSITORY}@nowhere")
+
+
+def test_a_token_opens_private_repositories_and_a_bad_one_is_named(server, monkeypatch, assert_loads):
+    server.repositories[REPOSITORY].private = True
+    for token, words in (
+        ("hf_wrongwrongwrong", "valid token"), ("hf_illegal\x07token", "valid token"), ("hf_fünf", "characters"),
+    ):  # fmt: skip
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert_refused("HubAccessError", [words, "HF_TOKEN"], from_pretrained, REPOSITORY)
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert_refused("HubNotFoundError", [REPOSITORY, "HF_TOKEN"], from_pretrained, REPOSITORY)
+    assert_refused("HubAccessError", ["valid token"], from_pretrained, REPOSITORY, token="not-like-a-token")
+    assert_loads(REPOSITORY, token=TOKEN, cache_dir="elsewhere")
+    assert [path.name for path in Path("elsewhere").glob("models--*")] == [f"models--owner--{NAME}"]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert_refused("HubNotFoundError", [REPOSITORY], from_pretrained, REPOSITORY, token=False, cache_dir="other")
+    assert_loads(REPOSITORY)
+
+
+def test_an_interrupted_transfer_is_resumed(server, assert_loads):
+    server.faults = [Fault("GET /storage/", after=1, cut=1000)]
+    assert_loads(REPOSITORY)
+
+
+def test_without_the_hub_only_a_complete_cache_serves(server, tmp_path, monkeypatch, assert_loads):
+    commit = server.head(REPOSITORY)
+    server.faults = [Fault("GET /storage/", after=1, times=999, cut=0)]
+    words = [REPOSITORY, "transfer stopped", "try again"]
+    assert_refused("HubUnavailableError", words, from_pretrained, REPOSITORY)
+    assert "config.json" in cached(tmp_path, NAME) < WEIGHTS | {"config.json"}
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        words = [REPOSITORY, "not completely in the cache", "HF_HUB_OFFLINE", "unset it"]
+        assert_refused("HubUnavailableError", words, from_pretrained, REPOSITORY)
+    server.faults = []
+    assert_loads(REPOSITORY)
+    assert_loads(f"{REPOSITORY}@{TAG}")
+    for lost in ({"HF_HUB_OFFLINE": True}, {"ENDPOINT": NOWHERE}):
+        with monkeypatch.context() as patch:
+            for name, value in lost.items():
+                patch.setattr(constants, name, value)
+            assert_loads(REPOSITORY, commit)
+            assert_loads(f"{REPOSITORY}@{TAG}", commit)
+    monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
+    words = ["owner/never-asked", "check the connection"]
+    assert_refused("HubUnavailableError", words, from_pretrained, "owner/never-asked")
+    words = ["'inception_cifar_bnk'", "check the connection"]
+    assert_refused("UnknownNameError", words, from_pretrained, "inception_cifar_bnk")
+
+
+@pytest.mark.parametrize("place", [9, -1], ids=["header", "tensor"])
+def test_a_flipped_byte_is_refused_and_not_kept(server, folder, place, assert_loads):
+    shard = "model-00002-of-00003.safetensors"
+    server.faults = [Fault(f"GET /storage/{sha256(folder / shard)}", flip=place)]
+    assert_refused("DamagedFileError", [f"{shard} of {REPOSITORY}"], from_pretrained, REPOSITORY)
+    assert_loads(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architecture": "vgg_bkn"}, "no network 'vgg_bkn'"),
+        ({"format_version": 99}, "format_version is 99, but this bkn_zoo reads up to 1: upgrade bkn_zoo"),
+    ],
+)
+def test_unknown_networks_are_refused_before_a_download(server, files, tmp_path, change, words):
+    server.add(REPOSITORY, {"config.json": json.dumps(json.loads(files["config.json"]) | change).encode()})
+    assert_refused("CheckpointError", ["config.json", words], from_pretrained, REPOSITORY)
+    assert cached(tmp_path, NAME) == {"config.json"}
+
+
+def test_nothing_of_a_repository_is_executed(server, tmp_path, assert_loads):
+    class Exploit:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    strange = {"pytorch_model.bin": pickle.dumps({"fc.weight": Exploit()})}
+    strange |= dict.fromkeys(("hubconf.py", "modeling.py"), f"open({str(tmp_path / 'ran')!r}, 'w')".encode())
+    server.add(REPOSITORY, strange)
+    assert_loads(REPOSITORY)
+    server.add(REPOSITORY, {}, remove=WEIGHTS)
+    words = [REPOSITORY, "pytorch_model.bin instead of", "never loaded"]
+    assert_refused("CheckpointError", words, from_pretrained, REPOSITORY)
+    assert strange.keys().isdisjoint(cached(tmp_path, NAME))
+    assert not (tmp_path / "ran").exists()
+    server.add(REPOSITORY, {}, remove=["config.json"])
+    assert_refused("CheckpointError", [f"{REPOSITORY} has no config.json"], from_pretrained, REPOSITORY)
+
+
+def test_files_outside_the_checkpoint_are_refused(server, files, tmp_path):
+    index = json.loads(files["model.safetensors.index.json"])
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../../outside.safetensors")
+    server.add(REPOSITORY, {"model.safetensors.index.json": json.dumps(index).encode()})
+    words = ["'../../../outside.safetensors'", "not a file of weights"]
+    assert_refused("CheckpointError", words, from_pretrained, REPOSITORY)
+    server.add(REPOSITORY, {"model-/../../../../../outside.safetensors": b"x"})
+    assert_refused("HubError", [REPOSITORY, "'..'"], from_pretrained, REPOSITORY)
+    assert list(tmp_path.rglob("outside.safetensors")) == []
+
+
+def test_all_files_are_of_one_commit_even_if_the_revision_moves(server, assert_loads):
+    second = server.add(REPOSITORY, {"notes.txt": b"a further commit"})
+    server.faults = [Fault(f"GET /api/models/{REPOSITORY}/revision/main", move=REPOSITORY)]
+    assert_loads(REPOSITORY, second)
+    assert server.head(REPOSITORY) != second
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_broken(server, tmp_path, assert_loads):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond it fails as on a full disk
+    try:
+        words = [f"no space for {REPOSITORY}", str(tmp_path), "HF_HOME"]
+        assert_refused("HubError", words, from_pretrained, REPOSITORY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_loads(REPOSITORY)
+
+
+def test_the_examples_of_the_documents_run_as_written(server, folder):
+    """Those that are marked as run here, in order and in one namespace per document."""
+    marked = re.compile(r"^```python\n(# not run by the tests: test_hub\.py .*?)^```$", re.MULTILINE | re.DOTALL)
+    hub.push_to_hub(folder, "your-name/my_network", tag="v1")
+    model = from_pretrained(folder)
+    model.save_pretrained("my_network")  # as the guide has by then
+    for document in ("guide.md", "hub.md"):
+        blocks = marked.findall((Path(__file__).parent.parent / "docs" / document).read_text())
+        assert blocks, document
+        namespace = {"bkn_zoo": bkn_zoo, "model": model}
+        with contextlib.redirect_stdout(io.StringIO()):
+            for block in blocks:
+                exec(block, namespace)
+
+
+# Names.
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", "../a/b", "-a/b"])
@@ -147,29 +473,17 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch):
         locate.locate("./folder", revision="v2")
     with pytest.raises(bkn_zoo.UnknownNameError, match="unknown checkpoint 'not a name'"):
         locate.locate("not a name")
-    with pytest.raises(bkn_zoo.InputError, match="use owner/repo"):
-        hub.push_to_hub("folder", "no_owner")
 
 
-def test_service_answers_from_a_repository_as_from_a_folder(tmp_path):
-    """Bit for bit, of a trained checkpoint, and started again without the Hub: JSON keeps every digit of a float."""
-    folder = Path(__file__).parent.parent / "checkpoints" / ZOO_NAME
-    photo = io.BytesIO()
+@pytest.mark.parametrize("offline", [False, True])
+def test_service_names_the_commit_of_a_repository(server, offline, monkeypatch):
+    name, photo, deadline = f"{REPOSITORY}@{TAG}", io.BytesIO(), time.monotonic() + 100
     Image.radial_gradient("L").save(photo, "PNG")
-    (tmp_path / "server").mkdir()
-    server = HubServer(tmp_path / "server", TOKEN)
-    server.create(f"owner/{ZOO_NAME}")
-    commit = server.add(f"owner/{ZOO_NAME}", {path.name: path.read_bytes() for path in folder.iterdir()})
-    server.repositories[f"owner/{ZOO_NAME}"].tags["v1"] = commit
-    name = f"owner/{ZOO_NAME}@v1"
-    found = bkn_zoo.Classifier.from_pretrained(folder, engine="torch")(photo.getvalue(), top_k=10)
-    wanted = [{"label": p.label, "score": p.score} for p in found.predictions]
-    variables = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "NO_PROXY": "*", "HF_ENDPOINT": server.endpoint}
-    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
-        flags = ("--models", name, "--engine", "torch")
-        with ServiceProcess(tmp_path, *flags, environment=variables | offline, ready_within=180) as process:
-            answer = process.ask("/v1/classify?top_k=10", photo.getvalue()).json()
-            assert TOKEN not in process.log()
-        assert (answer["model"], answer["revision"], answer["predictions"]) == (name, commit, wanted)
-        server.shutdown()
-        server.server_close()
+    wanted = bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo.getvalue()).predictions
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with TestClient(create_app(read_settings(["--models", name, "--engine", "torch"]))) as client:
+        while client.get("/health/ready").status_code != 200:
+            assert time.monotonic() < deadline
+        answer = client.post("/v1/classify", content=photo.getvalue()).json()
+    assert (answer["model"], answer["revision"]) == (name, server.head(REPOSITORY))
+    assert answer["predictions"] == [{"label": p.label, "score": p.score} for p in wanted]

@@ -21,7 +21,6 @@ import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
-from bkn_zoo.norms.centered import Centered2d
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed on this platform")
 
@@ -244,7 +243,7 @@ def test_expected_statistics_are_those_of_the_pytorch_version(dtype, below, grou
 
 
 def centered():
-    layer = Centered2d(4, 3)
+    layer = BatchKalmanNorm2d(4, 3, centered=True)
     layer.set_center(torch.zeros(4))
     return layer
 

@@ -1,4 +1,4 @@
-"""Pretrained networks near their population: frozen at gain 0, gains that are measured or learned, advice."""
+"""Pretrained networks near their population: frozen at gain 0, gains that are measured or learned."""
 
 import copy
 
@@ -15,14 +15,13 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo import kernels
-from bkn_zoo.conversion import LEARNING_GAIN, Shift, advise, convert, measure, prove, start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, Shift, convert, measure_shift, prove, start_near_population
 from bkn_zoo.conversion.learning import relative_error
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import engines
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.modes import MODES, Statistics
 from bkn_zoo.norms import BatchKalmanNorm, BatchKalmanNorm2d
-from bkn_zoo.norms.centered import Centered, Centered2d
 
 SIZE = 32
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
@@ -129,7 +128,7 @@ def test_gain_one_is_batch_norm_with_an_initial_belief(family):
 def test_population_variances_below_eps_are_kept():
     converted = convert(pretrained(small, torch.float32))
     start_near_population(converted, gain=0.0)
-    norm = next(m for m in converted.modules() if isinstance(m, Centered))
+    norm = next(m for m in converted.modules() if isinstance(m, BatchKalmanNorm2d))
     assert 0 < norm.running_var[0] < norm.eps
     assert norm.running_var[1] == 0 == norm.process_noise[1]
     assert_close(norm.process_noise, norm.running_var, rtol=1e-5, atol=0)
@@ -208,7 +207,9 @@ def test_an_initial_belief_is_saved_and_loaded(gain, tmp_path):
     again = bkn_zoo.create_model("timm:test_resnet", num_classes=3).eval()
     again.load_state_dict(stored.state_dict())
     again.statistics_batch_size = 2
-    assert [norm.gain.item() for norm in stored.modules() if isinstance(norm, Centered)] == pytest.approx([gain] * 15)
+    assert [norm.gain.item() for norm in stored.modules() if isinstance(norm, BatchKalmanNorm2d)] == pytest.approx(
+        [gain] * 15
+    )
     images = torch.randn(2, 3, SIZE, SIZE)
     for mode in MODES:
         assert_close(again(images, mode), stored(images, mode), rtol=0, atol=0)
@@ -292,7 +293,7 @@ def test_the_measured_gain_is_that_of_known_t_and_v(shift, spread, group):
     start_near_population(network, images=domain(400, shift, spread))
     wanted = group * shift / (group * shift + spread)
     assert network.get_submodule("1").gain.item() == pytest.approx(wanted, rel=0.1)
-    found = measure(network, domain(400, shift, spread))["1"]
+    found = measure_shift(network, domain(400, shift, spread))["1"]
     assert (found.shift, found.spread) == (pytest.approx(shift, rel=0.1), pytest.approx(spread, rel=0.1))
     assert found.between == 0
 
@@ -316,7 +317,7 @@ def test_norms_on_a_path_share_what_is_taken_away():
 
     network = convert(Path().eval(), example=torch.zeros(2, CHANNELS, 4, 4), statistics_batch_size=1)
     images = domain(200, shift, spread)
-    found = measure(network, images)
+    found = measure_shift(network, images)
     assert {norm.path for norm in found.values()} == {4}
     start_near_population(network, images=images)
     x = torch.cat(images)
@@ -333,14 +334,14 @@ def test_norms_on_a_path_share_what_is_taken_away():
 
 
 def test_t_is_measured_without_the_noise_of_a_domain_s_mean():
-    found = [measure(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
+    found = [measure_shift(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
     assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N
     assert min(found) == 0
 
 
 def test_several_domains_have_a_t_between_them():
     domains = {str(seed): domain(200, 0.4, 0.3, seed) for seed in range(6)}  # around one population, of mean zero
-    found = measure(one_norm(), domains)["1"]
+    found = measure_shift(one_norm(), domains)["1"]
     assert found.shift == pytest.approx(0.4, rel=0.1)
     assert found.between == pytest.approx(0.4, rel=0.2)
     assert found.images == 1200
@@ -386,7 +387,7 @@ def test_at_the_measured_gain_the_update_restores_v_over_n(group):
 def test_measuring_leaves_the_network_as_it_was():
     network = convert(pretrained(small, torch.float32), statistics_batch_size=2).train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    measure(network, [(torch.randn(4, 3, 16, 16), "label")])
+    measure_shift(network, [(torch.randn(4, 3, 16, 16), "label")])
     assert network.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert not any(module._forward_pre_hooks for module in network.modules())
@@ -400,25 +401,7 @@ def test_images_that_cannot_be_measured_are_refused():
     with pytest.raises(InputError, match="whole number"):
         start_near_population(network, images=domain(50, 0, 0.1), group=0)
     with pytest.raises(InputError, match="no BKN norm"):
-        measure(small(), domain(50, 0, 0.1))
-
-
-ADVICE = [
-    ({"a": (0.0, 0.3)}, 2, "freeze"),
-    ({"a": (0.5, 0.3)}, 2, "AdaBN"),
-    ({"a": (0.5, 0.02), "b": (0.5, 0.02), "c": (0.5, 0.02)}, 2, "BN"),
-    ({"a": (0.2, 0.4), "b": (0.2, 0.4), "c": (0.2, 0.4)}, 2, "BKN"),
-    ({"a": (0.0, 0.4), "b": (0.0, 0.4)}, 1, "freeze"),
-]
-
-
-@pytest.mark.parametrize(("domains", "group", "choice"), ADVICE)
-def test_advice_has_the_lowest_expected_error(domains, group, choice):
-    images = {name: domain(200, *about, seed) for seed, (name, about) in enumerate(domains.items())}
-    advice = advise(one_norm(), images, batch_size=group)
-    assert advice.choice == choice
-    assert f"recommended: {choice}" in str(advice)
-    assert advice.errors["BKN"] <= min(advice.errors["freeze"], advice.errors["BN"])
+        measure_shift(small(), domain(50, 0, 0.1))
 
 
 # Gains that learn
@@ -448,13 +431,13 @@ def at_a_low_gain(norm):
 @pytest.mark.parametrize("shift", [0.02, 0.125, 0.5])
 @pytest.mark.parametrize("optimizer", [lambda gain: torch.optim.SGD(gain, 0.1, 0.9), lambda gain: Adam(gain, 0.03)])
 def test_a_low_gain_learns_its_best_value(optimizer, shift):
-    norm = at_a_low_gain(Centered2d(CHANNELS))
+    norm = at_a_low_gain(BatchKalmanNorm2d(CHANNELS, centered=True))
     best = 2 * shift / (2 * shift + 0.25 + 1 / 16)
     assert learned_gain(norm, optimizer([norm.raw_gain]), shift) == pytest.approx(best, rel=0.15)
 
 
 def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning():
-    scaled, usual = Centered2d(CHANNELS), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
+    scaled, usual = BatchKalmanNorm2d(CHANNELS, centered=True), BatchKalmanNorm2d(CHANNELS, initial_belief=True)
     gains = [
         learned_gain(norm, torch.optim.SGD([norm.raw_gain], 0.01, 0.9), 0.125)
         for norm in map(at_a_low_gain, (scaled, usual))

@@ -12,7 +12,6 @@ from service_process import save_small_checkpoint
 
 import bkn_zoo
 from bkn_zoo import CheckpointError, cli
-from bkn_zoo.inference import kept_graphs
 from bkn_zoo.regular import open_regular
 from bkn_zoo.terminal import printable
 
@@ -78,11 +77,6 @@ def test_fifo_in_place_of_a_file_is_refused_at_once(checkpoint, name):
     os.mkfifo(checkpoint / name)
     with pytest.raises(CheckpointError, match=name):
         bkn_zoo.from_pretrained(checkpoint)
-
-
-def test_fifo_in_place_of_a_kept_graph_is_passed_over(tmp_path):
-    os.mkfifo(tmp_path / "graph")
-    assert kept_graphs._read(tmp_path / "graph", {}) is None
 
 
 def test_open_regular_takes_files_and_links_only(tmp_path):

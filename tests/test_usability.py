@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from image_trees import write_noise
@@ -21,11 +20,12 @@ from bkn_zoo.checkpoints.preferred import NETWORKS, default_checkpoint
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli import options
 from bkn_zoo.cli.command import COMMANDS, HELP
-from bkn_zoo.cli.completion import PARSERS, SCRIPTS, candidates
-from bkn_zoo.cli.train_options import AUGMENTATION, FIELDS, parse, train_parser
+from bkn_zoo.cli.train_options import AUGMENTATION, FIELDS, train_parser
+from bkn_zoo.cli.train_options import parse_training as parse
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import Augmentation, Recipe
 from bkn_zoo.training.state import best_mode
+from service import command as service_command  # noqa: F401
 from service.settings import read_settings
 
 NETWORK = "inception_cifar_bkn"
@@ -79,9 +79,9 @@ def test_help_of_train_describes_every_option(capsys):
     assert "f32 or bf16" in text
 
 
-@pytest.mark.parametrize("command", PARSERS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
 def test_options_of_all_commands_are_named_alike(command):
-    parser = PARSERS[command]()
+    parser = COMMANDS[command][0]()
     assert [name for name in parser._option_string_actions if name.startswith("--") and "_" in name] == []
     actions = {action.dest: action for action in parser._actions}
     assert not actions.keys() & {"init", "batch"}
@@ -107,8 +107,8 @@ def test_underscores_and_old_names_are_accepted():
 
 def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
     asked = []
-    service = SimpleNamespace(main=lambda arguments: asked.append(arguments) or 0)
-    monkeypatch.setattr("bkn_zoo.cli.command.import_module", lambda name: service)
+    monkeypatch.setattr("service.command.main", lambda arguments: asked.append(arguments) or 0)
+    monkeypatch.setitem(sys.modules, "bkn_zoo_service.command", sys.modules["service.command"])
     assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
     assert cli.main(["serve", "--checkpoints=a,b"]) == 0
     assert [read_settings(words).models for words in asked] == [["better"], ["a", "b"]]
@@ -179,7 +179,8 @@ def test_help_takes_less_than_a_second():
 @pytest.mark.parametrize(
     "words",
     [
-        "classify nowhere.png", "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
+        "classify nowhere.png", "classify https://example.org/cat.png",
+        "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
         "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs -1", "train photos --name ../up",
         "train photos --augmentation.blur 1", "train nowhere.toml photos", "evaluate nowhere photos",
         "evaluate better nowhere", "export nowhere --format onnx", "publish nowhere --namespace me --dry-run",
@@ -200,11 +201,12 @@ def test_arguments_and_paths_are_checked_before_pytorch(words, tmp_path):
 @pytest.mark.parametrize(
     "words", ["classify photos --checkpoint better", "train photos --init better", "evaluate better photos"]
 )
-def test_first_line_comes_within_a_second(words, tmp_path):
-    """On a terminal, of the processor's time. A module that never ends takes the place of PyTorch."""
+@pytest.mark.parametrize("terminal", [True, False])
+def test_first_line_comes_within_a_second(words, terminal, tmp_path):
+    """Of the processor's time, in a terminal or a pipe. A module that never ends takes the place of PyTorch."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "torch.py").write_text("import time; time.sleep(60)")
-    ours, theirs = pty.openpty()
+    ours, theirs = pty.openpty() if terminal else os.pipe()
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "slow"), str(Path(__file__).parents[1])])}
     process = subprocess.Popen([*COMMAND, *words.split()], stdout=theirs, stderr=theirs, env=os.environ | path)
     try:
@@ -224,44 +226,55 @@ def test_first_line_comes_within_a_second(words, tmp_path):
 # Completion
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["cla"], ["classify"]),
-        (["classify", "--prec"], ["--precision"]),
-        (["classify", "x.png", "--precision", "b"], ["bf16"]),
-        (["classify", "--checkpoint", ""], ["a_worse", "better"]),
-        (["info", "b"], ["better"]),
-        (["train", "photos", "--init", "b"], ["better"]),
-        (["train", "--weight"], ["--weight-decay"]),
-        (["train", "pho"], []),
-        (["completion", ""], ["bash", "zsh", "fish"]),
-        (["serve", "--po"], ["--port"]),
-    ],
-)
-def test_completion_offers_what_may_follow(words, offered, capsys):
-    assert candidates(words) == offered
-    assert said(capsys, "completion", "--", *words).split() == offered
-
-
-def test_completion_knows_all_commands():
-    assert set(candidates([""])) >= COMMANDS.keys()
-    assert COMMANDS.keys() == HELP.keys() == {*PARSERS, "serve"}
-    assert set(SCRIPTS) == set(options.SHELLS)
-
-
-def test_bash_completes_by_the_printed_script(tmp_path, capsys):
+@pytest.fixture
+def bash(tmp_path, capsys):
+    """Completes a line as bash does."""
     script = said(capsys, "completion", "bash")
     (tmp_path / "bkn-zoo").write_text(f'#!/bin/sh\nexec {sys.executable} -m bkn_zoo "$@"\n')
     (tmp_path / "bkn-zoo").chmod(0o755)
-    ask = 'COMP_WORDS=(bkn-zoo info be); COMP_CWORD=2; _bkn_zoo; echo "${COMPREPLY[@]}"'
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
-    run = ["bash", "-c", f"{script}\n{ask}"]
-    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, check=True, timeout=60)
-    assert done.stdout == "better\n"
+
+    def complete(line):
+        ask = f'COMP_LINE="{line}"; COMP_POINT={len(line)}; COMP_TYPE=9; _python_argcomplete bkn-zoo'
+        run = ["bash", "-c", f'{script}\n{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"']
+        done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, check=True, timeout=60)
+        return done.stdout.split()
+
+    return complete
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("cla", ["classify"]),
+        ("classify --prec", ["--precision"]),
+        ("classify x.png --precision b", ["bf16"]),
+        ("classify --checkpoint b", ["better"]),
+        ("info be", ["better"]),
+        ("train photos --init b", ["better"]),
+        ("train --weight", ["--weight-decay"]),
+        ("classify pho", ["photos/"]),
+        ("serve --po", ["--port"]),
+    ],
+)
+def test_bash_completes_commands_options_and_names(bash, line, offered):
+    assert [word for word in bash(f"bkn-zoo {line}") if not word.startswith("--h")] == offered
+
+
+@pytest.mark.parametrize("shell", options.SHELLS)
+def test_completion_prints_a_script_for_each_shell(shell, capsys):
+    assert "_ARGCOMPLETE" in said(capsys, "completion", shell)
+    assert HELP.keys() == COMMANDS.keys()
 
 
 # Checkpoints
+
+
+def test_info_and_list_need_no_pytorch():
+    code = "import sys; from bkn_zoo.cli import main; assert main() == 0; assert 'torch' not in sys.modules"
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    for words in ("info better", "info better --format json", "info better --classes", "list"):
+        subprocess.run([sys.executable, "-c", code, *words.split()], check=True, env=os.environ | path, timeout=60)
 
 
 def test_info_lists_the_classes_and_list_the_best_first(root, capsys):

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from studies.records import CLASSES, but_for_twins, read_twins
 
-from bkn_zoo import from_pretrained
+from bkn_zoo import create_model, list_models
 from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import read_record
 from bkn_zoo.training.recipes import read_recipe
@@ -49,24 +48,12 @@ def test_checkpoint_files_stay_small():
     assert sum(sizes) <= 220e6
 
 
-@each
-def test_gains_stored_without_dimensions_give_equal_outputs(folder):
-    """The older files are of version 1 of the layer, whose gain had no dimensions: as in version 2, bit for bit."""
-    files = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
-    stored = {name: tensor for file in files for name, tensor in file.items() if name.endswith(".raw_gain")}
-    assert len(stored) > 10
-    if all(raw_gain.shape == (1,) for raw_gain in stored.values()):
-        pytest.skip("stored by version 2 of the layer")
-    model = from_pretrained(folder)
-    images = load_file(folder / "golden.safetensors")["input"]
-    with torch.inference_mode():
-        outputs = [model(images, statistics=mode) for mode in MODES]
-        for name, raw_gain in stored.items():
-            layer = model.get_submodule(name.rpartition(".")[0])
-            assert (raw_gain.shape, layer.raw_gain.shape) == ((), (1,))
-            layer.raw_gain = torch.nn.Parameter(raw_gain)
-        before = [model(images, statistics=mode) for mode in MODES]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, before, strict=True))
+def test_default_checkpoints_are_of_their_networks():
+    configs = {folder.name: Config.read(folder / "config.json") for folder in FOLDERS}
+    assert set(list_models(pretrained=True)) == {config.architecture for config in configs.values()}
+    assert all(configs[name].architecture == network for network, name in DEFAULT_CHECKPOINTS.items())
+    assert create_model("inception_cifar_bkn", pretrained=True).config == configs["inception_cifar_bkn.cifar10"]
+    assert list_models("*cifar*", pretrained=True) == ["inception_cifar_bkn"]
 
 
 @each_trained

@@ -29,7 +29,8 @@ from bkn_zoo.cli import main as command
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.training import loop
-from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.augmentation import Batch
+from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import ArrayImages, Data
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Augmentation, Recipe
@@ -38,8 +39,8 @@ from bkn_zoo.training.step import make_step, parallel, share_running_averages
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
-    model="inception_cifar_bkn", dataset="folder", epochs=2, gradient_batch=8, statistics_batch=2, precision="float32",
-    lr=0.02, augmentation=Augmentation(flip=False),
+    model="inception_cifar_bkn", dataset="folder", epochs=2, gradient_batch=8, statistics_batch_size=2,
+    precision="float32", lr=0.02, augmentation=Augmentation(flip=False),
 )  # fmt: skip
 
 
@@ -134,14 +135,14 @@ def interrupted_and_resumed(rank, folder):
     message = ""
     try:
         with mock.patch.object(loop, "training_batches", terminated):
-            fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, CPU, save_minutes, quiet=True)
+            fit(begin(RECIPE, network(), CPU), RECIPE, data(), folder, Runtime(CPU, quiet=True), save_minutes)
     except SystemExit as stop:
         message = str(stop)
     dist.barrier()  # process 0 has written the state
     state = begin(RECIPE, network(), CPU)
     load_state(state, RECIPE, folder, CPU)
     at = state.step
-    fit(state, RECIPE, data(), folder, CPU, save_minutes, quiet=True)
+    fit(state, RECIPE, data(), folder, Runtime(CPU, quiet=True), save_minutes)
     return {"message": message, "resumed_at": at, "weights": state.model.state_dict()}
 
 

@@ -82,6 +82,11 @@ class Config:
         return recipe if isinstance(recipe, dict) else {}
 
     @property
+    def top1(self) -> float | None:
+        """The accuracy in the default mode; None if it was not measured."""
+        return self.accuracy.get(self.default_statistics, {}).get("top1")
+
+    @property
     def on_validation(self) -> bool:
         """Whether the accuracy was measured on the validation images, because there were no others."""
         return self.training.get("test_images") == "validation"
@@ -90,6 +95,11 @@ class Config:
     def dataset(self) -> Any:
         """The data set of the training, as its recipe names it; None if nothing is said of it."""
         return self.recipe.get("dataset", self.training.get("dataset"))
+
+    def for_classes(self, num_classes: int) -> "Config":
+        """The config of the same network with a new classifier: without labels, training, accuracy and weights."""
+        empty: dict[str, Any] = {name: {} for name in ("training", "accuracy", "uncertain_below", "sha256")}
+        return dataclasses.replace(self, num_classes=num_classes, label_names=None, **empty)
 
     def to_json(self) -> str:
         """The text of config.json."""

@@ -27,7 +27,7 @@ CHUNK = 2**22  # bytes hashed at a time
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
-def write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -169,7 +169,8 @@ def files_of(folder: Path) -> list[Path]:
     for path in sorted(files):
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist, so the checkpoint is incomplete: save it again.")
-    return sorted(files)
+    own_license = folder / LICENSE
+    return sorted({*files, own_license} if own_license.is_file() else files)
 
 
 def make_folder(folder: Path) -> None:

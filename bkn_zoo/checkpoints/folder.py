@@ -7,6 +7,7 @@ on the Hub. It is complete or absent, even if the process that writes it dies.
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -32,9 +33,9 @@ from bkn_zoo.checkpoints.files import (
     reading,
     sync,
     weights_file,
-    write,
+    write_file,
 )
-from bkn_zoo.checkpoints.hub import remove_damaged
+from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub, remove_damaged
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
     copied,
@@ -95,7 +96,7 @@ def save_pretrained(
         license_text: text of a file LICENSE, for weights with a licence of their own.
     """
     about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
-    config = _describe(model, default_statistics, **about, uncertain_below=uncertain_below)
+    config = _make_config(model, default_statistics, **about, uncertain_below=uncertain_below)
     folder = Path(folder).resolve()
     keep_card = card is None
     card = short_card(config, folder.name, license) if card is None else card
@@ -108,11 +109,11 @@ def save_pretrained(
         with waiting(f"writing {folder.name}"):
             hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
             config = replace(config, sha256=hashes)
-            write(scratch / CONFIG, config.to_json().encode())
-            write(scratch / GOLDEN, safetensors.torch.save(_try(scratch, folder)))
-        write(scratch / CARD, card.encode())
+            write_file(scratch / CONFIG, config.to_json().encode())
+            write_file(scratch / GOLDEN, safetensors.torch.save(_try(scratch, folder)))
+        write_file(scratch / CARD, card.encode())
         if license_text is not None:
-            write(scratch / LICENSE, license_text.encode())
+            write_file(scratch / LICENSE, license_text.encode())
         sync(scratch)
         put_in_place(scratch, folder)
     except OSError as error:
@@ -138,7 +139,7 @@ def write_card(folder: Path, text: str) -> None:
 def _replace_file(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.tmp")
     try:
-        write(scratch, text.encode())
+        write_file(scratch, text.encode())
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -163,10 +164,35 @@ def from_pretrained(
         token: for the Hub; by default that of `hf auth login` or HF_TOKEN; False sends none.
         cache_dir: folder for downloads; by default the cache of huggingface_hub (HF_HOME).
     """
-    return load(locate(name, revision=revision, token=token, cache_dir=cache_dir))
+    return load_checkpoint(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
-def load(location: Location, as_stored: bool = False) -> Network:
+def publish_network(
+    model: Network,
+    repository: str,
+    *,
+    private: bool = False,
+    tag: str | None = None,
+    create_pr: bool = False,
+    **about: Any,
+) -> Publication:
+    """Save a network, and publish it on the Hub; `about` are arguments of `save_pretrained`, such as `label_names`.
+
+    The other arguments are those of `bkn_zoo.push_to_hub`, which publishes a checkpoint folder.
+    """
+    check_repository(repository)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, repository.partition("/")[2])
+        save_pretrained(model, folder, **about)
+        return push_to_hub(folder, repository, private=private, tag=tag, create_pr=create_pr)
+
+
+# Methods of all networks. They are added here because models do not import checkpoints.
+Network.save_pretrained = save_pretrained
+Network.push_to_hub = publish_network
+
+
+def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
     """Load the network of a checkpoint that `locate` found.
 
     Args:
@@ -190,7 +216,7 @@ def load(location: Location, as_stored: bool = False) -> Network:
 
 
 def load_folder(folder: Path, as_stored: bool = False) -> Network:
-    """The network of a checkpoint folder; see `load`."""
+    """The network of a checkpoint folder; see `load_checkpoint`."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
     weights = read_weights(path)
@@ -235,7 +261,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
         raise CheckpointError(
             f"{path} contains {few(golden)} instead of input, {', '.join(MODES)}: save the model again."
         )
-    outputs = _outputs(load_folder(folder), golden["input"])
+    outputs = golden_outputs(load_folder(folder), golden["input"])
     differences = {}
     for mode, output in outputs.items():
         if output.shape != golden[mode].shape:
@@ -253,7 +279,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     return differences
 
 
-def _describe(model: Network, default_statistics: str | None, **given: Any) -> Config:
+def _make_config(model: Network, default_statistics: str | None, **given: Any) -> Config:
     if not isinstance(model, Network):
         kind = type(model).__name__
         raise InputError(
@@ -320,14 +346,14 @@ def _make_golden(model: Network) -> dict[str, Tensor]:
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(1, 3, size, size, generator=generator, dtype=torch.float32, device="cpu")
-    outputs = _outputs(model, images)
+    outputs = golden_outputs(model, images)
     for mode, output in outputs.items():
         if not output.isfinite().all():
             raise CheckpointError(f"the network's {mode} output is not finite: train it before saving it.")
     return {"input": images, **outputs}
 
 
-def _outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
+def golden_outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         return {mode: model(images, statistics=mode) for mode in MODES}
 

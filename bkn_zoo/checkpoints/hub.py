@@ -7,7 +7,7 @@ from a repository is executed or unpickled.
 import hashlib
 import os
 import re
-import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -20,7 +20,6 @@ from bkn_zoo.checkpoints.files import (
     CONFIG,
     INDEX,
     NEEDED_FILES,
-    OWN_FILES,
     WEIGHTS,
     check_hashes,
     files_of,
@@ -28,7 +27,7 @@ from bkn_zoo.checkpoints.files import (
     sha256,
     weights_file,
 )
-from bkn_zoo.checkpoints.hub_client import ask
+from bkn_zoo.checkpoints.hub_errors import hub_errors
 from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError
 from bkn_zoo.progress import bars_like
 from bkn_zoo.version import __version__
@@ -54,41 +53,48 @@ def download(
 
     All files are from one commit, even if the revision changes meanwhile. The arguments are those of huggingface_hub.
     """
+    what = f"{repository}@{revision}" if revision else repository
+    with hub_errors(what, token):
+        folder = _snapshot(repository, revision, (CONFIG,), token, cache_dir)
+        commit = folder.name
+        if not (folder / CONFIG).exists():
+            raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+        # An unknown network or a newer format is refused before its weights are downloaded.
+        architecture = Config.read(folder / CONFIG).architecture
+        if not is_model(architecture):
+            raise CheckpointError(
+                f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another "
+                "checkpoint."
+            )
+        _snapshot(repository, commit, NEEDED_FILES, token, cache_dir)
+        if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
+            raise no_weights(what, _api(token).list_repo_files(repository, revision=commit))
+    return folder, commit
+
+
+def _snapshot(
+    repository: str,
+    revision: str | None,
+    patterns: Iterable[str],
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """The folder of a commit in the cache, after downloading the files that match the patterns."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
-    what = f"{repository}@{revision}" if revision else repository
-
-    def fetch(patterns: tuple[str, ...], at: str | None) -> Path:
-        def snapshot() -> str:
-            with bars_like(tqdm) as bars:
-                return snapshot_download(
-                    repository,
-                    revision=at,
-                    token=token,
-                    cache_dir=None if cache_dir is None else Path(cache_dir),
-                    allow_patterns=list(patterns),
-                    library_name="bkn_zoo",
-                    library_version=__version__,
-                    tqdm_class=bars,
-                )
-
-        return Path(ask(what, snapshot, token=token))
-
-    folder = fetch((CONFIG,), revision)
-    commit = folder.name
-    if not (folder / CONFIG).exists():
-        raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
-    # An unknown network or a newer format is refused before its weights are downloaded.
-    architecture = Config.read(folder / CONFIG).architecture
-    if not is_model(architecture):
-        raise CheckpointError(
-            f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another checkpoint."
+    with bars_like(tqdm) as bars:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            token=token,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            allow_patterns=list(patterns),
+            library_name="bkn_zoo",
+            library_version=__version__,
+            tqdm_class=bars,
         )
-    fetch(NEEDED_FILES, commit)
-    if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
-        raise no_weights(what, ask(what, lambda: _api(token).list_repo_files(repository, revision=commit), token=token))
-    return folder, commit
+    return Path(folder)
 
 
 def remove_damaged(folder: Path) -> str | None:
@@ -123,15 +129,14 @@ class Publication:
     pull_request: str | None
 
 
-def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
-    """The changes that publishing a checkpoint folder would make. Files that are not part of a checkpoint are kept."""
+def changes(folder: str | os.PathLike[str], repository: str, revision: str | None = None) -> list[Change]:
+    """The changes that publishing a checkpoint folder would make. Only files of weights are ever removed."""
     from huggingface_hub.hf_api import RepoFile
 
-    try:
-        entries = ask(repository, lambda: list(_api().list_repo_tree(repository)))
-    except HubNotFoundError:
-        entries = []
-    there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+    there: dict[str, RepoFile] = {}
+    with suppress(HubNotFoundError), hub_errors(repository):
+        entries = _api().list_repo_tree(repository, revision=revision)
+        there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
     local = {path.name: path for path in files_of(Path(folder))}
     found = []
     for name, path in local.items():
@@ -139,8 +144,8 @@ def changes(folder: str | os.PathLike[str], repository: str) -> list[Change]:
             found.append(Change(name, "added", path.stat().st_size))
         elif not _is_same(path, there[name]):
             found.append(Change(name, "changed", path.stat().st_size))
-    ours = [name for name in there if any(fnmatch(name, pattern) for pattern in OWN_FILES)]
-    return found + [Change(name, "removed", 0) for name in sorted(ours) if name not in local]
+    weights = [name for name in there if name == INDEX or fnmatch(name, "model*.safetensors")]
+    return found + [Change(name, "removed", 0) for name in sorted(weights) if name not in local]
 
 
 def push_to_hub(
@@ -165,22 +170,23 @@ def push_to_hub(
         raise InputError("a pull request cannot be tagged: leave out the tag until it is merged.")
     files_of(Path(folder))  # refuses an incomplete folder before a repository is created
     api = _api()
-    ask(repository, lambda: api.create_repo(repository, private=private, exist_ok=True))
-    tags = {ref.name: ref.target_commit for ref in ask(repository, lambda: api.list_repo_refs(repository)).tags}
-    if tag in tags and changes(folder, repository):
-        raise HubError(f"{repository} already has a tag {tag} for other files: choose another tag.")
-    published = ask(repository, lambda: _commit(api, Path(folder), repository, create_pr))
-    if tag is not None and tags.get(tag, published.commit) != published.commit:
-        raise HubError(f"{repository} already has a tag {tag} at another commit: choose another tag.")
-    if tag is not None and tag not in tags:
-        ask(repository, lambda: api.create_tag(repository, tag=tag, revision=published.commit, exist_ok=True))
+    with hub_errors(repository):
+        api.create_repo(repository, private=private, exist_ok=True)
+        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repository).tags}
+        if tag in tags and changes(folder, repository):
+            raise HubError(f"{repository} already has a tag {tag} for other files: choose another tag.")
+        published = _commit(api, Path(folder), repository, create_pr)
+        if tag is not None and tags.get(tag, published.commit) != published.commit:
+            raise HubError(f"{repository} already has a tag {tag} at another commit: choose another tag.")
+        if tag is not None and tag not in tags:
+            api.create_tag(repository, tag=tag, revision=published.commit, exist_ok=True)
     return published
 
 
 def check_reachable(repository: str) -> None:
     """Raise an error within seconds if the Hub does not respond. The client itself would retry for a long time."""
-    with suppress(HubNotFoundError):  # this is a response, too
-        ask(repository, lambda: _api().repo_info(repository, timeout=REACHABLE_SECONDS), attempts=1)
+    with suppress(HubNotFoundError), hub_errors(repository):  # not found is a response, too
+        _api().repo_info(repository, timeout=REACHABLE_SECONDS)
 
 
 def check_repository(repository: str) -> None:
@@ -193,22 +199,11 @@ def check_repository(repository: str) -> None:
 
 
 def verify_published(folder: str | os.PathLike[str], repository: str, revision: str) -> None:
-    """Download all files of a checkpoint into an empty cache, and compare them with the folder."""
-    from huggingface_hub import snapshot_download
-
-    local = files_of(Path(folder))
-    names = [path.name for path in local]
-    with tempfile.TemporaryDirectory() as cache:
-        copy = ask(
-            repository,
-            lambda: snapshot_download(repository, revision=revision, cache_dir=cache, allow_patterns=names),
+    """Refuse a publication whose files, by the hashes that the Hub lists, differ from those of the folder."""
+    for change in changes(folder, repository, revision):
+        raise DamagedFileError(
+            f"{change.file} of {repository} differs from the local file: publish again.", change.file
         )
-        for path in local:
-            there = Path(copy) / path.name
-            if not there.exists() or sha256(there) != sha256(path):
-                raise DamagedFileError(
-                    f"{path.name} of {repository} differs from the local file: publish again.", path.name
-                )
 
 
 def _commit(api: "HfApi", folder: Path, repository: str, create_pr: bool) -> Publication:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, read_index, unreadable, write
+from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, files_of_weights, read_index, unreadable, write_file
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
 from bkn_zoo.regular import open_regular
@@ -42,12 +42,12 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], max_file_size: int) 
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else SHARD.format(number, len(shards))
         data = safetensors.torch.save(shard, metadata={"format": "pt"})
-        write(folder / file, data)
+        write_file(folder / file, data)
         hashes[file] = hashlib.sha256(data).hexdigest()
         files |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": files}
-        write(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return hashes
 
 
@@ -70,21 +70,18 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors, for the result of `weights_file`. They must be finite."""
-    if path.name == WEIGHTS:
-        return _finite(of_today(read_tensors(path)), path)
-    files = read_index(path)
+    places = read_index(path) if path.name == INDEX else None
     weights: dict[str, Tensor] = {}
-    for file in sorted(set(files.values())):
-        shard = read_tensors(path.parent / file)
-        if shard.keys() != {name for name, where in files.items() if where == file}:
-            raise CheckpointError(
-                f"{path.parent / file} does not contain the tensors that {INDEX} lists: restore both files."
-            )
-        weights |= _finite(of_today(shard), path.parent / file)
+    for file in files_of_weights(path):
+        shard = read_tensors(file)
+        if places is not None and shard.keys() != {name for name, place in places.items() if place == file.name}:
+            raise CheckpointError(f"{file} does not contain the tensors that {INDEX} lists: restore both files.")
+        weights |= {name: of_today(name, tensor) for name, tensor in shard.items()}
+        _check_finite({name: weights[name] for name in shard}, file)
     return weights
 
 
-def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _check_finite(weights: dict[str, Tensor], path: Path) -> None:
     for name, tensor in weights.items():
         # Minimum and maximum are NaN if any number is. Other ways take many times as long for 16 bits.
         if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
@@ -92,7 +89,6 @@ def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
                 f"{path}: {name} contains infinite numbers or NaN: "
                 "restore the file from the original checkpoint, or save the model as it was before it diverged."
             )
-    return weights
 
 
 def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,17 +101,10 @@ def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint in the format of today's layers.
-
-    The first checkpoints of the zoo store a raw gain as a scalar, which is infinite if q = 1.
-    """
-
-    def updated(name: str, tensor: Tensor) -> Tensor:
-        is_gain = name.endswith(".raw_gain") and tensor.numel() == 1
-        return tensor.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if is_gain else tensor
-
-    return {name: updated(name, tensor) for name, tensor in weights.items()}
+def of_today(name: str, tensor: Tensor) -> Tensor:
+    """A stored tensor in the format of today's layers: old checkpoints have scalar raw gains, infinite if q = 1."""
+    is_gain = name.endswith(".raw_gain") and tensor.numel() == 1
+    return tensor.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if is_gain else tensor
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

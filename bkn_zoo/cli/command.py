@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from bkn_zoo.checkpoints.files import check_file
-from bkn_zoo.checkpoints.locate import find
+from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.cli.classify import FAILED, classify
 from bkn_zoo.cli.options import (
     classify_parser,
@@ -26,11 +27,11 @@ from bkn_zoo.cli.options import (
     list_parser,
     publish_parser,
 )
-from bkn_zoo.cli.parser import Parser, announce, check_checkpoint, check_folder
+from bkn_zoo.cli.parser import CHECKPOINT, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.inference import SUFFIXES
-from bkn_zoo.terminal import printable
+from bkn_zoo.terminal import Parser, printable
 from bkn_zoo.version import __version__
 
 MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are those of signals in a shell
@@ -40,7 +41,7 @@ DESCRIPTION = "Classify images with networks that use Batch Kalman Normalization
 EXAMPLES = """\
 examples:
   bkn-zoo classify photo.jpg                               the five likeliest labels
-  bkn-zoo classify photos/ --format csv --output out.csv   every image in a folder and its subfolders
+  bkn-zoo classify photos/ --output out.csv                every image in a folder and its subfolders
   bkn-zoo compare photo.jpg                                the three statistics modes side by side
   bkn-zoo list                                             the local checkpoints
   bkn-zoo train photos/                                    fine-tune the default checkpoint on your images
@@ -50,11 +51,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
-    return ended("bkn-zoo", lambda: _run(arguments))
+    return ended("bkn-zoo", lambda: _run_command(arguments))
 
 
 def ended(name: str, run: Callable[[], int | None]) -> int:
@@ -102,12 +105,13 @@ def _is_broken(stream: TextIO) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _run(arguments: list[str]) -> int:
-    arguments = _set_log_level(arguments)
-    if arguments and arguments[0] in COMMANDS:
-        return COMMANDS[arguments[0]](arguments[1:])
-    parser().read(arguments)  # --help, --version, or an error
-    return MISUSED
+def _run_command(arguments: list[str]) -> int:
+    name, *words = _set_log_level(arguments) or [""]
+    if name not in COMMANDS:
+        main_parser().read([name, *words] if name else [])  # --help, --version, or an error
+        return MISUSED
+    make_parser, run = COMMANDS[name]
+    return run(words) if name in RAW else run(make_parser().read(words))
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +140,7 @@ def _set_log_level(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def parser() -> Parser:
+def main_parser() -> Parser:
     """The parser for the words before a command. Each command has its own parser."""
     found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
     found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
@@ -147,22 +151,18 @@ def parser() -> Parser:
     return found
 
 
-def _own(make_parser: Callable[[], Parser], run: Callable[[argparse.Namespace], int]) -> Callable[[list[str]], int]:
-    return lambda arguments: run(make_parser().read(arguments))
-
-
-def _evaluate(args: argparse.Namespace) -> int:
+def _check_and_evaluate(args: argparse.Namespace) -> int:
     args.data = args.folder or args.data
     if args.data is None:
         raise InputError("the folder of the data set is missing: run bkn-zoo evaluate CHECKPOINT FOLDER.")
     if args.engine == "eager" and args.precision != "f32":
-        raise InputError("--precision needs a prepared network: add --engine torch or --engine openvino.")
+        raise InputError("--precision needs a prepared network: omit --engine eager.")
     check_checkpoint(args.checkpoint)
     check_folder(args.data)
     announce(f"loading {args.checkpoint}")
-    from bkn_zoo.cli.evaluate import run
+    from bkn_zoo.cli.evaluate import evaluate_checkpoint
 
-    run(args)
+    evaluate_checkpoint(args)
     return 0
 
 
@@ -183,59 +183,95 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _publish(args: argparse.Namespace) -> int:
+def _publish_folders(args: argparse.Namespace) -> int:
     if args.name and len(args.checkpoints) > 1:
         raise InputError("--name needs a single checkpoint: publish one at a time, or omit --name.")
     folders = [find(checkpoint) for checkpoint in args.checkpoints]
     announce(f"validating {', '.join(args.checkpoints)}")
-    from bkn_zoo.cli.publish import run
+    from bkn_zoo.publishing.publish import publish
 
-    run(args, folders)
+    options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
+    for folder in map(Path.resolve, folders):
+        beside = folder.parent / "results"  # of its run, or of the source tree around it
+        results = args.results or (beside if beside.is_dir() else folder.parent.parent / "results")
+        publish(folder, args.name or folder.name, args.namespace, results, **options)
     return 0
 
 
-def _train(arguments: list[str]) -> int:
-    from bkn_zoo.cli.train import main
+def _train_network(arguments: list[str]) -> int:
+    from bkn_zoo.cli.train import run_training
 
-    main(arguments)
+    run_training(arguments)
     return 0
 
 
-def _complete(arguments: list[str]) -> int:
-    from bkn_zoo.cli.completion import candidates, script
+def _print_completion(args: argparse.Namespace) -> int:
+    from argcomplete import shellcode
 
-    if arguments[:1] == ["--"]:  # called by the script, with the words after bkn-zoo up to the cursor
-        print("\n".join(candidates(arguments[1:])))
-    else:
-        print(script(completion_parser().read(arguments).shell), end="")
+    print(shellcode(["bkn-zoo"], shell=args.shell))
     return 0
 
 
 def _serve(arguments: list[str]) -> int:
-    for name in ("bkn_zoo_service", "service"):  # installed, and in a checkout
-        try:
-            code: int = import_module(f"{name}.__main__").main(arguments)
-            _is_read()  # a reader of its address may be gone, which is not an error
-            return code
-        except ModuleNotFoundError as error:
-            missing = error
-            if error.name != name:
-                break
-    raise InputError(f"the service is not installed ({missing}): run pip install 'bkn-zoo[serve]'.") from None
+    try:
+        code: int = _service("command").main(arguments)
+    except ModuleNotFoundError as error:
+        raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
+    _is_read()  # a reader of its address may be gone, which is not an error
+    return code
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "classify": _own(classify_parser, classify),
-    "compare": _own(compare_parser, compare),
-    "list": _own(list_parser, list_here),
-    "info": _own(info_parser, info),
-    "train": _train,
-    "evaluate": _own(evaluate_parser, _evaluate),
-    "export": _own(export_parser, _export),
-    "publish": _own(publish_parser, _publish),
-    "serve": _serve,
-    "completion": _complete,
+def _service(module: str) -> Any:
+    """A module of the service, which is installed under another name than in a checkout."""
+    try:
+        return import_module(f"bkn_zoo_service.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "bkn_zoo_service":
+            raise
+        return import_module(f"service.{module}")
+
+
+def complete() -> None:
+    """Answer a shell that asks for completions (argcomplete), and end the process."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"].split()
+    root = argparse.ArgumentParser("bkn-zoo")
+    root.add_argument("--version", action="store_true")
+    _add_log_level(root)
+    commands = root.add_subparsers()
+    for name, (make, _) in COMMANDS.items():
+        # Only the parser that is needed, because some take half a second to import.
+        parents = [make()] if name in words else []
+        command = commands.add_parser(name, parents=parents, add_help=False)
+        for action in command._actions:
+            if action.metavar == CHECKPOINT:
+                vars(action)["completer"] = lambda **_: list_checkpoints()
+    argcomplete.autocomplete(root, always_complete_options=False)
+
+
+def _train_parser() -> Parser:
+    from bkn_zoo.cli.train_options import train_parser
+
+    return train_parser()
+
+
+COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[..., int]]] = {
+    "classify": (classify_parser, classify),
+    "compare": (compare_parser, compare),
+    "list": (list_parser, list_here),
+    "info": (info_parser, info),
+    "train": (_train_parser, _train_network),
+    "evaluate": (evaluate_parser, _check_and_evaluate),
+    "export": (export_parser, _export),
+    "publish": (publish_parser, _publish_folders),
+    "serve": (lambda: _service("settings").parser(), _serve),
+    "completion": (completion_parser, _print_completion),
 }
+"""The parser of each command, and what runs it."""
+
+RAW = ("train", "serve")
+"""Commands that parse their arguments themselves."""
 
 HELP = {
     "classify": "classify images",

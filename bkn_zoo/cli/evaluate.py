@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,17 +21,20 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import Data, FileImages, load_data
-from bkn_zoo.training.evaluation import batch_size, measure, predict
-from bkn_zoo.training.tree import keep_apart
+from bkn_zoo.training.datasets import Data, FileImages, keep_apart, load_data
+from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy
 
 
-def run(args: argparse.Namespace) -> None:
+def evaluate_checkpoint(args: argparse.Namespace) -> None:
     """Measure and print the accuracy, and write files as the options say."""
     args.device = default_device() if args.device == "auto" else args.device
     check_device(args.device)
     keep_to_quota()
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
+    network: Any = model
+    if args.engine != "eager":
+        network = create_engine(model, args.engine, args.device, args.precision)
+        args.engine = network.name  # for the record
     args.statistics = measurable(model, args.statistics, args.engine, args.precision)
     dataset = args.dataset or model.config.recipe.get("dataset", "folder")
     make_places(args, dataset)
@@ -44,9 +48,11 @@ def run(args: argparse.Namespace) -> None:
         )
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers, strict=True)
-    network = model if args.engine == "eager" else create_engine(model, args.engine, args.device, args.precision)
-    logits, labels = predict(network, batches, args.statistics, "evaluating", len(images))
-    rows = [{"statistics": mode, "images": len(labels), **measure(outputs, labels)} for mode, outputs in logits.items()]
+    logits, labels = compute_logits(network, batches, args.statistics, "evaluating", len(images))
+    rows = [
+        {"statistics": mode, "images": len(labels), **measure_accuracy(outputs, labels)}
+        for mode, outputs in logits.items()
+    ]
     print(f"{described(split, data, model)} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
     if isinstance(images, FileImages):

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from bkn_zoo.cli.classify import FORMATS
-from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_checkpoint_option, add_device, add_precision, whole_number
+from bkn_zoo.cli.parser import CHECKPOINT, add_checkpoint_option, add_device, add_precision, whole_number
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference import FORMATS as EXPORT_FORMATS
 from bkn_zoo.modes import MODES
+from bkn_zoo.terminal import Parser
 
 SHELLS = ("bash", "zsh", "fish")
 NAMED = "a name, a folder or owner/repo on the Hub"
@@ -16,11 +17,12 @@ CLASSIFY_EXAMPLES = """\
 examples:
   bkn-zoo classify cat.jpg dog.png --top-k 3
   bkn-zoo classify photos/ --checkpoint ./my_network --statistics sample --format json
-  bkn-zoo classify photos/ --format csv --output out.csv
-  bkn-zoo classify photos/ --format csv --output out.csv --ray
+  bkn-zoo classify 'photos/**/*.jpg' --output out.csv
+  bkn-zoo classify photos/ --output out.jsonl --ray
+  curl https://example.org/cat.jpg | bkn-zoo classify -
 
-With --output, the command resumes if FILE exists: images in FILE are not classified again. --ray uses all machines of
-a Ray cluster (docs/ray.md).
+The command resumes after an interruption: until all images are classified, results are in FILE.partial. A .jsonl file
+is written directly, and can be extended by further images. --ray uses all machines of a Ray cluster (docs/ray.md).
 
 Images that cannot be read are listed on stderr at the end. The exit code is 1 if such an image was an argument of the
 command, if no image could be read, or with --strict if any could not be read; otherwise it is 0.
@@ -41,7 +43,7 @@ EVALUATE = """\
 Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 % interval, top-5, calibration error.
 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER
-    bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER --engine openvino      # faster on a CPU
+    bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER --engine eager         # the unchanged PyTorch network
     bkn-zoo evaluate runs/NAME/NAME FOLDER_OF_CLASSES --output accuracy.json --report pictures
     bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # not used in training
 
@@ -80,13 +82,13 @@ Prints a script that completes commands, options, their values and the names of 
 
 def classify_parser() -> Parser:
     parser = Parser("bkn-zoo classify", description="Classify images.", epilog=CLASSIFY_EXAMPLES)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="images or folders of images")
+    parser.add_argument(
+        "paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders, patterns; - is standard input"
+    )
     _add_classifier(parser)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    parser.add_argument("--format", choices=FORMATS, default="table", help="default: %(default)s")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write csv or json to this file; resumes if the file exists"
-    )
+    parser.add_argument("--format", choices=FORMATS, help="default: that of FILE's suffix, or table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to this .jsonl, .json or .csv file")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be read")
     parser.add_argument("--ray", action="store_true", help="use all machines of the Ray cluster in RAY_ADDRESS")
     return parser
@@ -95,7 +97,7 @@ def classify_parser() -> Parser:
 def compare_parser() -> Parser:
     text = "Show the three statistics modes side by side."
     parser = Parser("bkn-zoo compare", description=text, epilog=COMPARE_EXAMPLES)
-    parser.add_argument("image", type=Path, metavar="IMAGE", help="an image file")
+    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders or patterns")
     _add_classifier(parser)
     return parser
 
@@ -137,10 +139,9 @@ def evaluate_parser() -> Parser:
     parser.add_argument(
         "--statistics", nargs="+", choices=MODES, default=list(MODES), help="modes to measure (default: all three)"
     )
-    named, exact = ([name for name in choices if name != "auto"] for choices in (ENGINES, PRECISIONS))  # for the record
-    what = "how to run the network (default: eager, the unchanged PyTorch network)"
-    parser.add_argument("--engine", choices=["eager", *named], default="eager", help=what)
-    add_precision(parser, exact, "f32")
+    what = "what runs the network (default: auto, the fastest here; eager is the unchanged PyTorch network)"
+    parser.add_argument("--engine", choices=["eager", *ENGINES], default="auto", help=what)
+    add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
     parser.add_argument(
         "--batch-size", "--batch", type=whole_number(1), metavar="N", help="images at a time (default: 500; CPU: 16)"
     )

@@ -1,4 +1,4 @@
-"""The parser of every command, and shared options. This module does not import PyTorch."""
+"""Options and checks that commands share. This module does not import PyTorch."""
 
 import argparse
 import os
@@ -6,43 +6,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from bkn_zoo.checkpoints.locate import is_folder, locate
-from bkn_zoo.errors import InputError, did_you_mean
+from bkn_zoo.errors import InputError
 from bkn_zoo.inference import PRECISIONS
+from bkn_zoo.terminal import printable
 
 CHECKPOINT = "CHECKPOINT"
 """The metavar of every argument that is a checkpoint. Shell completion offers checkpoint names for it."""
 
 LONG_PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-
-
-class Parser(argparse.ArgumentParser):
-    """Keeps line breaks in examples, accepts underscores instead of dashes in options, and suggests close matches."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse these words. An error prints the usage and ends the process."""
-        found, unknown = self.parse_known_intermixed_args([with_dashes(word) for word in words])
-        if unknown:
-            close = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '([^']*)'", message)
-        choices = [str(choice) for action in self._actions for choice in action.choices or ()]
-        super().error(message + (did_you_mean(wrong[1], choices) if wrong else ""))
-
-
-def with_dashes(word: str) -> str:
-    """Replace underscores in the name of an option by dashes; other words, and the value after "=", stay the same."""
-    name, equals, value = word.partition("=")
-    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -95,6 +69,5 @@ def check_folder(path: Path) -> None:
 
 
 def announce(text: str) -> None:
-    """Print what happens to a terminal, before imports that take seconds."""
-    if sys.stderr.isatty():
-        print(f"bkn-zoo: {text}", file=sys.stderr, flush=True)
+    """Print what happens before imports that take seconds."""
+    print(f"bkn-zoo: {printable(text)}", file=sys.stderr, flush=True)

@@ -2,52 +2,69 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG, reading
+from bkn_zoo.checkpoints.files import CONFIG, files_of_weights, reading, weights_file
 from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.checkpoints.preferred import default_checkpoint, top1, usable_checkpoints
-from bkn_zoo.cli.classify import FAILED, load
+from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
+from bkn_zoo.cli.classify import FAILED, STDIN, find_images, load_classifier
 from bkn_zoo.cli.parser import announce
 from bkn_zoo.errors import CheckpointError, ImageError
 from bkn_zoo.modes import MODES
+from bkn_zoo.regular import open_regular
 from bkn_zoo.terminal import printable
+
+if TYPE_CHECKING:  # slow imports happen in the commands that need them
+    from bkn_zoo.inference.classifier import Classifier
 
 TIMED_RUNS = 5
 ONLY_JSON = ("format_version", "norm_options", "training", "versions", "sha256")
 """What `info` leaves out of its table."""
 
+BUFFERS = ("running_mean", "running_var", "image_mean", "image_var", "image_spread", "num_batches_tracked")
+"""Tensors of norms that are not parameters."""
+
 
 def compare(args: argparse.Namespace) -> int:
-    """Print the likeliest labels of one image in each statistics mode, with the time of the network."""
-    if not args.image.exists():
-        raise ImageError(f"there is no file {args.image}: correct the path.")
-    classifier = load(args)
-    image = classifier.prepare(args.image)[None]
+    """Print the likeliest labels of images in each statistics mode, with the time of the network."""
+    failures: dict[str, str] = {}
+    names = list(find_images(args.paths, failures))
+    if failures:
+        raise ImageError(next(iter(failures.values())))
+    classifier = load_classifier(args)
+    for number, name in enumerate(names):
+        print(end="\n" if number else "")
+        _compare_modes(classifier, name, args.top_k)
+    return 0
+
+
+def _compare_modes(classifier: "Classifier", name: str, top_k: int) -> None:
+    image = classifier.prepare(sys.stdin.buffer.read() if name == STDIN else name)[None]
     columns = []
     precisions = {mode: classifier.engine.precision_at(mode) for mode in MODES}
     same = len(set(precisions.values())) == 1
     for mode in MODES:
         scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
-        seconds = median(_seconds(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
+        seconds = median(_time(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
         chosen = " (default)" if mode == classifier.choose() else ""
-        best = classifier.best(scores, args.top_k)
+        best = classifier.best(scores, top_k)
         spent = f"{seconds * 1e3:.1f} ms" + ("" if same else f" in {precisions[mode]}")
         columns.append([f"{mode}{chosen}", spent, *(f"{p.score:.4f}  {p.label}" for p in best)])
     how = f"{classifier.engine_name}{f' in {precisions[MODES[0]]}' if same else ''} on {classifier.device}"
-    print(printable(f"{args.image}, by {classifier.name} with {how}"))
+    print(printable(f"{name}, by {classifier.name} with {how}"))
     _print_columns(list(zip(*columns, strict=True)))
-    return 0
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _time(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -75,7 +92,7 @@ def list_here(args: argparse.Namespace) -> int:
             print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
             code = FAILED
             continue
-        accuracy = top1(config)
+        accuracy = config.top1
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
         if accuracy is not None and (where := _measured_on(config)):
             shown += f" {marks.setdefault(where, '*' * (len(marks) + 1))}"
@@ -111,18 +128,15 @@ def info(args: argparse.Namespace) -> int:
             )
         print("\n".join(map(printable, config.label_names)))
         return 0
-    announce(f"loading {args.checkpoint}")
-    from bkn_zoo.checkpoints.folder import load as load_network
-
-    model = load_network(location)
     with reading():
+        parameters = sum(map(_parameters, files_of_weights(weights_file(location.folder))))
         size = sum(file.stat().st_size for file in location.folder.iterdir())
     facts = {
         "name": args.checkpoint,
         "revision": location.revision,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameters,
         "bytes_on_disk": size,
-        **asdict(model.config),
+        **asdict(config),
     }
     if args.format == "json":
         print(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -133,15 +147,24 @@ def info(args: argparse.Namespace) -> int:
     shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
     if where := _measured_on(config):
         shown["accuracy measured on"] = where
-    _print_columns([row for name, value in shown.items() for row in _rows(name, value)])
-    announce("its training, its files and the options of its norms: --format json")
+    _print_columns([row for name, value in shown.items() for row in _table_rows(name, value)])
+    if sys.stderr.isatty():
+        announce("its training, its files and the options of its norms: --format json")
     return 0
 
 
-def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _parameters(file: Path) -> int:
+    """The number of parameters in a file of weights, from its header."""
+    with open_regular(file) as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    tensors = {name: about["shape"] for name, about in header.items() if name != "__metadata__"}
+    return sum(math.prod(shape) for name, shape in tensors.items() if not name.endswith(BUFFERS))
+
+
+def _table_rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _rows(f"{name}.{key}", inner)
+            yield from _table_rows(f"{name}.{key}", inner)
     else:
         values = value if isinstance(value, list | tuple) else [value]
         yield name, ", ".join("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)

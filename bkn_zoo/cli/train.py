@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.parser import check_folder
-from bkn_zoo.cli.train_options import parse
+from bkn_zoo.cli.train_options import parse_training
 from bkn_zoo.errors import HubError, InputError
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.interruption import Stopped, handled
-from bkn_zoo.training.plan import Plan, make_plan
+from bkn_zoo.training.plan import TrainingPlan, plan_training
 
 if TYPE_CHECKING:
     from bkn_zoo.training.finish import TrainingResult
@@ -21,9 +21,9 @@ UNKNOWN = 20.0
 """If the 95 % interval of an accuracy is wider than this, in percent, the accuracy is practically unknown."""
 
 
-def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
-    args, overrides = parse(arguments, prog)
-    plan: Plan | None = None
+def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
+    args, overrides = parse_training(arguments, prog)
+    plan: TrainingPlan | None = None
     found: Stamp = None
     interrupted = ending = False
 
@@ -36,9 +36,11 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
     with handled(interrupt, signal.SIGINT):
         try:
             plan = planned(args, overrides)
-            plan.say()  # before seconds of imports
+            plan.introduce()  # before seconds of imports
             found = stamp(plan)
-            result = carry_out(plan)
+            from bkn_zoo.training import run
+
+            result = run.carry_out(plan)
             if result.record:  # that of the first process
                 write_long_card(result, plan)
                 report(result, plan)
@@ -58,11 +60,11 @@ def main(arguments: list[str], prog: str = "bkn-zoo train") -> None:
             raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
 
 
-def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> Plan:
+def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan:
     """From the options; a publication that cannot succeed is refused now, not after hours of training."""
     names = ("name", "output", "results", "device", "resume", "workers", "save_minutes", "license")
     options = {name: getattr(args, name) for name in names}
-    plan = make_plan(args.recipe, args.data, overrides, init=args.checkpoint, **options)
+    plan = plan_training(args.recipe, args.data, overrides, init=args.checkpoint, **options)
     check_folder(args.data)
     if args.publish:
         if plan.results.resolve().name != "runs":
@@ -74,13 +76,7 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> Plan:
     return plan
 
 
-def carry_out(plan: Plan) -> "TrainingResult":
-    from bkn_zoo.training.run import carry_out
-
-    return carry_out(plan)
-
-
-def write_long_card(result: "TrainingResult", plan: Plan) -> None:
+def write_long_card(result: "TrainingResult", plan: TrainingPlan) -> None:
     """Replace the short card by one with the record of the run."""
     from bkn_zoo.checkpoints.folder import write_card
     from bkn_zoo.publishing.publish import card_of
@@ -89,15 +85,15 @@ def write_long_card(result: "TrainingResult", plan: Plan) -> None:
     write_card(result.folder, card_of(config, plan.name, plan.results.parent, result.folder, plan.license))
 
 
-def report(result: "TrainingResult", plan: Plan) -> None:
+def report(result: "TrainingResult", plan: TrainingPlan) -> None:
     """Print the accuracy, and where the checkpoint is."""
-    from bkn_zoo.training.evaluation import shown
+    from bkn_zoo.training.evaluation import show_top1
 
     record, folder = result.record, result.folder
     split = record["test_images"]
     for mode, metrics in record["test"].items():
         chosen = ", chosen on the validation images" if mode == record["chosen_statistics"] else ""
-        print(f"{split}, {mode}: top-1 {shown(metrics)}{chosen}")
+        print(f"{split}, {mode}: top-1 {show_top1(metrics)}{chosen}")
     if split == "validation":
         metrics = record["test"][record["chosen_statistics"]]
         few = metrics["top1_high"] - metrics["top1_low"] > UNKNOWN
@@ -106,7 +102,7 @@ def report(result: "TrainingResult", plan: Plan) -> None:
     print(f"saved to {folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(folder))}")
 
 
-def publish_result(result: "TrainingResult", plan: Plan, args: argparse.Namespace) -> None:
+def publish_result(result: "TrainingResult", plan: TrainingPlan, args: argparse.Namespace) -> None:
     """Publish the result on the Hub; if that fails, say how to do it later."""
     from bkn_zoo.publishing.publish import publish
 
@@ -124,7 +120,7 @@ Stamp = tuple[int, int] | None
 """A stamp of a saved state, which changes whenever it is written; None if there is none."""
 
 
-def stamp(plan: Plan) -> Stamp:
+def stamp(plan: TrainingPlan) -> Stamp:
     from bkn_zoo.training.state import STATE
 
     try:
@@ -134,14 +130,13 @@ def stamp(plan: Plan) -> Stamp:
     return status.st_ino, status.st_mtime_ns
 
 
-def how_to_go_on(error: BaseException, command: str, plan: Plan | None, found: Stamp) -> str:
+def how_to_go_on(error: BaseException, command: str, plan: TrainingPlan | None, found: Stamp) -> str:
     """What to do after an interruption; `found` is the stamp of the state from before this training."""
     from bkn_zoo.checkpoints.provenance import machines
 
     saved = plan and stamp(plan)
-    if (
-        plan is None or saved is None or (not plan.resume and saved == found)
-    ):  # no state, or that of an earlier training
+    # There is no state, or only that of an earlier training.
+    if plan is None or saved is None or (not plan.resume and saved == found):
         return "stopped before the first step: begin again with the same command"
     stopped = "stopped at once, and the last saved state stays"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped

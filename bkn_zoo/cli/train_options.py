@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bkn_zoo.cli.options import add_workers
-from bkn_zoo.cli.parser import CHECKPOINT, Parser, add_device, with_dashes
-from bkn_zoo.fields import wanted
-from bkn_zoo.training.fine_tuning import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
+from bkn_zoo.cli.parser import CHECKPOINT, add_device
+from bkn_zoo.fields import attributes_of, wanted
+from bkn_zoo.terminal import Parser, with_dashes
+from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH
 from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
 DESCRIPTION = """\
@@ -25,8 +26,8 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
     torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
 
 Options override fields of the recipe: --epochs 5 --augmentation.cutmix 1.0 --norm-options.warmup 100
---statistics-batch None (whole batches). Overrides become part of the run's name, unless --name is given. The output
-folder, runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt and
+--statistics-batch-size None (whole batches). Overrides become part of the run's name, unless --name is given. The
+output folder, runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt and
 results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test images are used
 once, at the end, with the stored weights.
 
@@ -35,52 +36,13 @@ few minutes. --resume needs the same options and as many processes; on the same 
 identical to those without an interruption.
 """
 
-FIELDS = {
-    "model": "the network: one of bkn_zoo.list_models(), torchvision:NAME or timm:NAME; with new weights unless "
-    "--checkpoint is given",
-    "dataset": "the kind of data set: folder (a folder of images for each class), cifar10, cifar100, ...",
-    "epochs": "passes over the training images; without a recipe, more than the default if there are few images",
-    "gradient_batch": "images per optimizer step, over all processes",
-    "statistics_batch": "images per statistics group (the images that are normalized together); None is all that a "
-    "process holds at a time",
-    "micro_batch": "images per forward pass, if a batch does not fit; None is all at once",
-    "size": "side of the network's input in pixels; None is the data set's or the checkpoint's",
-    "train_size": "the same in training, if different",
-    "validation": "share of the training images to hold out for validation, if the data set has no validation images",
-    "optimizer": "how weights are updated",
-    "lr": "highest learning rate",
-    "momentum": "of sgd",
-    "weight_decay": "of the weights, not of norms and biases",
-    "schedule": "how the learning rate falls after the warm-up: linearly or by a cosine",
-    "warmup": "share of the steps in which the learning rate rises",
-    "label_smoothing": "share of the target that is spread over all classes",
-    "ema": "decay per step of averaged weights, which are evaluated and saved; 0 is none",
-    "kalman_lr": "learning rate of the transition A, process noise R and gain q, relative to the others'",
-    "clip": "largest norm of the gradient; 0 is no limit",
-    "precision": "of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same; a CPU "
-    "without bf16 uses f32",
-    "keep": "weights of the last epoch, or of the best: the last whose validation loss is about the lowest",
-    "patience": "epochs without a lower validation loss after which the training ends; None is never",
-    "freeze": "train the classifier only (true), or keep this share of the layers, from the input on, as they are",
-    "graph": "replay steps from a CUDA graph",
-    "compile": "run the network through torch.compile",
-    "seed": "of weights, order and augmentation",
-}
+FIELDS = {name: text for name, text in attributes_of(Recipe).items() if name not in ("augmentation", "norm_options")}
+AUGMENTATION = attributes_of(Augmentation)
 """What each field of a recipe means."""
 
-AUGMENTATION = {
-    "crop": "shift by up to this share of the side",
-    "scale": "smallest share of the area that a random part keeps; 1 keeps all",
-    "rotate": "degrees",
-    "colour": "brightness, contrast and saturation, each by a factor within 1 +- this",
-    "flip": "mirror half of the images",
-    "erase": "side of a square that is blanked, as a share of the image's side",
-    "mixup": "alpha of its Beta distribution",
-    "cutmix": "alpha of its Beta distribution",
-}
 TABLES = ("--augmentation.", "--norm-options.")
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
-    "to fine-tune": FINE_TUNING | {"statistics_batch": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
+    "to fine-tune": FINE_TUNING | {"statistics_batch_size": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
     "new weights without a recipe": FROM_SCRATCH,
 }
 """Other defaults of fields, shown by --help."""
@@ -88,7 +50,10 @@ WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
 ALONE = [field.name for field in dataclasses.fields(Recipe) if bool in (field.type, *get_args(field.type))]
 """Fields that are true or false. Their options need no value."""
 
-OTHER_NAMES = {"gradient_batch": ("--batch-size", "--gradient-batch")}
+OTHER_NAMES = {
+    "gradient_batch": ("--batch-size", "--gradient-batch"),
+    "statistics_batch_size": ("--statistics-batch-size", "--statistics-batch"),
+}
 
 
 def train_parser(prog: str = "bkn-zoo train") -> Parser:
@@ -121,18 +86,18 @@ def train_parser(prog: str = "bkn-zoo train") -> Parser:
         if field.name in FIELDS:
             names = OTHER_NAMES.get(field.name, (f"--{field.name.replace('_', '-')}",))
             alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.name in ALONE else {}
-            what = _described(field, FIELDS[field.name])
+            what = _option_help(field, FIELDS[field.name])
             fields.add_argument(*names, dest=field.name, metavar="VALUE", help=what, **alone)
-    tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse` takes them out
+    tables = parser.add_argument_group("tables of the recipe")  # for help only: `parse_training` takes them out
     for field in dataclasses.fields(Augmentation):
-        what = _described(field, AUGMENTATION[field.name], "augmentation.")
+        what = _option_help(field, AUGMENTATION[field.name], "augmentation.")
         tables.add_argument(f"{TABLES[0]}{field.name}", metavar="VALUE", help=what)
     what = "an option of the network's norms, as bkn_zoo.create_model takes it (default: the network's own)"
     tables.add_argument(f"{TABLES[1]}NAME", metavar="VALUE", help=what)
     return parser
 
 
-def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> str:
+def _option_help(field: "dataclasses.Field[Any]", text: str, table: str = "") -> str:
     """The help of a field: its meaning, its values and its default."""
     missing = field.default is dataclasses.MISSING
     default = "the recipe's" if missing else str(field.default)
@@ -143,7 +108,7 @@ def _described(field: "dataclasses.Field[Any]", text: str, table: str = "") -> s
     return f"{text}; {wanted(field.type)} (default: {default})".replace("%", "%%")
 
 
-def parse(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
+def parse_training(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
     """The options, and the fields of the recipe that they override."""
     parser = train_parser(prog)
     # Taken out first: argparse would take the value of an option that it does not know for the recipe.

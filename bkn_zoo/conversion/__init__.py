@@ -13,8 +13,8 @@ from bkn_zoo.conversion.batchnorm import (
 from bkn_zoo.conversion.converted import Converted, convert
 from bkn_zoo.conversion.learning import Learned, learn_statistics
 from bkn_zoo.conversion.libraries import LibraryNetwork, from_library
-from bkn_zoo.conversion.measure import Advice, Shift, advise, measure
 from bkn_zoo.conversion.proof import Proof, prove
+from bkn_zoo.conversion.shift import Shift, measure_shift
 
 __all__ = [
     "convert",
@@ -28,12 +28,10 @@ __all__ = [
     "start_near_population",
     "BATCHNORM_GAIN",
     "LEARNING_GAIN",
-    "measure",
+    "measure_shift",
     "Shift",
-    "advise",
     "learn_statistics",
     "Learned",
-    "Advice",
 ]
 
 

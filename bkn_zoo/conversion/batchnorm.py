@@ -6,12 +6,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.measure import group_of, measure
+from bkn_zoo.conversion.shift import group_of, measure_shift
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain
-from bkn_zoo.norms.centered import BATCHNORM_GAIN, Centered, start_near_batchnorm  # noqa: F401, also exported from here
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, BatchKalmanNorm, check_gain  # noqa: F401, also exported from here
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
@@ -51,7 +50,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)
     for layer in filter(_has_prior, layers.values()):
-        start_near_batchnorm(layer)
+        layer.start_near_batchnorm()
 
 
 def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
@@ -76,11 +75,10 @@ def start_near_population(
     normalization, in all modes and in training. Outputs with `population` statistics do not change. Create the
     optimizer afterwards, because there are new parameters.
 
-    With `images`, the gain of each norm is measured (`bkn_zoo.conversion.measure`): Q = nT / (nT + V) for groups of n
-    images, divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the
-    same gain as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much
-    weight to a single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the
-    derivation.
+    With `images`, the gain of each norm is measured (`measure_shift`): Q = nT / (nT + V) for groups of n images,
+    divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the same gain
+    as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much weight to a
+    single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the derivation.
 
     Args:
         model: a network from `convert`, or with a converted part.
@@ -99,7 +97,8 @@ def start_near_population(
     Returns:
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
     """
-    norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, Centered) and _is_trained(norm)}
+    every = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, BatchKalmanNorm))
+    norms = {name: norm for name, norm in every if norm.centered and _is_trained(norm)}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
@@ -108,12 +107,12 @@ def start_near_population(
     gains = dict.fromkeys(norms, POPULATION_GAIN if gain is None else gain)
     check_gain(gains[next(iter(norms))])
     if gain is None and images is not None:
-        size, found = group_of(model, group), measure(model, images)
+        size, found = group_of(model, group), measure_shift(model, images)
         gains = {name: found[name].gain(size, adapted) if name in found else 0.0 for name in norms}
         gains = {name: max(measured, least_gain) for name, measured in gains.items()}
     for name, norm in norms.items():
         norm.take_center()
-        start_near_batchnorm(norm)
+        norm.start_near_batchnorm()
         norm.set_gain(gains[name])
     return list(norms)
 

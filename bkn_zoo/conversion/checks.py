@@ -5,15 +5,15 @@ import inspect
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from bkn_zoo.conversion.example import first_sentence
+from bkn_zoo.conversion.example import reason_of
 from bkn_zoo.conversion.report import Report
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+from bkn_zoo.torch_internals import AnyBatchNorm
 
 WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Wrappers of PyTorch, and the attribute with the network inside. The last one is that of torch.compile."""
@@ -24,7 +24,7 @@ OWN_NAMES = ("report", "foldable", "statistics_batch_size", "default_statistics"
 NAMED_SO = "a name that converted networks use themselves: rename it."
 
 
-def check(model: nn.Module, name: str) -> None:
+def check_convertible(model: nn.Module, name: str) -> None:
     """Refuse a network, or its part with this name, if it cannot be converted."""
     kind = type(model).__name__
     if any(isinstance(m, torch.jit.ScriptModule) and "BatchNorm" in m.original_name for m in model.modules()):
@@ -51,7 +51,7 @@ def check(model: nn.Module, name: str) -> None:
     if isinstance(part, Network):
         twin = f"{part.name.rpartition('_')[0]}_bkn"
         raise ConversionError(f"{part.name} is a network of the zoo: use create_model({twin!r}) instead.")
-    if isinstance(part, _BatchNorm):
+    if isinstance(part, AnyBatchNorm):
         raise ConversionError(f"{type(part).__name__} is itself a batch norm: convert the network that contains it.")
     if not holds_batchnorm(part):
         raise ConversionError(
@@ -81,7 +81,7 @@ def copy_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:  # a module may contain anything
         raise ConversionError(
-            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({first_sentence(error)}): "
+            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({reason_of(error)}): "
             "remove it or, if the first pass created it, convert the network before that pass."
         ) from error
 
@@ -99,7 +99,7 @@ def _uncopyable(model: nn.Module) -> str:
 
 
 def holds_batchnorm(module: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
+    return any(isinstance(part, AnyBatchNorm) for part in module.modules())
 
 
 def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
@@ -107,10 +107,10 @@ def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
     trains = any(parameter.requires_grad for parameter in whole.parameters())
     left = {}
     for name, norm in part.named_modules():
-        if not isinstance(norm, _BatchNorm):
+        if not isinstance(norm, AnyBatchNorm):
             continue
         hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-        own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        own_forward = type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
         if norm.running_mean is None:
             left[name] = "keeps no running statistics"
         elif any(hooks):

@@ -6,26 +6,30 @@ import inspect
 import types
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx import GraphModule
 
-from bkn_zoo.conversion.checks import check, copy_of, frozen_norms, holds_batchnorm
-from bkn_zoo.conversion.example import Inputs, first_sentence, inputs_of, left_alone, plans_for
-from bkn_zoo.conversion.plan import INTERLEAVED, Plan
+from bkn_zoo.conversion.checks import OWN_NAMES, check_convertible, copy_of, frozen_norms, holds_batchnorm
+from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
+from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan
 from bkn_zoo.conversion.record import CALLS, Record, is_open, run_with_record
-from bkn_zoo.conversion.replace import linked_norms, names_of, replace_norms
-from bkn_zoo.conversion.report import Report, Row
+from bkn_zoo.conversion.replace import linked_norms, names_of, posing_as_batchnorms, replace_norms
+from bkn_zoo.conversion.report import NEVER_CALLED, NormRow, Report, few_names
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import check_gain, no_weight_decay
-from bkn_zoo.norms.centered import BATCHNORM_GAIN
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, check_gain, no_weight_decay
+from bkn_zoo.torch_internals import AnyBatchNorm, tree_leaves, tree_map
+
+CHILDREN = {"children", "named_children", "modules", "named_modules", "_modules", "getattr", "get_submodule"}
+"""A method that uses one of these may run any child."""
+
+BATCHNORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "_BatchNorm", "_NormBase"}
 
 
 class Converted(BeliefNetwork):
@@ -37,9 +41,25 @@ class Converted(BeliefNetwork):
 
     _original: type[nn.Module]  # the class of the network before its conversion
     _looked = False  # whether it was checked that the network was trained after its conversion
+    _told = False  # whether removed norms were reported
+    _norms: tuple[str, ...] = ()  # the names of the converted norms
+    _images: str | int | None = None  # the input that contains the images
     _methods: tuple[str, ...] = ()  # methods of the original, besides `forward`, that run norms
     report: Report
     foldable = types.MappingProxyType({})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Skip that of the original, which may register the class or need arguments."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "default_statistics":
+            for norm in linked_norms(self):
+                norm.link.default = value
+
+    def train(self, mode: bool = True) -> Any:
+        with posing_as_batchnorms(self):  # a `train` of the original may freeze norms
+            return super().train(mode)
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with the chosen statistics.
@@ -125,9 +145,70 @@ def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
     members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if kind is Converted:
         members["forward"] = _with_signature(original.forward)
+    members |= {name: _method(function) for name, function in _functions(original).items() if _freezes(name, function)}
     members |= {name: _method(getattr(original, name)) for name in methods}
+    if hasattr(original, "from_pretrained"):
+        members["from_pretrained"] = classmethod(_refuse_loading)
+    if issubclass(original, GraphModule):
+        members |= {"__call__": nn.Module.__call__, "recompile": _recompile, "__deepcopy__": _copy_graph}
+        members["__reduce_ex__"] = _reduce_graph
     meta: Any = type(original)  # Lightning, for example, may have its own metaclass
-    return meta(original.__name__, (kind, original), members)
+    try:
+        return meta(original.__name__, (kind, original), members)
+    except Exception:  # a metaclass that registers classes may refuse a second one of this name
+        return type.__new__(meta, original.__name__, (kind, original), members)
+
+
+def _refuse_loading(cls: type[Converted], *args: Any, **kwargs: Any) -> Any:
+    raise ConversionError(
+        f"a converted {cls.__name__} cannot be loaded this way, because it would contain plain batch norms: load the "
+        "original, convert it, and load the state dict of the converted network."
+    )
+
+
+# Graphs of torch.fx: PyTorch gives each its own class, and writes `forward` into the class.
+
+
+@contextmanager
+def _as_original(graph: Any) -> Iterator[Any]:
+    kind = type(graph)
+    graph.__class__ = kind._original
+    try:
+        yield graph
+    finally:
+        graph.__class__ = kind
+
+
+def _recompile(self: Any) -> Any:
+    with _as_original(self):
+        return self.recompile()
+
+
+def _copy_graph(self: Any, memo: Any) -> Any:
+    with _as_original(self):
+        twin = copy.deepcopy(self, memo)
+    return _convert_graph(twin, self._kind(), self._methods, copy.deepcopy(_own_state(self), memo))
+
+
+def _reduce_graph(self: Any, protocol: Any) -> Any:
+    with _as_original(self):
+        function, args = self.__reduce__()
+    return _load_graph, (function, args, self._kind(), self._methods, _own_state(self))
+
+
+def _load_graph(function: Any, args: Any, *rest: Any) -> Any:
+    return _convert_graph(function(*args), *rest)
+
+
+def _own_state(network: Any) -> dict[str, Any]:
+    names = {*OWN_NAMES, *Converted.__annotations__, "name", "num_classes", "norm_options", "stride", "config"}
+    return {name: value for name, value in vars(network).items() if name in names}
+
+
+def _convert_graph(graph: Any, kind: Any, methods: tuple[str, ...], state: dict[str, Any]) -> Any:
+    graph.__class__ = converted_class(kind, type(graph), methods)  # type: ignore[arg-type]
+    vars(graph).update(state)
+    return graph
 
 
 def _with_signature(function: Any) -> Any:
@@ -148,28 +229,48 @@ def _with_signature(function: Any) -> Any:
 def _method(function: Any) -> Any:
     """Wrap a method that runs norms, so that a call from outside is one call of the network, with `statistics`."""
 
+    freezes = _freezes(function.__name__, function)
+
     @functools.wraps(function)
     def method(self: Converted, *args: Any, **kwargs: Any) -> Any:
-        if is_open(self):
-            return function(self, *args, **kwargs)
-        statistics = kwargs.pop("statistics", None)
-        return run_with_record(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
+        with posing_as_batchnorms(self) if freezes else nullcontext():
+            if is_open(self):
+                return function(self, *args, **kwargs)
+            statistics = kwargs.pop("statistics", None)
+            return run_with_record(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
 
     return method
 
 
 def _methods_of(model: nn.Module) -> tuple[str, ...]:
     """The methods that run norms: their code mentions a child with norms, or another such method."""
-    holders = {name for name, child in model.named_children() if holds_batchnorm(child)}
-    own = {}
-    for name in dir(type(model)):
-        function = inspect.getattr_static(type(model), name)
-        if inspect.isfunction(function) and not name.startswith("__") and not hasattr(nn.Module, name):
-            own[name] = {*function.__code__.co_names, *function.__code__.co_freevars}
+    holders = {name for name, child in model.named_children() if holds_batchnorm(child)} | CHILDREN
+    own = {name: _mentioned(function) for name, function in _functions(type(model)).items()}
     found: set[str] = set()
     while more := {name for name, names in own.items() if names & (holders | found)} - found:
         found |= more
     return tuple(sorted(found))
+
+
+def _functions(kind: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class that modules in general do not have."""
+    names = [name for name in dir(kind) if not name.startswith("__") and not hasattr(nn.Module, name)]
+    members = {name: inspect.getattr_static(kind, name) for name in names}
+    return {name: member for name, member in members.items() if inspect.isfunction(member)}
+
+
+def _mentioned(function: Any) -> set[str]:
+    """The names and strings in the code of a function, without its decorators, and in functions inside it."""
+    codes, names = [inspect.unwrap(function).__code__], set()
+    for code in codes:
+        names |= {*code.co_names, *code.co_freevars, *(const for const in code.co_consts if isinstance(const, str))}
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    return names
+
+
+def _freezes(name: str, function: Any) -> bool:
+    """Whether a method looks for batch norms, as in order to freeze them."""
+    return "freeze" in name or bool(_mentioned(function) & BATCHNORMS)
 
 
 def convert(
@@ -180,6 +281,7 @@ def convert(
     statistics_batch_size: int | None = None,
     default_statistics: str = "population",
     initial_gain: float = BATCHNORM_GAIN,
+    images: str | int | None = None,
 ) -> nn.Module:
     """Convert a network: a copy of `model` in which Batch Kalman Norms replace batch norms.
 
@@ -199,6 +301,8 @@ def convert(
         default_statistics: the statistics mode at inference, if a call does not choose one.
         initial_gain: the gain q that training starts with. Choose 0.5 to train from scratch, as the networks of the zoo
             do. For a pretrained network, use `bkn_zoo.conversion.start_near_population` instead.
+        images: the input that contains the images, by its name or place, if it is not the first. Statistics groups
+            consist of its rows.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
@@ -206,17 +310,17 @@ def convert(
     choose_statistics(False, default_statistics, statistics_batch_size)
     check_gain(initial_gain)
     for name in parts:
-        check(model, name)
+        check_convertible(model, name)
     whole: Any = copy_of(model)
     before = _count(model)
     inputs = None if example is None else inputs_of(example)
     earlier = getattr(whole, "report", Report((), (), before, before))
     reports = [earlier]
     for name in parts:
-        check(whole, name)
+        check_convertible(whole, name)
         part: Any = whole.get_submodule(name)
         given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
-        _convert(part, name, given, left=frozen_norms(whole, part))
+        _convert(part, name, given, frozen_norms(whole, part), images)
         part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
         for norm in linked_norms(part):
             if norm.has_prior:
@@ -224,6 +328,7 @@ def convert(
         if default_statistics != "population":
             part._warn_if_untrained(default_statistics)
         reports.append(part.report)
+        _warn_of_missing_links(part.report)
     report = Report(
         tuple(row for each in reports for row in each.rows), tuple(guess for each in reports for guess in each.guesses),
         earlier.parameters_before, _count(whole),
@@ -249,7 +354,7 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
                 failure = error
         if found:
             return found[0]
-    why = f" ({first_sentence(failure)})" if failure else ""
+    why = f" ({reason_of(failure)})" if failure else ""
     raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
 
 
@@ -257,31 +362,49 @@ def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any)
     found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
 
 
-def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str]) -> None:
+def _warn_of_missing_links(report: Report) -> None:
+    """Warn of norms that stay plain because they were not called, and of a network without any link."""
+    unused = [row.norm for row in report.rows if row.note == f"left: {NEVER_CALLED}"]
+    made = list(dict.fromkeys(row.norm for row in report.rows if not row.left))
+    why = ""
+    if unused:
+        why = f"{len(unused)} of {len(made) + len(unused)} batch norms were never called and stay batch norms: "
+        why += few_names(unused)
+    elif len(made) > 1 and not any(row.priors for row in report.rows):
+        why = f"none of the {len(made)} norms receives a belief, so that they have no A, R and q: {few_names(made)}"
+    if why:
+        warnings.warn(f"{why}. If that is wrong, pass another example to convert.", RuntimeWarning, stacklevel=3)
+
+
+def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str], images: str | int | None) -> None:
     """Convert a network in place: the part with this name, or the whole."""
     while True:
-        norms = [n for n, m in part.named_modules() if isinstance(m, _BatchNorm) and n not in left]
-        plans = plans_for(part, norms, example)
+        norms = [n for n, m in part.named_modules() if isinstance(m, AnyBatchNorm) and n not in left]
+        plans = plans_for(part, norms, example, images)
         unfit = {norm: why for plan in plans.values() for norm, why in plan.unfit.items()}
         left = left | unfit
         if not unfit:
             break
     if not any(plan.calls for plan in plans.values()):
-        reasons = "; ".join(f"{norm}: {why}" for norm, why in left.items()) or "none is called"
+        groups: dict[str, list[str]] = {}
+        for norm, why in left.items():
+            groups.setdefault(why, []).append(norm)
+        reasons = "; ".join(f"{few_names(names)}: {why}" for why, names in groups.items()) or "none is called"
         hint = ": convert a part with only=NAME in which each row is an image" if INTERLEAVED in left.values() else ""
         raise ConversionError(f"{type(part).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
     _settle_shapes(plans)
     prefix = f"{name}." if name else ""
-    rows = tuple(_rows(part, plans, left, prefix))
+    rows = tuple(_report_rows(part, plans, left, prefix))
     methods = _methods_of(part)
     replace_norms(part, plans, prefix)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
     part.foldable = plans[False].foldable if False in plans else {}
+    part._norms, part._images = tuple(dict.fromkeys(c.name for p in plans.values() for c in p.calls)), images
     guesses = tuple(dict.fromkeys(guess for plan in plans.values() for guess in plan.guesses))
     part.report = Report(rows, guesses, 0, 0)
 
 
-def _settle_shapes(plans: dict[bool, Plan]) -> None:
+def _settle_shapes(plans: dict[bool, ConversionPlan]) -> None:
     """Remove the transition of a norm whose calls would need different transitions."""
     calls = [call for plan in plans.values() for call in plan.calls]
     for name in {call.name for call in calls}:
@@ -291,7 +414,9 @@ def _settle_shapes(plans: dict[bool, Plan]) -> None:
                 each.pieces, each.why = [], "none: its calls would need transitions of different shapes"
 
 
-def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefix: str) -> Iterator[Row]:
+def _report_rows(
+    model: nn.Module, plans: dict[bool, ConversionPlan], left: dict[str, str], prefix: str
+) -> Iterator[NormRow]:
     names, called = names_of(model), set()
 
     def also(name: str) -> tuple[str, ...]:
@@ -306,11 +431,11 @@ def _rows(model: nn.Module, plans: dict[bool, Plan], left: dict[str, str], prefi
                 priors[other] = priors.get(other, 0) + 1
             path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
             note = "" if priors else each.why or "none: no norm below"
-            yield Row(prefix + each.name, priors, path, each.shapes, note, also(each.name))
+            yield NormRow(prefix + each.name, priors, path, each.shapes, note, also(each.name))
         called |= {each.name for each in new}
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and name not in called:
-            yield Row(prefix + name, {}, (), (), f"left: {left.get(name, 'never called')}", also(name))
+        if isinstance(module, AnyBatchNorm) and name not in called:
+            yield NormRow(prefix + name, {}, (), (), f"left: {left.get(name, NEVER_CALLED)}", also(name))
 
 
 def _count(model: nn.Module) -> int:

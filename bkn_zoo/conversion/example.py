@@ -1,30 +1,35 @@
 """The example inputs of a conversion: given by the caller, or created to fit the first layer."""
 
 import copy
+import functools
 import inspect
+import itertools
 import random
-import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
 
-from bkn_zoo.conversion.plan import Plan, make_plan
-from bkn_zoo.conversion.record import count_images
+from bkn_zoo.conversion.plan import ConversionPlan, plan_conversion
+from bkn_zoo.conversion.record import count_images, images_in
 from bkn_zoo.errors import ConversionError
+from bkn_zoo.torch_internals import tree_map
 
 SIZES = {1: ((64,), (1024,), (16000,)), 2: ((64, 64), (224, 224), (299, 299), (8, 8)), 3: ((8, 64, 64), (32, 64, 64))}
 """Sizes of created images, by the dimensions of the first convolution. The first accepted size is used."""
 
 FRAMES, TOKENS = 8, 7
 """Sizes of created videos and sequences."""
+
+REASON = 150
+"""Characters at the beginning and at the end of another error that ours quote."""
 
 
 class Inputs(NamedTuple):
@@ -44,42 +49,86 @@ def inputs_of(example: Any) -> Inputs:
     return Inputs((example,))
 
 
-def plans_for(model: nn.Module, norms: list[str], example: Inputs | None) -> dict[bool, Plan]:
+def plans_for(
+    model: nn.Module, norms: list[str], example: Inputs | None, images: str | int | None
+) -> dict[bool, ConversionPlan]:
     """Plans for training and evaluation. One is missing if the network accepts the example in one mode only.
 
     Args:
         model: the network, which is not changed.
         norms: the names of the norms to convert.
+        images: the input that contains the images.
     """
     plans, errors = {}, []
     given = [(example, False)] if example is not None else []
-    if example is not None and count_images(example) == 1:
-        given.insert(
-            0, (tree_map(_twice, example, is_leaf=_is_single_list), False)
-        )  # to distinguish an image from a batch
+    if example is not None and count_images(images_in(model.forward, images, *example)) == 1:
+        # to distinguish an image from a batch
+        given.insert(0, (tree_map(_twice, example, is_leaf=_is_single_list), False))
     tried = given or [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
-    for training in (True, False):
-        for inputs, meta in tried:
-            try:
-                plans[training] = _run(model, norms, inputs, training, meta)
-                break
-            except Exception as error:  # a network may raise any error for unexpected inputs
-                errors.append((error, inputs))
+    with unchanged_caches(model):
+        for training in (True, False):
+            for (inputs, meta), hooks in itertools.product(
+                tried, (False, True) if _functions_of_hooks(model) else (False,)
+            ):
+                try:
+                    plans[training] = _plan_on_copy(model, norms, inputs, images, training, meta, hooks)
+                    break
+                except Exception as error:  # a network may raise any error for unexpected inputs
+                    errors.append((error, inputs))
     if not plans:
-        raise _refused(model, errors[-1] if example is not None else errors[0], example is not None) from errors[0][0]
+        raise _refused_example(
+            model, errors[-1] if example is not None else errors[0], example is not None
+        ) from errors[0][0]
     return plans
 
 
-def _run(model: nn.Module, norms: list[str], inputs: Inputs, training: bool, meta: bool) -> Plan:
+def _plan_on_copy(
+    model: nn.Module,
+    norms: list[str],
+    inputs: Inputs,
+    images: str | int | None,
+    training: bool,
+    meta: bool,
+    hooks: bool,
+) -> ConversionPlan:
     with left_alone():
         twin = copy.deepcopy(model, _on_meta(model) if meta else {})
         twin.train(training)
-        inputs = tree_map(
-            lambda x: x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x, inputs
+        if not hooks:
+            # A copy has the same functions as hooks, which belong to the caller. Other hooks were copied.
+            for place, number in _functions_of_hooks(twin):
+                del place[number]
+        inputs = Inputs(
+            *tree_map(lambda x: x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x, inputs)
         )
+        count = count_images(images_in(model.forward, images, *inputs)) or 0
         context = torch.device("meta") if meta else torch.enable_grad()
         with context:
-            return make_plan(twin, {name: twin.get_submodule(name) for name in norms}, *inputs)
+            return plan_conversion(twin, {name: twin.get_submodule(name) for name in norms}, inputs, count)
+
+
+def _functions_of_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
+    """Hooks of a network that are plain functions."""
+    places = [place for module in model.modules() for place in (module._forward_hooks, module._forward_pre_hooks)]
+    return [(place, number) for place in places for number in place if inspect.isfunction(place[number])]
+
+
+@contextmanager
+def unchanged_caches(model: nn.Module) -> Iterator[None]:
+    """Clear caches that fill in the meantime (`functools.lru_cache`) beside the classes of a network.
+
+    They would contain tensors of the planner, for example on the meta device.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    places = [vars(place) for place in {*kinds, *(sys.modules.get(kind.__module__) for kind in kinds)} if place]
+    caches = {value for place in places for value in place.values() if isinstance(value, functools._lru_cache_wrapper)}
+    before = {cache: cache.cache_info().currsize for cache in caches}
+    try:
+        yield
+    finally:
+        for cache, size in before.items():
+            if cache.cache_info().currsize > size:
+                cache.cache_clear()
 
 
 def _on_meta(model: nn.Module) -> dict[int, Any]:
@@ -165,9 +214,14 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         yield (2, FRAMES, channels, *sizes[0])
 
 
-def _refused(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
+def _refused_example(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
     error, inputs = failure
-    kind, line, why = type(model).__name__, _line_of(error), first_sentence(error)
+    kind, line, why = type(model).__name__, _line_of(error), reason_of(error)
+    if given and _accepts(model, inputs):
+        return ConversionError(
+            f"{kind} accepts the example, but the conversion cannot follow it at {line} ({why}): convert parts of it "
+            "with only=NAME, and please report it."
+        )
     if given:
         return ConversionError(f"{kind} does not accept the example and fails at {line} ({why}): correct the example.")
     shape = tuple(next(x.shape for x in (*inputs.args, *inputs.kwargs.values()) if isinstance(x, Tensor)))
@@ -184,6 +238,18 @@ def _line_of(error: Exception) -> str:
     return f"{theirs[-1].filename}:{theirs[-1].lineno}, `{theirs[-1].line}`" if theirs else "its forward"
 
 
-def first_sentence(error: Exception) -> str:
-    """The first sentence of a foreign error."""
-    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__
+def _accepts(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether a network runs on these inputs, in training or evaluation mode."""
+    for training in (True, False):
+        with left_alone(), torch.no_grad(), suppress(Exception):
+            twin = copy.deepcopy(model)
+            twin.train(training)
+            twin(*copy.deepcopy(inputs.args), **copy.deepcopy(inputs.kwargs))
+            return True
+    return False
+
+
+def reason_of(error: Exception) -> str:
+    """The text of a foreign error in one line, without the middle of a long one: reasons are at the ends."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= 2 * REASON else f"{text[:REASON]} ... {text[-REASON:]}"

@@ -1,22 +1,21 @@
 """Learns Kalman parameters without labels, from the network's own outputs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.conversion.batchnorm import start_near_population
-from bkn_zoo.conversion.measure import by_statistics, group_of
+from bkn_zoo.conversion.shift import by_statistics, group_of
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
+from bkn_zoo.torch_internals import tree_leaves
 
 GAIN_RATE = 10.0
 """The learning rate of gains, relative to the other parameters. Adam changes each parameter by about its learning rate
@@ -73,30 +72,60 @@ def learn_statistics(
         raise InputError(f"epochs={epochs} and lr={lr} learn nothing: choose values above 0.")
     if gain is not None:
         start_near_population(model, gain)
-    student = Student(model, choose_statistics(False, statistics, group_of(model, None)), link)
-    before = {name: parameter.detach().clone() for name, parameter in student.parameters.items()}
+    chosen = choose_statistics(False, statistics, group_of(model, None))
+    parameters = _kalman_parameters(model, link)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        with left_in_its_modes(model), student.learning():
-            losses = _learn(student, images, epochs, lr, jitter, loss or relative_error)
-        return Learned(losses, student.changes(before))
+        with left_in_its_modes(model):
+            model.eval()  # not chained, because a custom train() may return nothing
+            model.requires_grad_(False)
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+            losses = _learn(model, parameters, images, chosen, epochs, lr, jitter, loss or relative_error)
+        return Learned(losses, _changes(parameters, before))
     except BaseException:
         with torch.no_grad():
-            for name, parameter in student.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(before[name])
         raise
+    finally:
+        for parameter, requires_grad in wanted:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None
+
+
+def _kalman_parameters(model: nn.Module, link: bool) -> dict[str, nn.Parameter]:
+    """The parameters that learn, by name."""
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
+    fixed = [name for name, norm in norms.items() if norm.gain.min() in (0, 1)]
+    if fixed or not norms:
+        raise InputError(
+            f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
+            "and a gain between 0 and 1."
+        )
+    found = {
+        parameter: f"{name}.{own}"  # a shared R has one name
+        for name, norm in norms.items()
+        for own, parameter in norm.named_parameters()
+        if own.partition(".")[0] in norm.kalman and (link or not own.startswith("transition"))
+    }
+    return {name: parameter for parameter, name in found.items()}
 
 
 def _learn(
-    student: "Student",
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
     images: Iterable[Any],
+    statistics: Statistics,
     epochs: int,
     lr: float,
     jitter: Callable[[Tensor], Tensor] | None,
     loss: Callable[[Any, Any], Tensor],
 ) -> list[float]:
     """The mean loss of each epoch."""
-    gains = [parameter for name, parameter in student.parameters.items() if name.endswith("raw_gain")]
-    others = [parameter for name, parameter in student.parameters.items() if not name.endswith("raw_gain")]
+    gains = [parameter for name, parameter in parameters.items() if name.endswith("raw_gain")]
+    others = [parameter for name, parameter in parameters.items() if not name.endswith("raw_gain")]
     optimizer = torch.optim.Adam([{"params": others, "lr": lr}, {"params": gains, "lr": GAIN_RATE * lr}])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / epochs)) / 2)
     total = epochs * len(images) if isinstance(images, Sized) else None
@@ -106,10 +135,11 @@ def _learn(
             values = []
             for batch in images:
                 x = images_of(batch).to(gains[0].device)
-                with torch.no_grad():
-                    target = student(x, Statistics("population"))
-                value = loss(student(x if jitter is None else jitter(x), student.statistics), target)
+                with torch.no_grad(), by_statistics(model, Statistics("population")):
+                    target = model(x)
                 optimizer.zero_grad()
+                with by_statistics(model, statistics):
+                    value = loss(model(x if jitter is None else jitter(x)), target)
                 value.backward()
                 optimizer.step()
                 values.append(value.detach())
@@ -123,84 +153,17 @@ def _learn(
     return losses
 
 
-class Student:
-    """A network with any statistics, in which only the Kalman parameters learn.
-
-    Attributes:
-        parameters: the parameters that learn, by name.
-        statistics: the statistics mode to learn for.
-    """
-
-    def __init__(self, model: nn.Module, statistics: Statistics, link: bool) -> None:
-        self.model, self.statistics, self.now = model, statistics, statistics
-        self.norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
-        fixed = [name for name, norm in self.norms.items() if norm.gain.min() in (0, 1)]
-        if fixed or not self.norms:
-            raise InputError(
-                f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
-                "and a gain between 0 and 1."
-            )
-        self.called: set[str] = set()
-        found = {
-            f"{name}.{own}": parameter
-            for name, norm in self.norms.items()
-            for own, parameter in norm.named_parameters()
-            if own.partition(".")[0] in norm.kalman and (link or not own.startswith("transition"))
-        }
-        names = {id(parameter): name for name, parameter in found.items()}  # a shared R has one name
-        self.parameters = {name: found[name] for name in names.values()}
-
-    def __call__(self, images: Tensor, statistics: Statistics) -> Any:
-        self.now = statistics
-        with by_statistics(self.model, statistics):
-            return self.model(images)
-
-    @contextmanager
-    def learning(self) -> Iterator[None]:
-        """Put the network into evaluation mode, use the statistics of the call in its norms, and freeze the rest."""
-
-        def watch(name: str) -> Any:
-            def hook(norm: Any, args: tuple[Any, ...]) -> Any:
-                self.called.add(name)
-                if norm.link is not None:
-                    return None
-                x, prior, *rest = args
-                return x, prior, self.now, *rest[1:]
-
-            return hook
-
-        wanted = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        every = {name: m for name, m in self.model.named_modules() if isinstance(m, BatchKalmanNorm)}
-        hooks = [norm.register_forward_pre_hook(watch(name)) for name, norm in every.items()]
-        try:
-            self.model.eval()  # not chained, because a custom train() may return nothing
-            self.model.requires_grad_(False)
-            for parameter in self.parameters.values():
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for parameter, requires_grad in wanted:
-                parameter.requires_grad_(requires_grad)
-                parameter.grad = None
-
-    def changes(self, before: dict[str, Tensor]) -> dict[str, float]:
-        """The largest change of each kind of parameter; an error if a parameter of a used norm did not change."""
-        found: dict[str, float] = {}
-        still = []
-        for name, parameter in self.parameters.items():
-            change = float((parameter.detach() - before[name]).abs().max())
-            norm = max((n for n in self.norms if name.startswith(f"{n}.")), key=len)
-            kind = name[len(norm) + 1 :].partition(".")[0]
-            found[kind] = max(found.get(kind, 0.0), change)
-            if norm in self.called and not change > 0:
-                still.append(name)
-        if still:
-            raise InputError(
-                f"{', '.join(still)} did not learn: the output does not depend on it, or all images are alike."
-            )
-        return found
+def _changes(parameters: dict[str, nn.Parameter], before: dict[str, Tensor]) -> dict[str, float]:
+    """The largest change of each kind of parameter; an error if one with a gradient did not change."""
+    changes = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in parameters.items()}
+    still = [name for name, parameter in parameters.items() if parameter.grad is not None and not changes[name] > 0]
+    if still:
+        raise InputError(
+            f"{', '.join(still)} did not learn: the output does not depend on it, or all images are alike."
+        )
+    kinds = ("transition", "raw_process_noise", "raw_gain", "center")
+    found = {kind: [change for name, change in changes.items() if kind in name.split(".")] for kind in kinds}
+    return {kind: max(values) for kind, values in found.items() if values}
 
 
 def relative_error(output: Any, target: Any) -> Tensor:

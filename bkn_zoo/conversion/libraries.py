@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted, convert, converted_class
+from bkn_zoo.conversion.converted import Converted, _method, convert, converted_class
 from bkn_zoo.errors import HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models.network import Network
@@ -34,6 +34,22 @@ class LibraryNetwork(Converted, Network):
         """
         self._check(images)
         return super().forward(images, statistics=statistics)
+
+    def forward_features(self, *args: Any, **kwargs: Any) -> Any:
+        """As the library's network, with `statistics`; torchvision's networks have no such method."""
+        original = getattr(self._original, "forward_features", None)
+        if original is None:
+            raise InputError(f"{self.name} has no forward_features: only networks of the zoo and of timm have it.")
+        return _method(original)(self, *args, **kwargs)
+
+    def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
+        """Replace the classifier: as the library's network does, or else the last linear layer."""
+        original = getattr(self._original, "reset_classifier", None)
+        if original is None:
+            return super().reset_classifier(num_classes)
+        original(self, num_classes, *args, **kwargs)
+        if self.config is not None and num_classes:
+            self.config = self.config.for_classes(num_classes)
 
 
 def named_network(converted: Any, name: str, num_classes: int, options: dict[str, Any], stride: int) -> LibraryNetwork:

@@ -6,15 +6,13 @@ all "add". For operations that are not in the table, the planner guesses, and re
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fitted, moved, together, without
-
-if TYPE_CHECKING:
-    from bkn_zoo.conversion.plan import Planner
+from bkn_zoo.conversion.ledger import Ledger
+from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
 
 
 class NeedsValuesError(Exception):
@@ -24,10 +22,10 @@ class NeedsValuesError(Exception):
 class Operation:
     """One operation: its name, arguments, result, and the tags of the tensors among its arguments."""
 
-    def __init__(self, planner: "Planner", function: Any, args: Any, kwargs: Any, result: Any, tags: dict[int, Tag]):
-        self.planner, self.function, self.args, self.kwargs = planner, function, args, kwargs
+    def __init__(self, ledger: Ledger, function: Any, args: Any, kwargs: Any, result: Any, tags: dict[int, Tag]):
+        self.ledger, self.function, self.args, self.kwargs = ledger, function, args, kwargs
         self.result, self.tags = result, tags
-        self.name = name_of(function)
+        self.name = basic_name(function)
         tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
         self.tensors = [tensor for tensor in tensors if id(tensor) in tags]
         """The tensors with a tag."""
@@ -55,7 +53,7 @@ class Operation:
         return default
 
 
-def name_of(function: Any) -> str:
+def basic_name(function: Any) -> str:
     """The basic name: `add` for aten::add.Tensor, aten::add_.Scalar and so on."""
     return str(function._schema.name).rpartition("::")[2].strip("_")
 
@@ -70,7 +68,7 @@ def _tensors(args: Any) -> list[Tensor]:
     return found
 
 
-def move(o: Operation) -> Any:
+def move_with_features(o: Operation) -> Any:
     """Channels and images move with the features."""
     function = torch.reshape if o.name in ("view", "unsafe_view", "reshape_alias") else o.function
     return moved(function, o.args[:2] if function is torch.reshape else o.args, o.kwargs, o.tags)
@@ -93,29 +91,29 @@ def select(o: Operation) -> Any:
 
 def sum_(o: Operation) -> Tag:
     """Passes on the belief of the main branch, which is the deeper one."""
-    planner = o.planner
+    ledger = o.ledger
     tensors = [x for x in o.tensors if not (o.name == "where" and x is o.args[0])] or o.tensors
-    deepest = max(tensors, key=lambda x: planner.depth_of(o.tag(x)))
-    return planner.renumbered(fitted(o.tag(deepest).channels, o.shape), _images(o))
+    deepest = max(tensors, key=lambda x: ledger.depth_of(o.tag(x)))
+    return ledger.renumbered(fit_shape(o.tag(deepest).channels, o.shape), _images(o))
 
 
 def product(o: Operation) -> Tag:
     """Passes on the belief about the factor that is not a gate, otherwise about the shallower factor."""
-    planner = o.planner
+    ledger = o.ledger
     tags = [o.tag(x) for x in o.tensors]
-    kept = min([t for t in tags if not planner.is_gate(t)] or tags, key=planner.depth_of)
-    gate = all(map(planner.is_gate, tags))
-    return planner.renumbered(fitted(kept.channels, o.shape), _images(o), gate=gate)
+    kept = min([t for t in tags if not ledger.is_gate(t)] or tags, key=ledger.depth_of)
+    gate = all(map(ledger.is_gate, tags))
+    return ledger.renumbered(fit_shape(kept.channels, o.shape), _images(o), gate=gate)
 
 
 def gate(o: Operation) -> Tag:
     """Makes a gate."""
-    return o.planner.renumbered(fitted(o.first.channels, o.shape), _images(o), gate=True)
+    return o.ledger.renumbered(fit_shape(o.first.channels, o.shape), _images(o), gate=True)
 
 
 def pass_on(o: Operation) -> Tag:
     """Keeps channels where they are: elementwise operations, pooling, dropout, other norms."""
-    return o.planner.renumbered(fitted(o.first.channels, o.shape), fitted(o.first.images, o.shape))
+    return o.ledger.renumbered(fit_shape(o.first.channels, o.shape), fit_shape(o.first.images, o.shape))
 
 
 def pad(o: Operation) -> Tag:
@@ -126,10 +124,10 @@ def pad(o: Operation) -> Tag:
         if tag.channels.shape[dim] == 1 and o.shape[dim] > sum(amounts[place : place + 2]):
             amounts[place : place + 2] = [0, 0]
     channels = torch.constant_pad_nd(tag.channels, amounts, NOTHING)
-    return o.planner.renumbered(fitted(channels, o.shape), fitted(tag.images, o.shape))
+    return o.ledger.renumbered(fit_shape(channels, o.shape), fit_shape(tag.images, o.shape))
 
 
-def fold(o: Operation) -> Tag:
+def fold_patches(o: Operation) -> Tag:
     """Adds overlapping patches. The positions of a patch are next to each other in the input, channel by channel."""
     x, positions = o.tensors[0], prod(o.given("kernel_size"))
 
@@ -137,7 +135,7 @@ def fold(o: Operation) -> Tag:
         return numbers.expand(*numbers.shape[:-2], x.shape[-2], -1).unflatten(-2, (-1, positions))
 
     channels = patches(o.first.channels).amax((-2, -1), keepdim=True)  # the padding of patches is NOTHING, the smallest
-    return o.planner.renumbered(channels, without(patches(o.first.images), [-2, -1]))
+    return o.ledger.renumbered(channels, without(patches(o.first.images), [-2, -1]))
 
 
 def reduce(o: Operation) -> Tag | None:
@@ -148,7 +146,7 @@ def reduce(o: Operation) -> Tag | None:
     if dims is None or dims == []:
         return None
     dims = [dim % x.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
-    tag = o.planner.renumbered(o.first.channels, o.first.images)
+    tag = o.ledger.renumbered(o.first.channels, o.first.images)
     channels, images = tag.channels.amin(dims, keepdim=True), without(tag.images, dims)
     if not o.given("keepdim"):
         for dim in sorted(dims, reverse=True):
@@ -159,28 +157,28 @@ def reduce(o: Operation) -> Tag | None:
 def convolve(o: Operation) -> Tag | None:
     """Mixes the channels of each group."""
     x = o.args[0]
-    return o.planner.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
+    return o.ledger.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
 
 
 def linear(o: Operation) -> Tag | None:
     x = o.args[0]
-    return o.planner.mixed(x, o.tag(x), x.ndim - 1, o.shape) if id(x) in o.tags else None
+    return o.ledger.mixed(x, o.tag(x), x.ndim - 1, o.shape) if id(x) in o.tags else None
 
 
 def contract(o: Operation) -> Tag:
     """A matrix product. With a parameter, it mixes channels. With two features, one weighs the other (attention)."""
-    planner = o.planner
+    ledger = o.ledger
     left, right = o.args[-2:] if len(o.args) < 4 else o.args[1:3]  # a sum may come first
     if id(left) not in o.tags and id(right) not in o.tags:
         return pass_on(o)
     if id(right) not in o.tags:
-        return planner.mixed(left, o.tag(left), left.ndim - 1, o.shape)
+        return ledger.mixed(left, o.tag(left), left.ndim - 1, o.shape)
     if id(left) not in o.tags:
-        return planner.mixed(right, o.tag(right), right.ndim - 2, o.shape)
+        return ledger.mixed(right, o.tag(right), right.ndim - 2, o.shape)
     factors = [o.tag(left), o.tag(right)]
-    kept = min([t for t in factors if not planner.is_gate(t)] or factors, key=planner.depth_of)
+    kept = min([t for t in factors if not ledger.is_gate(t)] or factors, key=ledger.depth_of)
     images = [without(factors[0].images, [-1]), without(factors[1].images, [-2])]
-    return planner.renumbered(fitted(kept.channels, o.shape), together(images, o.shape))
+    return ledger.renumbered(fit_shape(kept.channels, o.shape), together(images, o.shape))
 
 
 def attend(o: Operation) -> Tag:
@@ -191,7 +189,7 @@ def attend(o: Operation) -> Tag:
     images = [without(value.images, [-2])]
     images += [] if query is None else [without(query.images, [-1])]
     images += [] if key is None else [without(key.images, [-1, -2])]
-    return o.planner.renumbered(fitted(value.channels, o.shape), together(images, o.shape))
+    return o.ledger.renumbered(fit_shape(value.channels, o.shape), together(images, o.shape))
 
 
 def put(o: Operation) -> Tag:
@@ -199,9 +197,9 @@ def put(o: Operation) -> Tag:
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
-    o.planner.write(x)
+    o.ledger.write(x)
     whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
-    return whole[0] if whole else o.planner.vague(o.result)
+    return whole[0] if whole else o.ledger.vague(o.result)
 
 
 def forget(o: Operation) -> None:
@@ -211,24 +209,24 @@ def forget(o: Operation) -> None:
 def guess(o: Operation) -> Any:
     """Passes on the belief about its first tensor; mixes channels if it changes their number."""
     results = o.result if isinstance(o.result, tuple | list) else [o.result]
-    planner, x = o.planner, o.tensors[0]
-    name, kind = planner.modules[-1]
+    ledger, x = o.ledger, o.tensors[0]
+    name, kind = ledger.modules[-1]
     place = f"{name} (a {kind})" if name else "the network itself"
     note = f"{o.name} in {place}: assumed to pass on the belief about its first tensor"
-    tag, tags = planner.renumbered(o.first.channels, o.first.images, guess=(note,)), []
+    tag, tags = ledger.renumbered(o.first.channels, o.first.images, guess=(note,)), []
     for result in results:
         shape: Sequence[int] = getattr(result, "shape", ())
         if len(shape) < 2 or x.ndim < 2:
-            tags.append(planner.vague(result) if isinstance(result, Tensor) else None)
+            tags.append(ledger.vague(result) if isinstance(result, Tensor) else None)
             continue
         images = tag.images if shape[0] == x.shape[0] else torch.full((1,) * len(shape), UNKNOWN)
         if len(shape) != x.ndim:
-            tags.append(planner.vague(result))
+            tags.append(ledger.vague(result))
         elif shape[1] == x.shape[1]:
-            tags.append(planner.renumbered(fitted(tag.channels, shape), fitted(images, shape)))
+            tags.append(ledger.renumbered(fit_shape(tag.channels, shape), fit_shape(images, shape)))
         else:
-            made = planner.mixed(x, tag, 1, shape)
-            tags.append(Tag(made.channels, fitted(images, shape)))
+            made = ledger.mixed(x, tag, 1, shape)
+            tags.append(Tag(made.channels, fit_shape(images, shape)))
     return tags if isinstance(o.result, tuple | list) else tags[0]
 
 
@@ -237,7 +235,7 @@ def _images(o: Operation) -> Tensor:
 
 
 TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
-    (move, """alias as_strided cat channel_shuffle clone detach diagonal expand flip im2col lift_fresh
+    (move_with_features, """alias as_strided cat channel_shuffle clone detach diagonal expand flip im2col lift_fresh
         native_channel_shuffle permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape_alias roll
         select slice split split_with_sizes squeeze stack t transpose unbind unfold unsafe_split unsafe_view unsqueeze
         view"""),
@@ -253,7 +251,7 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
     (linear, "linear"),
     (contract, "mm bmm addmm baddbmm"),
     (pad, "constant_pad_nd"),
-    (fold, "col2im"),
+    (fold_patches, "col2im"),
     (pass_on, """relu leaky_relu prelu_kernel elu celu gelu silu hardswish hardtanh mish softplus softshrink hardshrink
         threshold rrelu_with_noise log_sigmoid_forward native_dropout abs ceil clamp clamp_min clamp_max cos erf exp
         expm1 fill floor floor_divide log log1p logit masked_fill nan_to_num neg pow reciprocal remainder round rsqrt

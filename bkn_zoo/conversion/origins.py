@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_PIECES = 8
 """Largest number of blocks of a transition. Channels that would need more get one full matrix."""
 
 
-@dataclass(frozen=True)
-class Single:
+class Single(NamedTuple):
     """A channel with a belief from the call of a norm, or that depends on one such channel only."""
 
     call: int
@@ -29,12 +28,11 @@ class Mix:
     depth: float
 
 
-@dataclass(frozen=True)
-class Mixed:
+class Mixed(NamedTuple):
     """One channel of a `Mix`."""
 
     mix: Mix
-    index: int
+    place: int
 
 
 Origin = Single | Mixed | None
@@ -69,9 +67,9 @@ def sources_of(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int, tupl
     if mix is not None:
         return mix.sources, mix.groups, path
     union: dict[tuple[int, int], Single] = {}
-    for origin in origins:
-        sources = () if origin is None else (origin,) if isinstance(origin, Single) else origin.mix.sources
-        for source in sources:
+    parts = dict.fromkeys(origin.mix if isinstance(origin, Mixed) else origin for origin in origins if origin)
+    for part in parts:
+        for source in (part,) if isinstance(part, Single) else part.sources:
             union.setdefault((source.call, source.channel), source)
     return tuple(union.values()), 1, path
 
@@ -108,4 +106,5 @@ def pieces_of(origins: Sequence[Origin], features: int) -> list[Piece]:
 
 
 def _join(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for path in paths for name in path))
+    distinct = {id(path): path for path in paths}  # most channels share one tuple
+    return tuple(dict.fromkeys(name for path in distinct.values() for name in path))

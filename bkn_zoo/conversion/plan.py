@@ -7,21 +7,26 @@ of the belief for each number (see `origins`). The numbers that reach a norm the
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from bkn_zoo.conversion.operations import NeedsValuesError, Operation, guess, handler_of, name_of
-from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Piece, Single, pieces_of, sources_of, through
-from bkn_zoo.conversion.record import count_images, lists_of_images
-from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, UNKNOWN, Tag, by_row, shortened, tensors_in, without
+from bkn_zoo.conversion.ledger import Ledger
+from bkn_zoo.conversion.operations import NeedsValuesError, Operation, basic_name, guess, handler_of
+from bkn_zoo.conversion.origins import Origin, Piece, Single, pieces_of
+from bkn_zoo.conversion.record import lists_of_images
+from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, by_row, tensors_in, without
+from bkn_zoo.torch_internals import (
+    TorchDispatchMode,
+    memory_of,
+    tree_leaves,
+    without_dispatch_modes,
+    without_torch_function,
+)
 
 NOT_FOLLOWED = "its input has unknown channels"
 INTERLEAVED = "the rows of its input are not grouped by image"
@@ -36,7 +41,7 @@ class NormCall:
         features: number of channels.
         pieces: pieces of its transition; none for a first layer.
         ordered: whether rows are known to be grouped by image, if an image has several.
-        depth: number of norms on its path, including itself.
+        single: whether each row is an image.
         why: the reason if `pieces` is empty although there are norms below.
     """
 
@@ -44,7 +49,7 @@ class NormCall:
     features: int
     pieces: list[Piece]
     ordered: bool
-    depth: float
+    single: bool
     why: str = ""
 
     @property
@@ -53,7 +58,7 @@ class NormCall:
 
 
 @dataclass
-class Plan:
+class ConversionPlan:
     """The result of one run: the calls of norms in order, norms that cannot be converted and why, guesses, and norms
     that can be folded into a convolution, with its name."""
 
@@ -63,16 +68,19 @@ class Plan:
     foldable: dict[str, str] = field(default_factory=dict)
 
 
-def make_plan(model: nn.Module, norms: dict[str, nn.Module], args: Any, kwargs: Any) -> Plan:
+def plan_conversion(model: nn.Module, norms: dict[str, nn.Module], inputs: Any, images: int) -> ConversionPlan:
     """Run a model on an example. The model is changed.
 
     Args:
         norms: the norms of the model to convert.
+        inputs: the arguments of the call.
+        images: number of images in the inputs.
     """
-    planner = Planner(model, norms, count_images((args, kwargs)) or 0)
+    args, kwargs = inputs
+    planner = Planner(model, norms, images)
     with untracked():
         planner.tag_inputs((args, kwargs))
-    with torch.inference_mode(), planner:
+    with torch.no_grad(), planner:
         output = model(*args, **kwargs)
     planner.find_foldable(output)
     return planner.plan
@@ -81,7 +89,7 @@ def make_plan(model: nn.Module, norms: dict[str, nn.Module], args: Any, kwargs: 
 @contextmanager
 def untracked() -> Iterator[None]:
     """Disable the planner for its own computations."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with without_torch_function(), without_dispatch_modes():
         yield
 
 
@@ -89,24 +97,20 @@ class Planner(TorchDispatchMode):
     """Observes every operation of a network, and stores the tags of tensors.
 
     Attributes:
-        images: number of images in the example.
-        origins: the origin of the belief for each number.
-        guessed: the guesses that each number depends on.
-        gates: the numbers of channels that only weigh others.
+        ledger: the numbers of channels.
+        owners: a tensor with a tag for each memory.
+        convolved, normed: the outputs of convolutions and the inputs of norms, by their tags.
     """
 
     def __init__(self, model: nn.Module, norms: dict[str, nn.Module], images: int) -> None:
         super().__init__()
-        self.plan, self.images = Plan(), images
-        self.origins: list[Origin] = [None]
-        self.guessed: list[tuple[str, ...]] = [()]
-        self.gates: set[int] = set()
-        self.modules: list[tuple[str, str]] = []  # running modules with their kinds, the innermost last
-        self.owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their memory
-        self.written: dict[int, Any] = {}  # memory into which features were copied
+        self.plan, self.ledger = ConversionPlan(), Ledger(images)
+        self.owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.convolved: list[tuple[str, Tag]] = []
         self.normed: list[tuple[str, Tag]] = []
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # has no hooks
+                continue
             module.register_forward_pre_hook(functools.partial(self.enter, name))
             module.register_forward_hook(functools.partial(self.leave, name), always_call=True)
             if isinstance(module, nn.RNNBase):
@@ -117,10 +121,10 @@ class Planner(TorchDispatchMode):
     # Modules
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self.modules.append((name, type(module).__name__))
+        self.ledger.modules.append((name, type(module).__name__))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.modules.pop()
+        self.ledger.modules.pop()
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and isinstance(output, Tensor):
             with untracked():
                 tag = self.tag_of(output)
@@ -134,92 +138,38 @@ class Planner(TorchDispatchMode):
         """Give numbers to the channels of the example, with the images along the first dimension, or in a list."""
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.ndim > 0:
-                tag = self.vague(leaf)
+                tag = self.ledger.vague(leaf)
                 if leaf.is_floating_point() and leaf.ndim > 1:
-                    tag.channels = self.numbered(leaf.ndim, 1, [None] * leaf.shape[1])
+                    tag.channels = self.ledger.numbered(leaf.ndim, 1, [None] * leaf.shape[1])
                 self.set_tag(leaf, tag)
         for images in lists_of_images(inputs):
             for number, image in enumerate(images):
-                channels = self.numbered(3, 0, [None] * image.shape[0])
+                channels = self.ledger.numbered(3, 0, [None] * image.shape[0])
                 self.set_tag(image, Tag(channels, torch.full((1, 1, 1), number)))
-
-    def vague(self, x: Tensor) -> Tag:
-        """A tag without channels. The first dimension counts as images if its size fits."""
-        images = torch.full((1,) * x.ndim, UNKNOWN)
-        if x.ndim and x.shape[0] == self.images:
-            images = torch.arange(self.images).view(-1, *[1] * (x.ndim - 1))
-        return Tag(torch.full((1,) * x.ndim, NOTHING), images)
 
     def set_tag(self, x: Any, tag: Tag | None) -> None:
         if isinstance(x, Tensor) and tag is not None:
             vars(x)["_bkn_tag"] = tag
-            self.owners[x.untyped_storage()._cdata] = x
+            self.owners[memory_of(x)] = x
 
     def tag_of(self, x: Tensor) -> Tag | None:
         """The tag of a tensor, or of a tensor that shares its memory."""
         tag = vars(x).get("_bkn_tag")
         if tag is None and not isinstance(x, nn.Parameter):
-            memory = x.untyped_storage()._cdata
+            memory = memory_of(x)
             owner = self.owners.get(memory)
             if owner is not None and owner.shape == x.shape and owner.stride() == x.stride():
                 tag = vars(owner)["_bkn_tag"]
-            elif owner is not None or memory in self.written:
-                tag = self.vague(x)
+            elif owner is not None or memory in self.ledger.written:
+                tag = self.ledger.vague(x)
             self.set_tag(x, tag)
         return tag
-
-    def write(self, x: Tensor) -> None:
-        """Record that features are copied into the memory of a tensor, which may be part of a larger one."""
-        self.written[x.untyped_storage()._cdata] = x.untyped_storage()
-
-    def numbered(self, ndim: int, dim: int, origins: Sequence[Origin], guessed: tuple[str, ...] = ()) -> Tensor:
-        """Create numbers for channels along a dimension."""
-        numbers = torch.arange(len(self.origins), len(self.origins) + len(origins))
-        self.origins.extend(origins)
-        self.guessed.extend([guessed] * len(origins))
-        shape = [1] * ndim
-        shape[dim] = len(origins)
-        return numbers.view(shape)
-
-    def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False, guess: tuple[str, ...] = ()) -> Tag:
-        """New numbers for the same channels after an operation, which may make a gate, or be guessed.
-
-        A norm that sees them from here on has not seen those before the operation.
-        """
-        old, places = torch.unique(channels, return_inverse=True)
-        first = len(self.origins)
-        self.origins.extend([self.origins[number] for number in old.tolist()])
-        self.guessed.extend([self.guessed[number] + guess for number in old.tolist()])
-        if gate or (old.numel() and int(old[0]) in self.gates):
-            self.gates.update(range(first, len(self.origins)))
-        return Tag(places + first, shortened(images))
-
-    def along(self, x: Tensor, tag: Tag, dim: int) -> list[int]:
-        """The numbers of channels along a dimension; all numbers, if they differ along others as well."""
-        numbers = tag.channels.movedim(dim, 0).flatten(1)
-        if numbers.shape[1] == 1 or bool((numbers == numbers[:, :1]).all()):
-            return numbers[:, 0].expand(x.shape[dim]).tolist()
-        return torch.unique(numbers).tolist()
-
-    def depth(self, origin: Origin) -> float:
-        if origin is None:
-            return 0
-        return self.plan.calls[origin.call].depth if isinstance(origin, Single) else origin.mix.depth
-
-    def depth_of(self, tag: Tag) -> float:
-        return max((self.depth(self.origins[n]) for n in torch.unique(tag.channels).tolist()), default=0)
-
-    def is_gate(self, tag: Tag) -> bool:
-        return tag.channels.numel() > 0 and int(tag.channels.flatten()[0]) in self.gates
-
-    def guesses_behind(self, numbers: Sequence[int]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(guess for number in numbers for guess in self.guessed[number]))
 
     # Operations
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if handler_of(name_of(function)) is guess:
+        if handler_of(basic_name(function)) is guess:
             with self:
                 result = function.decompose(*args, **kwargs)  # into simpler operations, which are handled one by one
             if result is not NotImplemented:
@@ -233,7 +183,7 @@ class Planner(TorchDispatchMode):
                     tags[id(leaf)] = tag
         result = function(*args, **kwargs)
         if tags:
-            operation = Operation(self, function, args, kwargs, result, tags)
+            operation = Operation(self.ledger, function, args, kwargs, result, tags)
             with untracked():
                 self.set_tags(result, self.handle(operation))
         return result
@@ -257,24 +207,6 @@ class Planner(TorchDispatchMode):
             for x, tag in zip(result, made or [None] * len(result), strict=True):
                 self.set_tag(x, tag)
 
-    def mixed(self, x: Tensor, tag: Tag, dim: int, shape: Sequence[int], groups: int = 1) -> Tag:
-        """A convolution or a linear layer over a dimension."""
-        numbers, outputs = self.along(x, tag, dim), shape[dim]
-        origins = [self.origins[number] for number in numbers]
-        name = self.modules[-1][0]
-        if groups == len(origins):
-            made: list[Origin] = [through(origin, name) for origin in origins for _ in range(outputs // groups)]
-        else:
-            sources, blocks, path = sources_of(origins)
-            blocks = gcd(groups, blocks)
-            if blocks == 1:
-                sources = tuple({(source.call, source.channel): source for source in sources}.values())
-            depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than its sources, for x + conv(x)
-            mix = Mix(sources, outputs, blocks, (*path, name), depth)
-            made = [Mixed(mix, index) if sources else None for index in range(outputs)]
-        images = without(tag.images, [d for d in range(x.ndim) if d == dim or x.shape[d] != shape[d]])
-        return Tag(self.numbered(len(shape), dim, made, self.guesses_behind(numbers)), images)
-
     # Layers that are handled as a whole
 
     def norm(self, name: str, norm: Any, forward: Any, input: Tensor) -> Tensor:
@@ -289,40 +221,44 @@ class Planner(TorchDispatchMode):
         return result
 
     def plan_norm(self, name: str, features: int, x: Tensor, tag: Tag) -> Tag:
-        numbers = self.along(x, tag, 1)
-        origins = [self.origins[number] for number in numbers]
+        numbers = self.ledger.along(x, tag, 1)
+        origins = [self.ledger.origins[number] for number in numbers]
         pieces = pieces_of(origins, features)
-        depth = 1 + max((self.depth(origin) for origin in origins), default=0)
-        self.plan.guesses += [guess for guess in self.guesses_behind(numbers) if guess not in self.plan.guesses]
+        depth = 1 + max((self.ledger.depth(origin) for origin in origins), default=0)
+        self.plan.guesses += [guess for guess in self.ledger.guesses_behind(numbers) if guess not in self.plan.guesses]
         ordered = self.look_at_rows(name, tag, x.shape[0])
         self.normed.append((name, tag))
         call = len(self.plan.calls)
-        self.plan.calls.append(NormCall(name, features, pieces, ordered, depth))
+        self.plan.calls.append(NormCall(name, features, pieces, ordered, ordered and x.shape[0] == self.ledger.images))
+        self.ledger.depths.append(depth)
         seen: list[Origin] = [Single(call, channel) for channel in range(features)]
         if len(numbers) == features:
             for number, origin in zip(numbers, seen, strict=True):
                 if number != NOTHING:
-                    self.origins[number] = origin
+                    self.ledger.origins[number] = origin
         images = without(tag.images, range(1, x.ndim))
-        return Tag(self.numbered(x.ndim, 1, seen), images)
+        return Tag(self.ledger.numbered(x.ndim, 1, seen), images)
 
     def look_at_rows(self, name: str, tag: Tag, rows: int) -> bool:
         """Whether rows are grouped by image, with the same number for each; otherwise the norm cannot be converted."""
         images = by_row(tag.images, rows)
         if bool((images == MIXED).any()) or bool((images.diff() < 0).any() and not (images < ANY).any()):
             self.plan.unfit[name] = INTERLEAVED
-        if not self.images or rows % self.images:
+        if not self.ledger.images or rows % self.ledger.images:
             return False
-        return torch.equal(images, torch.arange(self.images).repeat_interleave(rows // self.images))
+        return torch.equal(images, torch.arange(self.ledger.images).repeat_interleave(rows // self.ledger.images))
 
-    def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Tensor, *states: Any) -> Any:
+    def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Any, hx: Any = None) -> Any:
         """A recurrent layer: it mixes channels along the positions of an image, or mixes images."""
         with untracked():
-            output, state = forward(input, *states)
-            tag = self.tag_of(input)
+            output, state = forward(input, hx)
+            # A packed sequence mixes the images of a batch: its channels are not followed.
+            tag = self.tag_of(input) if isinstance(input, Tensor) else None
             if tag is not None:
                 along = 1 if module.batch_first else 0
-                made = self.mixed(input, Tag(tag.channels, without(tag.images, [along])), input.ndim - 1, output.shape)
+                made = self.ledger.mixed(
+                    input, Tag(tag.channels, without(tag.images, [along])), input.ndim - 1, output.shape
+                )
                 self.set_tag(output, made)
                 for x in state if isinstance(state, tuple) else [state]:
                     channels = made.channels.select(along, 0)[None].narrow(-1, 0, x.shape[-1])

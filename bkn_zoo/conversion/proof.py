@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.conversion.example import left_alone
 from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+from bkn_zoo.torch_internals import tree_map
 
 NEGLIGIBLE = 1e-4
 """Share of the largest gradient. Smaller gradients, such as that of a bias before a norm, are compared with it."""
@@ -91,7 +91,7 @@ def _prove(
     for model in (bn, bkn):
         model.eval()  # not chained, because a custom train() may return nothing
     with torch.no_grad():
-        output = _difference(_outputs(bn, inputs, seed), _outputs(bkn, inputs, seed))
+        output = _difference(_seeded_outputs(bn, inputs, seed), _seeded_outputs(bkn, inputs, seed))
     for module in bkn.modules():
         if isinstance(module, BatchKalmanNorm) and module.has_prior:
             module.set_gain(1.0)
@@ -104,6 +104,11 @@ def _prove(
         allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), largest)
     if not max(proof) <= allowed:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(proof._fields, proof, strict=True))
+        if max(map(_difference, wanted, _step(_cast(original, dtype), inputs, seed))) > allowed:
+            raise ConversionError(
+                "two equal training steps of the original differ, for example by random numbers in its backward pass, "
+                f"so the converted network cannot be compared with it ({shown})."
+            )
         raise ConversionError(
             f"the converted network differs from the original by more than {allowed:.0e}: {shown}. Please report it."
         )
@@ -129,7 +134,7 @@ def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor
     If a checkpoint recomputes a part, PyTorch's batch norms update their averages again in the backward pass.
     """
     model.train()
-    outputs = _outputs(model, inputs, seed)
+    outputs = _seeded_outputs(model, inputs, seed)
     with seeded(seed):  # random weights, because a mean of squares after a norm would have no gradient
         # Not `randn_like`, whose numbers depend on the memory layout, which may differ.
         weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
@@ -153,7 +158,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+def _seeded_outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     """Call with copies of the inputs, because a network may change them in place."""
     args, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
     with seeded(seed):
@@ -166,7 +171,7 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
 
     Equal infinities, as in a mask, do not count as a difference.
     """
-    scales = {name: _largest(tensor) for name, tensor in expected.items() if tensor.numel()}
+    scales = {name: _largest_value(tensor) for name, tensor in expected.items() if tensor.numel()}
     least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
     differences = [
         _largest_difference(tensor, given[name]) / max(scales[name], least)
@@ -179,7 +184,7 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_value(tensor: Tensor) -> float:
     return float(torch.where(tensor.isfinite(), tensor, 0).abs().max())
 
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief, concatenate
-from bkn_zoo.norms.running import recomputing
+from bkn_zoo.norms.running import in_batch_norm_layout
 from bkn_zoo.norms.statistics import group_size, in_full_precision
+from bkn_zoo.torch_internals import checkpoint_frame, recomputing, tree_leaves
 
 POPULATION = Statistics("population")
 AFTER_NORM = ("drop", "act")
@@ -84,15 +84,49 @@ AT_CHECKPOINT: "weakref.WeakKeyDictionary[Any, Record]" = weakref.WeakKeyDiction
 """The record at the beginning of a checkpointed region, as long as PyTorch may recompute the region."""
 
 
-def run_with_record(
-    network: nn.Module, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def run_with_record(network: Any, statistics: Statistics, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a function of a network with its own record."""
-    CALLS.open.append(Record(network, statistics, count_images((args, kwargs))))
+    record = Record(network, statistics, count_images(images_in(function, network._images, args, kwargs)))
+    CALLS.open.append(record)
     try:
-        return function(network, *args, **kwargs)
+        result = function(network, *args, **kwargs)
     finally:
         CALLS.open.pop()
+    if statistics.mode in ("sample", "expected") and not torch.compiler.is_compiling():
+        check_norms(network, len(record.calls), statistics.mode)
+    return result
+
+
+def images_in(function: Callable[..., Any], name: str | int | None, args: Any, kwargs: Any) -> Any:
+    """The input with this name or place, which contains the images, otherwise all inputs."""
+    if name is None:
+        return args, kwargs
+    names = [each for each in inspect.signature(function).parameters if each != "self"]
+    if isinstance(name, str):
+        place = names.index(name) if name in names else len(args)
+    else:
+        place, name = name, "".join(names[name : name + 1])
+    return kwargs[name] if name in kwargs else args[place] if place < len(args) else (args, kwargs)
+
+
+def check_norms(network: Any, called: int, mode: str) -> None:
+    """Refuse the statistics of an image if the converted norms were removed, as by folding them into convolutions."""
+    if called >= len(network._norms):
+        return
+    gone = [name for name in network._norms if name not in dict(network.named_modules())]
+    if gone and not called:
+        raise InputError(
+            f"statistics={mode!r} has no effect, because the converted norms were removed, such as {gone[0]}, for "
+            "example by folding them into convolutions: use the network before that, or statistics='population'."
+        )
+    if gone and not network._told:
+        network._told = True
+        warnings.warn(
+            f"statistics={mode!r} has no effect on {len(gone)} of {len(network._norms)} converted norms, which were "
+            f"removed, such as {gone[0]}: use the network before that, or statistics='population'.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def is_open(network: nn.Module) -> bool:
@@ -124,10 +158,9 @@ def find_record(norm: str) -> Record | None:
     """The record of the current call of a norm; None outside a call."""
     if torch.compiler.is_compiling():
         return CALLS.open[-1] if CALLS.open else None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    frame, again = (None, False) if hooks is None else _checkpoint_of(hooks)
+    frame, run, again = checkpoint_frame()
     if again:
-        return _recomputed(norm, hooks[0], frame)
+        return _recomputed(norm, run, frame)
     if recomputing():
         raise InputError(
             f"{norm} is recomputed by a reentrant or nested checkpoint, where beliefs lose their gradients: use "
@@ -139,30 +172,14 @@ def find_record(norm: str) -> Record | None:
     return record
 
 
-def _checkpoint_of(hooks: tuple[Any, Any]) -> tuple[Any, bool]:
-    """The checkpointed region whose hooks these are, and whether it is being recomputed; None for other hooks.
-
-    PyTorch has no public function for this. The hooks of torch.utils.checkpoint have the region's frame in their
-    closures: in the first pass the frame itself, in a recomputation a weak reference.
-    """
-    for hook in hooks:
-        for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
-            held = cell.cell_contents
-            if type(held).__name__ == "_CheckpointFrame":
-                return held, False
-            if isinstance(held, weakref.ref) and type(held()).__name__ == "_CheckpointFrame":
-                return held(), True
-    return None, False
-
-
-def _recomputed(norm: str, hook: Any, frame: Any) -> Record:
+def _recomputed(norm: str, run: Any, frame: Any) -> Record:
     """The record of a recomputed region, which starts as in the first pass."""
-    if CALLS.recomputed is None or CALLS.recomputed[0] is not hook:
+    if CALLS.recomputed is None or CALLS.recomputed[0] is not run:
         if frame not in AT_CHECKPOINT:
             raise InputError(
                 f"{norm} is recomputed by a checkpoint that did not contain it at first: remove the checkpoint."
             )
-        CALLS.recomputed = hook, AT_CHECKPOINT[frame].copy()
+        CALLS.recomputed = run, AT_CHECKPOINT[frame].copy()
     return CALLS.recomputed[1]
 
 
@@ -173,11 +190,13 @@ class Link(NamedTuple):
         sources: the norms, the numbers of their calls, and their channels.
         order: the name of the buffer with the indices of the received channels; "" for all in sequence.
         ordered: whether rows are known to be grouped by image, if an image has several.
+        single: whether each row was an image in the example.
     """
 
     sources: tuple[tuple[str, int, int], ...]
     order: str
     ordered: bool
+    single: bool = False
 
 
 class Links:
@@ -190,6 +209,7 @@ class Links:
     """
 
     told = False  # whether a missing link was reported
+    default = "population"  # `default_statistics` of the network
 
     def __init__(self, key: str, label: str, calls: dict[bool, tuple[Link, ...]]) -> None:
         self.key, self.label, self.calls = key, label, calls
@@ -197,7 +217,7 @@ class Links:
     def normalize(self, norm: Any, x: Tensor) -> Tensor:
         """The output of a norm for features only, as of the batch norm that it replaces."""
         record = find_record(self.label)
-        if record is None and norm.training:
+        if record is None and (norm.training or self.default != "population"):
             raise InputError(
                 f"{self.label} was called outside a call of its network, where it receives no beliefs: call the "
                 "network itself, or use `with network.one_call():`."
@@ -215,7 +235,7 @@ class Links:
         links = self.calls[record.network.training]
         call, before = record.begin(self.key, len(links))
         link = links[call]
-        features = by_image(x, record, link.ordered, self.label)
+        features = in_batch_norm_layout(by_image(x, record, link, self.label))
         prior = None
         if norm.prior_features is not None:
             prior = self._gather(norm, link, record, before, features)
@@ -276,12 +296,18 @@ class Links:
                 layer.add_module(name, child)
 
 
-def by_image(x: Tensor, record: Record, ordered: bool, norm: str) -> Tensor:
+def by_image(x: Tensor, record: Record, link: Link, norm: str) -> Tensor:
     """Turn rows of one image, such as tokens that were flattened into the batch, into its positions."""
     images, statistics = record.images, record.statistics
     if images is None or x.shape[0] == images or x.shape[0] == 0:
         return x
-    if (ordered and x.shape[0] % images == 0) or images == 1:
+    if link.single and statistics != ("batch", None):
+        raise InputError(
+            f"{norm} gets {x.shape[0]} rows in a call with {images} images, but in the example of the conversion each "
+            "row was an image: say which input contains the images, convert(..., images=NAME), or convert with such an "
+            "example."
+        )
+    if (link.ordered and x.shape[0] % images == 0) or images == 1:
         return x.unflatten(0, (images, -1)).movedim(1, -1)
     if statistics != ("batch", None):
         raise InputError(

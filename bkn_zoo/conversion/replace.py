@@ -1,16 +1,18 @@
 """Executes plans: replaces batch norms by Batch Kalman Norms that are linked to the norms below."""
 
+import functools
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from bkn_zoo.conversion.plan import NormCall, Plan
+from bkn_zoo.conversion.plan import ConversionPlan, NormCall
 from bkn_zoo.conversion.record import Link, Links
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
-from bkn_zoo.norms.centered import Centered, Centered1d, Centered2d, Centered3d
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from bkn_zoo.torch_internals import AnyBatchNorm
 
 ANY_DIMS = (2, 3, 4, 5)
 """Inputs of a converted norm may have these numbers of dimensions, as batch norms of some libraries allow."""
@@ -21,6 +23,25 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
     return [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.link is not None]
 
 
+@contextmanager
+def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
+    """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
+    norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in linked_norms(model)]
+    for norm, kind in norms:
+        norm.__class__ = _posing_class(kind)
+    try:
+        yield
+    finally:
+        for norm, kind in norms:
+            norm.__class__ = kind
+
+
+@functools.cache
+def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
+    plain = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[kind.dims[0]]
+    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__})
+
+
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     """All names of each module. A shared module has several; plans use the first."""
     names: dict[nn.Module, list[str]] = {}
@@ -29,7 +50,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> None:
+def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str) -> None:
     """Replace every batch norm of the plans by BKN, under all of its names.
 
     Args:
@@ -38,7 +59,7 @@ def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> Non
     names, network = names_of(model), secrets.token_hex(4)
     for name in dict.fromkeys(call.name for plan in plans.values() for call in plan.calls):
         norm = model.get_submodule(name)
-        assert isinstance(norm, _BatchNorm)
+        assert isinstance(norm, AnyBatchNorm)
         layer = _kalman_norm(norm, next(call for plan in plans.values() for call in plan.calls if call.name == name))
         key = f"{network}/{name}"
         calls = {training: _links(layer, key, plan, f"order_{training}_") for training, plan in plans.items()}
@@ -49,19 +70,19 @@ def replace_norms(model: nn.Module, plans: dict[bool, Plan], prefix: str) -> Non
             model.set_submodule(place, layer)
 
 
-def _kalman_norm(norm: _BatchNorm, call: NormCall) -> Centered:
+def _kalman_norm(norm: AnyBatchNorm, call: NormCall) -> BatchKalmanNorm:
     """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
-    kind: type[Centered] = Centered2d
+    kind: type[BatchKalmanNorm] = BatchKalmanNorm2d
     if isinstance(norm, nn.BatchNorm1d):
-        kind = Centered1d
+        kind = BatchKalmanNorm1d
     elif isinstance(norm, nn.BatchNorm3d):
-        kind = Centered3d
+        kind = BatchKalmanNorm3d
     assert norm.running_mean is not None
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
     layer = kind(
         norm.num_features, below, norm.eps, norm.momentum, norm.affine, bias=norm.bias is not None,
-        transition_shapes=call.shapes or None, device=like.device, dtype=like.dtype,
+        transition_shapes=call.shapes or None, centered=True, device=like.device, dtype=like.dtype,
     )  # fmt: skip
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen
@@ -69,10 +90,11 @@ def _kalman_norm(norm: _BatchNorm, call: NormCall) -> Centered:
         layer.add_module(name, child)
     layer.dims = ANY_DIMS
     layer.train(norm.training)
+    layer.track_running_stats = norm.track_running_stats
     return layer
 
 
-def _links(layer: Centered, key: str, plan: Plan, order: str) -> tuple[Link, ...]:
+def _links(layer: BatchKalmanNorm, key: str, plan: ConversionPlan, order: str) -> tuple[Link, ...]:
     """The links of a norm, call by call. The orders of channels become buffers of the norm."""
     network, _, norm = key.partition("/")
     numbers: list[tuple[str, int]] = []  # the number of each call among the calls of its norm
@@ -95,7 +117,7 @@ def _links(layer: Centered, key: str, plan: Plan, order: str) -> tuple[Link, ...
             name = f"{order}{len(links)}"
             layer.register_buffer(name, torch.tensor(channels, device=layer.running_mean.device), persistent=False)
         sources = tuple((*numbers[below], plan.calls[below].features) for below in starts)
-        links.append(Link(sources, name, call.ordered))
+        links.append(Link(sources, name, call.ordered, call.single))
     return tuple(links)
 
 
@@ -104,16 +126,17 @@ def _below(call: NormCall) -> list[int]:
     return list(dict.fromkeys(source for piece in call.pieces for source, _ in piece.sources))
 
 
-def _earlier(kind: type[Centered]) -> type[Centered]:
-    """A class of norms in pickles of earlier versions, which become norms with `Links` when they are loaded."""
+def _earlier(kind: type[BatchKalmanNorm]) -> type[BatchKalmanNorm]:
+    """As `centered.earlier`, for norms of converted networks, which now have `Links`."""
 
     class Earlier(kind):  # type: ignore[misc,valid-type]
         def __setstate__(self, state: dict[str, Any]) -> None:
             place = Links(*(state.pop(name) for name in ("key", "label", "links")))
-            super().__setstate__({**state, "link": place, "carries_belief": False, "dims": ANY_DIMS})
-            self.__class__ = kind
+            now = {"link": place, "carries_belief": False, "dims": ANY_DIMS, "centered": True}
+            super().__setstate__(state | now)
+            self.__class__ = kind  # type: ignore[assignment]
 
     return Earlier
 
 
-LinkedNorm1d, LinkedNorm2d, LinkedNorm3d = map(_earlier, (Centered1d, Centered2d, Centered3d))
+LinkedNorm1d, LinkedNorm2d, LinkedNorm3d = map(_earlier, (BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d))

@@ -1,10 +1,13 @@
 """The report of a conversion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+NEVER_CALLED = "never called"
 
 
 @dataclass(frozen=True)
-class Row:
+class NormRow:
     """One norm of the network, or one of its calls if there are several.
 
     Attributes:
@@ -29,6 +32,10 @@ class Row:
         return self.note.startswith("left: ")
 
 
+Row = NormRow
+"""Its name in pickles of earlier versions."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The report of a conversion, for `print(converted.report)`.
@@ -39,7 +46,7 @@ class Report:
         parameters_before, parameters_after: parameters of the whole network.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[NormRow, ...]
     guesses: tuple[str, ...]
     parameters_before: int
     parameters_after: int
@@ -47,9 +54,9 @@ class Report:
     def __str__(self) -> str:
         table = [("norm", "prior (channels)", "over", "A")]
         for row in self.rows:
-            prior = _few(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
+            prior = few_names(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
-            table.append((", ".join((row.norm, *row.also)), prior, _few(row.path), shapes))
+            table.append((", ".join((row.norm, *row.also)), prior, few_names(row.path), shapes))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines += [f"guess: {guess}" for guess in self.guesses]
@@ -59,5 +66,6 @@ class Report:
         return "\n".join(lines)
 
 
-def _few(names: tuple[str, ...]) -> str:
+def few_names(names: Sequence[str]) -> str:
+    """The first three names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

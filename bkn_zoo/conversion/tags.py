@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from bkn_zoo.torch_internals import tree_map
 
 NOTHING = 0
 """The number of all channels without a belief, such as constants."""
@@ -47,7 +48,7 @@ def shortened(numbers: Tensor) -> Tensor:
     return numbers
 
 
-def fitted(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+def fit_shape(numbers: Tensor, shape: Sequence[int]) -> Tensor:
     """Numbers for a result of another shape: along a changed dimension, the first number."""
     while numbers.ndim < len(shape):
         numbers = numbers.unsqueeze(0)
@@ -88,9 +89,9 @@ def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]
 
 def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The images of values that are computed from several tensors, broadcast to a shape."""
-    joined = fitted(images[0], shape)
+    joined = fit_shape(images[0], shape)
     for other in images[1:]:
-        joined, other = torch.broadcast_tensors(joined, fitted(other, shape))
+        joined, other = torch.broadcast_tensors(joined, fit_shape(other, shape))
         lost = torch.where((joined == UNKNOWN) | (other == UNKNOWN), UNKNOWN, MIXED)
         both = torch.where(joined == other, joined, lost)
         joined = torch.where(other == ANY, joined, torch.where(joined == ANY, other, both))

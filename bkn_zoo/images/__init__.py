@@ -16,12 +16,13 @@ from bkn_zoo.images.preprocessing import INTERPOLATIONS, Preprocessing
 
 if TYPE_CHECKING:
     from bkn_zoo.images.reading import MAX_PIXELS, ImageSource, open_header, open_image
-    from bkn_zoo.images.transforms import central_square, enlarge, normalize, per_channel, preprocess
+    from bkn_zoo.images.transforms import central_square, enlarge, normalize, per_channel, preprocess, preprocess_square
 
 __all__ = [
     "open_image",
     "open_header",
     "preprocess",
+    "preprocess_square",
     "Preprocessing",
     "INTERPOLATIONS",
     "central_square",

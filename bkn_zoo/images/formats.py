@@ -172,12 +172,13 @@ def _slim_tiff(data: bytes) -> tuple[bytes, None]:
     return bytes(slim), None
 
 
+# From a file to the part that Pillow reads, and the EXIF data that was removed.
 SLIM: dict[str, Callable[[bytes], tuple[bytes, bytes | None]]] = {
     "BMP": _slim_bmp,
     "JPEG": _slim_jpeg,
     "PNG": _slim_png,
     "TIFF": _slim_tiff,
-}  # from a file to the part that Pillow reads, and the EXIF data that was removed
+}
 
 
 def orientation(image: Image.Image) -> int:

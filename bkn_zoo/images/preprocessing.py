@@ -1,7 +1,7 @@
 """The preprocessing settings, which config.json stores and `bkn_zoo.images.transforms` applies."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from bkn_zoo.fields import Rule, check_fields, one_of
 
@@ -40,3 +40,8 @@ class Preprocessing:
         check_fields(self, "preprocessing.")
         for name in ("mean", "std"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+
+    @property
+    def square(self) -> dict[str, Any]:
+        """How `resized_square` cuts and resizes an image first."""
+        return {"size": self.native_size or self.size, "interpolation": self.interpolation, "crop": self.crop}

@@ -24,6 +24,7 @@ BYTES_PER_PIXEL = 8  # of the largest files: uncompressed RGBA with 16 bits
 
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
+# By the orientation in EXIF.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -32,7 +33,7 @@ TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # by the orientation in EXIF
+}
 
 
 def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -51,11 +52,11 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, Image.Image):
         named = next((name for name, (_, file) in FORMATS.items() if isinstance(source, file)), source.format)
         kind = "an image" if named is None else f"a {named} file"
-        return _decode(source, "the image", kind, max_pixels)
+        return _decode_image(source, "the image", kind, max_pixels)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_bytes(bytes(source), "the image", max_pixels)
     if isinstance(source, str | os.PathLike):
-        return _from_bytes(_read(source, BYTES_PER_PIXEL * max_pixels + 2**24), os.fspath(source), max_pixels)
+        return _from_bytes(_read_file(source, BYTES_PER_PIXEL * max_pixels + 2**24), os.fspath(source), max_pixels)
     raise ImageFormatError(
         f"a {type(source).__name__} is not an image: pass the bytes or the path of a file, a PIL image or an array."
     )
@@ -74,7 +75,7 @@ def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear
     return image.resize((size, size), method, box=(left, top, left + side, top + side))
 
 
-def _read(path: str | os.PathLike[str], limit: int) -> bytes:
+def _read_file(path: str | os.PathLike[str], limit: int) -> bytes:
     name = os.fspath(path)
     try:
         about = os.stat(path)
@@ -93,7 +94,7 @@ def _read(path: str | os.PathLike[str], limit: int) -> bytes:
 
 def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
     image = _open(data, what, max_pixels)
-    return _decode(image, what, f"a {find_format(data, what)} file", max_pixels)
+    return _decode_image(image, what, f"a {find_format(data, what)} file", max_pixels)
 
 
 def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
@@ -116,7 +117,7 @@ def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
         raise _explain(error, what, f"a {name} file") from error
 
 
-def _decode(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.Image:
+def _decode_image(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.Image:
     try:
         _check_size(image.size, what, max_pixels)
         if isinstance(image, TiffImageFile):

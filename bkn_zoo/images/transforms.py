@@ -14,16 +14,22 @@ from bkn_zoo.images.reading import resized_square
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
     """An RGB image as the network's input, (3, size, size)."""
-    p = preprocessing
-    square = central_square(image, p.native_size or p.size, p.interpolation, p.crop)
-    pixels = enlarge(square[None], p.size, p.interpolation)
-    return normalize(pixels, p)[0].contiguous()
+    return preprocess_square(resized_square(image, **preprocessing.square), preprocessing)
+
+
+def preprocess_square(square: Image.Image, preprocessing: Preprocessing) -> Tensor:
+    """The same for an image that `resized_square` has cut and resized with `preprocessing.square`."""
+    pixels = enlarge(_as_tensor(square)[None], preprocessing.size, preprocessing.interpolation)
+    return normalize(pixels, preprocessing)[0].contiguous()
 
 
 def central_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Tensor:
     """The central square of an RGB image, or its `crop` part, resized; (3, size, size), in [0, 1]."""
-    square = resized_square(image, size, interpolation, crop)
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1).float().div_(255)
+    return _as_tensor(resized_square(image, size, interpolation, crop))
+
+
+def _as_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
 
 
 def enlarge(pixels: Tensor, size: int, interpolation: str = "bilinear") -> Tensor:

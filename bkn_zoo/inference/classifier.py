@@ -12,17 +12,19 @@ from itertools import islice
 from typing import Any, overload
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
-from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess
+from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess_square
+from bkn_zoo.images.reading import resized_square
 from bkn_zoo.inference.drift import Drift
-from bkn_zoo.inference.engines import OpenVINOEngine, create_engine
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.models import Network
-from bkn_zoo.modes import choose_statistics
+from bkn_zoo.modes import check_mode
 
 GPU_BATCH = 32
 DECODERS = min(4, usable_cores())  # threads; few, because each may hold a large image
@@ -82,6 +84,7 @@ class Classifier:
         engine: the engine that runs it.
         engine_name: "torch" or "openvino".
         device: the device of the engine.
+        preprocessing: how images are prepared.
         drift: the result of `watch`.
     """
 
@@ -100,10 +103,10 @@ class Classifier:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
         self.engine = create_engine(model, engine, device, precision, streams)
-        self.engine_name = "openvino" if isinstance(self.engine, OpenVINOEngine) else "torch"
+        self.engine_name = self.engine.name
         self.device = self.engine.device
         self.drift: Drift | None = None
-        self._preprocessing = config.preprocessing
+        self.preprocessing = config.preprocessing
         self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
         # On a CPU a batch gains almost nothing, and the first result would wait for the last.
@@ -169,10 +172,7 @@ class Classifier:
                     if isinstance(image, ImageError):
                         yield image
                     else:
-                        best = self.best(next(rows), top_k)
-                        uncertain = self.uncertain(best, chosen)
-                        about = (self.name, self.revision, chosen, self.engine_name, uncertain, next(drifts))
-                        yield Classification(best, *about)
+                        yield self.classification(next(rows), chosen, top_k, next(drifts))
 
     def watch(self, usual: Iterable[ImageSource]) -> None:
         """Compare all further images with these, and report how unusual they are. Copies of the classifier do not.
@@ -184,13 +184,18 @@ class Classifier:
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode of a call: the given one, or that of the checkpoint."""
-        chosen = self.model.default_statistics if statistics is None else statistics
-        choose_statistics(False, chosen, self.model.statistics_batch_size)  # an error for an unknown mode
-        return chosen
+        if statistics is None:
+            return self.model.default_statistics
+        check_mode(statistics)
+        return statistics
 
     def prepare(self, image: ImageSource, max_pixels: int = MAX_PIXELS) -> Tensor:
         """One image as the input of the network, (3, size, size)."""
-        return preprocess(open_image(image, max_pixels), self._preprocessing)
+        return self.prepare_square(resized_square(open_image(image, max_pixels), **self.preprocessing.square))
+
+    def prepare_square(self, square: Image) -> Tensor:
+        """The same for an image that `resized_square` has cut and resized, possibly in another process."""
+        return preprocess_square(square, self.preprocessing)
 
     def scores(self, images: Tensor, statistics: str | None = None) -> Tensor:
         """Probabilities of all classes, (images, classes), in float32 on the CPU, for images from `prepare`."""
@@ -203,9 +208,13 @@ class Classifier:
         order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's for few classes
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
 
-    def uncertain(self, best: tuple[Prediction, ...], statistics: str) -> bool:
-        """Whether the likeliest of these predictions is below the checkpoint's threshold for this mode."""
-        return best[0].score < self._uncertain_below.get(statistics, 0.0)
+    def classification(
+        self, scores: Tensor, statistics: str, top_k: int = 5, drift: float | None = None
+    ) -> Classification:
+        """The result of one image, from its row of `scores` in this mode."""
+        best = self.best(scores, top_k)
+        uncertain = best[0].score < self._uncertain_below.get(statistics, 0.0)
+        return Classification(best, self.name, self.revision, statistics, self.engine_name, uncertain, drift)
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
         """Yield each prepared image or its error, in order, a few ahead."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.inference.tracing import in_float32
+from bkn_zoo.modes import Statistics
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Batch sizes of captured graphs. Other batches are padded to the next size, and larger ones are split. The result of
@@ -23,13 +24,13 @@ class Captured:
 
     Args:
         network: the network on the GPU, in evaluation mode.
-        mode: the statistics mode that it was prepared for.
+        statistics: the statistics that it was prepared for.
         images: example images, of which only shape and type matter.
         layout: memory layout of the images.
     """
 
-    def __init__(self, network: nn.Module, mode: str, images: Tensor, layout: torch.memory_format) -> None:
-        self.network, self.mode = network, mode
+    def __init__(self, network: nn.Module, statistics: Statistics, images: Tensor, layout: torch.memory_format) -> None:
+        self.network, self.statistics = network, statistics
         like = images[:1].contiguous(memory_format=layout)
         self.images = torch.empty_like(like.expand(SIZES[-1], *like.shape[1:]), memory_format=layout)
         self.images.copy_(like)
@@ -62,7 +63,7 @@ class Captured:
         images = self.images[:size]
         graph = torch.cuda.CUDAGraph()
         with _capturing:
-            self.network(images, statistics=self.mode)  # compiles kernels, chooses algorithms
+            self.network(images, statistics=self.statistics)  # compiles kernels, chooses algorithms
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                logits = in_float32(self.network(images, statistics=self.mode))
+                logits = in_float32(self.network(images, statistics=self.statistics))
         return graph, logits

@@ -49,7 +49,7 @@ class Drift:
 
     def __init__(self, model: Network, usual: Iterable[Tensor], device: torch.device | str = "cpu") -> None:
         statistics = choose_statistics(False, None, model.statistics_batch_size, model.default_statistics)
-        self.mode, self.device = statistics.mode, torch.device(device)
+        self.statistics, self.device = statistics, torch.device(device)
         self._network = prepare(model, statistics).to(self.device).to(memory_format=torch.channels_last)
         kinds = (FoldedNorm, ImageNorm, RunningNorm, GroupNorm2d)
         norms = [module for module in self._network.modules() if isinstance(module, kinds)]
@@ -82,7 +82,7 @@ class Drift:
             self._seen = []
             placed = images.to(self.device, torch.float32, memory_format=torch.channels_last)
             with suppress(_EnoughError):
-                self._network(placed, statistics=self.mode)
+                self._network(placed, statistics=self.statistics)
             means, variances = (torch.cat(rows, 1) for rows in zip(*self._seen, strict=True))
             return torch.cat([means, torch.log(variances + EPS)], 1)
 

@@ -1,22 +1,24 @@
 """Engines that run a network at inference, with PyTorch or OpenVINO."""
 
+import operator
 import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import as_seen, frozen, in_precision, prepare
-from bkn_zoo.inference.kept_graphs import kept
-from bkn_zoo.inference.openvino_graph import Graph, build_graph, compile_graph, compiled, core, ov
-from bkn_zoo.inference.tracing import in_float32, name_of, translate
+from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, core, ov
+from bkn_zoo.inference.tracing import in_float32, shown_name, translate
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm
@@ -25,6 +27,9 @@ from bkn_zoo.progress import waiting
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # cached networks or graphs per engine; OpenVINO needs one for each mode and image size
 LARGEST_STATISTIC = 250.0  # in f16; OpenVINO on Arm also sums rows in f16, and 112 times twice this fits
+
+CHANGES = operator.attrgetter("_version")
+"""PyTorch's count of the changes of a tensor."""
 
 USUAL_SIDE = 224  # of images, if a converted network's checkpoint does not define it
 
@@ -70,18 +75,52 @@ def create_engine(
     return TorchEngine(model, device, precision)
 
 
+class Weights:
+    """The modules and tensors of a model when this was created, to notice later changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        end = (object(),)  # so that an entry more or less is noticed, too
+        places = [(m._parameters, m._buffers, m._modules) for m in model.modules()]
+        self._places = [*(place.values() for triple in places for place in triple), end]
+        self._kept = list(chain.from_iterable(self._places))
+        tensors = [each for each in self._kept if isinstance(each, Tensor)]
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._changes = sum(map(CHANGES, self._counted))
+        named = [
+            ((type(module), name), tensor)
+            for module in model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        self._ends = [*dict(reversed(named)).values(), *dict(named).values()]
+        self._pointers = [tensor.data_ptr() for tensor in self._ends]
+
+    def moved(self) -> bool:
+        """Whether the first or last tensor of a kind has moved in memory, for example to another device or precision.
+
+        Graphs may then refer to freed memory.
+        """
+        return [tensor.data_ptr() for tensor in self._ends] != self._pointers
+
+    def changed(self) -> bool:
+        """Whether any module or tensor was replaced, or any tensor changed in place. For ResNet101 it takes 0.2 ms."""
+        same = all(map(operator.is_, self._kept, chain.from_iterable(self._places)))
+        return not same or sum(map(CHANGES, self._counted)) != self._changes
+
+
 class Engine:
     """Runs a network. Each mode is prepared at its first use. Threads may share an engine and use different modes.
 
-    The engine shares unchanged weights with the model. If the model changes, by training or other weights, the engine
-    prepares it again; do not use the engine while the model changes. To detect changes, it checks the first and the
-    last parameter and buffer of each kind. Create a new engine if only others changed, if PyTorch does not count the
-    change (of a tensor's `.data`, or by a captured step), or if modules were replaced.
+    The engine shares unchanged weights with the model. If the model changes, by training, other weights or other
+    modules, the engine prepares it again; do not use the engine while the model changes. Call `refresh` after changes
+    that PyTorch does not count: of a tensor's `.data`, of a tensor made in inference mode, or by a captured step.
 
     Attributes:
+        name: "torch" or "openvino".
         streams: images that run at once.
     """
 
+    name: str
     streams = 1
 
     def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32") -> None:
@@ -92,13 +131,12 @@ class Engine:
         self.chooses = precision == "auto"
         self.precision = self._fastest_precision() if self.chooses else precision
         self.dtype = DTYPES[self.precision]
-        self._watched = _ends(model)
-        self._seen: list[tuple[int, int, int]] = []
+        self._weights = Weights(model)
         self._prepared: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._locks: dict[Any, threading.Lock] = {}
 
-    def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor:
+    def __call__(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
         """Logits in float32, (images, classes), or another output of a converted network for each image.
 
         Args:
@@ -115,10 +153,17 @@ class Engine:
             )
         chosen = choose_statistics(False, statistics, model.statistics_batch_size, model.default_statistics)
         if len(images) == 0:
-            return self(images.new_zeros(1, *images.shape[1:]), statistics)[:0]
-        self._notice_changes()
+            return self(images.new_zeros(1, *images.shape[1:]), chosen)[:0]
+        if self._weights.moved():
+            self.refresh()
         with torch.inference_mode():
             return self._run(images, chosen)
+
+    def refresh(self) -> None:
+        """Prepare the model again when it is used next."""
+        with self._lock:
+            self._prepared.clear()
+            self._weights = Weights(self.model)
 
     def precision_at(self, mode: str) -> str:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
@@ -131,18 +176,14 @@ class Engine:
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         raise NotImplementedError
 
-    def _notice_changes(self) -> None:
-        """Discard everything that was prepared, if the model has changed."""
-        tensors = [
-            place.get(name) for place, name in self._watched
-        ]  # None if the tensor was replaced by something else
-        seen = as_seen(tensors)
-        if seen == self._seen:
-            return
-        with self._lock:
-            if seen != self._seen:  # no other thread was faster
-                self._prepared.clear()
-                self._seen, self._tensors = seen, tensors  # kept, so that their ids are not reused
+    def _outdated(self) -> bool:
+        """Whether the model has changed. Then it is prepared again."""
+        weights = self._weights
+        if not weights.changed():
+            return False
+        if weights is self._weights:  # no other thread was faster
+            self.refresh()
+        return True
 
     def _once(self, key: Any, prepare: Callable[[], Prepared]) -> Prepared:
         """The cached result of `prepare` for `key`. If there are too many, the oldest is removed."""
@@ -151,11 +192,11 @@ class Engine:
             with self._locks.setdefault(key, threading.Lock()):  # threads may prepare different modes at the same time
                 found = self._prepared.get(key)
                 if found is None:
-                    seen = self._seen
-                    with waiting(f"preparing {name_of(self.model)}"):
+                    weights = self._weights
+                    with waiting(f"preparing {shown_name(self.model)}"):
                         found = prepare()
                     with self._lock:
-                        if seen is self._seen:  # otherwise the model has changed meanwhile
+                        if weights is self._weights:  # otherwise the model has changed meanwhile
                             if len(self._prepared) == KEPT:
                                 del self._prepared[next(iter(self._prepared))]
                             self._prepared[key] = found
@@ -165,6 +206,7 @@ class Engine:
 class TorchEngine(Engine):
     """PyTorch, on a CPU, or on a GPU with CUDA graphs; in channels_last, if the network supports it."""
 
+    name = "torch"
     layout = torch.channels_last
 
     def _fastest_precision(self) -> str:
@@ -173,25 +215,28 @@ class TorchEngine(Engine):
         return "f32"  # on a CPU, converting to float32 for every norm costs what faster convolutions gain
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
+        if self.device.type == "cpu":
+            self._outdated()
         try:
-            return self._run_in(self.layout, images, statistics)
+            logits = self._run_in(self.layout, images, statistics)
         except RuntimeError as error:
             # Foreign networks may flatten features with `.view`, which fails in channels_last.
             if self.layout == torch.contiguous_format or "view size is not compatible" not in str(error):
                 raise
-            result = self._run_in(torch.contiguous_format, images, statistics)
+            logits = self._run_in(torch.contiguous_format, images, statistics)
             self.layout = torch.contiguous_format
-            return result
+        # A GPU is still running.
+        return self._run_in(self.layout, images, statistics) if logits.is_cuda and self._outdated() else logits
 
     def _run_in(self, layout: torch.memory_format, images: Tensor, statistics: Statistics) -> Tensor:
-        network = self._once((_kind(statistics), layout), lambda: self._prepare(statistics, layout))
+        network = self._once((_shared_by(statistics), layout), lambda: self._prepare(statistics, layout))
         # Foreign networks may change their input in place, and it belongs to the caller. A graph has its own images.
         copied = self.model.foldable is not None and self.device.type == "cpu"
         images = images.to(self.device, self.dtype, copy=copied, memory_format=layout)
         if not images.is_cuda:
-            return in_float32(network(images, statistics=statistics.mode))
+            return in_float32(network(images, statistics=statistics))
         replayed = self._once(
-            (statistics, layout, images.shape[2:]), lambda: Captured(network, statistics.mode, images, layout)
+            (statistics, layout, images.shape[2:]), lambda: Captured(network, statistics, images, layout)
         )  # fmt: skip
         return replayed(images)
 
@@ -213,6 +258,7 @@ class OpenVINOEngine(Engine):
         translated: whether the network is translated in this way.
     """
 
+    name = "openvino"
     translated = False
 
     def __init__(
@@ -239,36 +285,31 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in _native() and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        key = (statistics if self.translated else _kind(statistics), images.shape[2:])
+        key = (statistics if self.translated else _shared_by(statistics), images.shape[2:])
         graph = self._once(key, lambda: self._compile(images.shape, statistics))
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
-        parts = images.detach().to("cpu", torch.float32).split(self.streams)
-        return torch.cat([graph(part, own) for part in parts])
+        first, *others = images.detach().to("cpu", torch.float32).split(self.streams)
+        started = graph.start(first, own)
+        outdated = self._outdated()  # while the first images run
+        logits = graph.finish(started)
+        return self._run(images, statistics) if outdated else torch.cat([logits, *(graph(p, own) for p in others)])
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self.precision_at(statistics.mode)
         options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY", **self._threads}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
-        if self.model.foldable is not None:
-            return self._compile_converted(shape, statistics, options)
-
-        def make() -> Graph:
-            network = prepare(self.model, statistics, as_stored=True).cpu()
-            return compile_graph(network, shape[1:], statistics.mode == "population", options)
-
-        return kept(self.model, (_kind(statistics), tuple(shape[1:])), options, make)
-
-    def _compile_converted(self, shape: torch.Size, statistics: Statistics, options: dict[Any, Any]) -> Graph:
         network = prepare(self.model, statistics, as_stored=True).cpu()
         try:
-            with _unchanged(network):
+            with _constant_buffers(network):
                 built = build_graph(network, shape[1:], statistics.mode == "population", options)
-        except Exception:  # runs the network's own code on a symbol, which can fail in any way
+        except Exception:  # runs the code of a converted network on a symbol, which can fail in any way
+            if self.model.foldable is None:
+                raise
             self.translated = True
             network = prepare(self.model, statistics).cpu()
-            return Graph(compiled(translate(network, statistics.mode, torch.zeros(1, *shape[1:])), options))
-        return kept(self.model, None, options, lambda: Graph(compiled(built, options)), built)
+            built = translate(network, statistics, torch.zeros(1, *shape[1:]))
+        return Graph(compiled(built, options))
 
     def precision_at(self, mode: str) -> str:
         """The engine's precision, unless it chose f16 itself and f16 cannot represent an image's statistics."""
@@ -285,7 +326,7 @@ def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
     """The first norm whose statistics OpenVINO cannot compute in f16 in this mode, by name; None if there is none."""
     mode = choose_statistics(False, mode, getattr(model, "statistics_batch_size", None)).mode
     for name, norm in model.named_modules():
-        if mode != "population" and isinstance(norm, RunningNorm) and norm.track_running_stats:
+        if mode != "population" and isinstance(norm, RunningNorm) and norm.has_averages:
             means, variances = norm.running_mean.abs(), torch.maximum(norm.running_var, norm.image_var)
             if torch.maximum(means, variances).max() > LARGEST_STATISTIC:
                 return name
@@ -299,7 +340,7 @@ def _native() -> list[str]:
 
 
 @contextmanager
-def _unchanged(network: nn.Module) -> Iterator[None]:
+def _constant_buffers(network: nn.Module) -> Iterator[None]:
     """Give a network copies of its buffers, and raise an error at the end if its code has changed them."""
     shared = [(buffer, buffer.data) for buffer in network.buffers()]
     for buffer, before in shared:
@@ -314,31 +355,20 @@ def _unchanged(network: nn.Module) -> Iterator[None]:
 def _writes_its_graph(model: BeliefNetwork) -> bool:
     """Whether the code of a converted network runs on a symbol instead of an image, which only a trial can show."""
     config: Any = getattr(model, "config", None)
-    side = config.preprocessing.size if config is not None and config.preprocessing is not None else USUAL_SIDE
+    known = isinstance(config, Config) and config.preprocessing  # a network may have another kind of config
+    side = config.preprocessing.size if known else USUAL_SIDE
     first: Any = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
         return False
     try:
         network = prepare(model, Statistics("population"), as_stored=True).cpu()
-        with torch.inference_mode(), _unchanged(network):
+        with torch.inference_mode(), _constant_buffers(network):
             build_graph(network, (first.in_channels, side, side), True, {})
     except Exception:  # any error of the network's own code
         return False
     return True
 
 
-def _ends(model: BeliefNetwork) -> list[tuple[dict[str, Any], str]]:
-    """The places of the first and the last tensor of each kind. Checking all of ResNet101 took 0.3 ms per image."""
-    first: dict[Any, tuple[dict[str, Any], str]] = {}
-    last: dict[Any, tuple[dict[str, Any], str]] = {}
-    for module in model.modules():
-        for place in (module._parameters, module._buffers):
-            for name in (name for name, tensor in place.items() if tensor is not None):
-                first.setdefault((type(module), name), (place, name))
-                last[type(module), name] = place, name
-    return [*first.values(), *last.values()]
-
-
-def _kind(statistics: Statistics) -> Statistics:
-    """The kind of prepared network: for population statistics, or for an image's (`sample` and `expected`)."""
+def _shared_by(statistics: Statistics) -> Statistics:
+    """The key of a prepared network: one is for population statistics, one for those of an image."""
     return Statistics("population") if statistics.mode == "population" else Statistics("image", statistics.group)

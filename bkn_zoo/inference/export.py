@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import GOLDEN, check_file, sync
-from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load
+from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
 from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
@@ -26,7 +26,7 @@ from bkn_zoo.inference.folding import in_precision, prepare
 from bkn_zoo.inference.openvino_graph import average_by_rows, core
 from bkn_zoo.inference.tracing import trace, translate
 from bkn_zoo.models.network import Network
-from bkn_zoo.modes import choose_statistics
+from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.version import __version__
 
 PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
@@ -75,19 +75,19 @@ def export(
     if output is not None:
         check_file(Path(output), SUFFIXES[format])
     location = locate(name)
-    model = load(location)
+    model = load_checkpoint(location)
     mode = model.default_statistics if statistics is None else statistics
     chosen = choose_statistics(False, mode, model.statistics_batch_size)
     half = ".f16" if precision == "f16" else ""
-    path = Path(f"{_short(location)}.{mode}{half}{SUFFIXES[format]}" if output is None else output)
+    path = Path(f"{_file_stem(location)}.{mode}{half}{SUFFIXES[format]}" if output is None else output)
     images, wanted = _examples(model, location.folder / GOLDEN, mode)
     network = in_precision(prepare(model, chosen), PRECISIONS[precision])
-    about = _metadata(model, location, mode, precision)
+    about = _about(model, location, mode, precision)
     write, read = (_write_onnx, _read_onnx) if format == "onnx" else (_write_openvino, _read_openvino)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         scratch.mkdir()
-        write(scratch / path.name, network, chosen.mode, images, about)
+        write(scratch / path.name, network, chosen, images, about)
         if format == "openvino" and too_large_for_f16(model, mode):
             _keep_in_f32(scratch / path.name)
         _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
@@ -101,7 +101,7 @@ def export(
     return path
 
 
-def _short(location: Location) -> str:
+def _file_stem(location: Location) -> str:
     if location.revision is None:
         return location.folder.resolve().name
     return location.name.rpartition("/")[2].partition("@")[0]
@@ -120,11 +120,11 @@ def _examples(model: Network, golden: Path, mode: str) -> tuple[Tensor, Tensor]:
     return images, torch.cat([known.get(mode, logits[:1]), logits[1:]])
 
 
-def _metadata(model: Network, location: Location, mode: str, precision: str) -> dict[str, str]:
+def _about(model: Network, location: Location, mode: str, precision: str) -> dict[str, str]:
     """Metadata that is needed to use the file alone; values that are not text are JSON."""
     config: Config = model.config
     about = {
-        "name": _short(location),
+        "name": _file_stem(location),
         "revision": location.revision,
         "sha256": config.sha256,
         "architecture": config.architecture,
@@ -160,12 +160,12 @@ def _put_in_place(scratch: Path, path: Path) -> None:
     sync(path.absolute().parent)
 
 
-def _write_onnx(path: Path, network: Network, mode: str, images: Tensor, about: dict[str, str]) -> None:
+def _write_onnx(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         _need(needed, "export")
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    program = trace(network, mode, images, any_number=True)
+    program = trace(network, statistics, images, any_number=True)
     with warnings.catch_warnings(action="ignore"):  # warnings of the exporter about itself
         made: Any = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,
@@ -183,11 +183,13 @@ def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _write_openvino(path: Path, network: Network, mode: str, images: Tensor, about: dict[str, str]) -> None:
+def _write_openvino(
+    path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]
+) -> None:
     _need("openvino", "openvino")
     import openvino
 
-    model = translate(network, mode, images, any_number=True)
+    model = translate(network, statistics, images, any_number=True)
     average_by_rows(model)  # for all precisions: on Arm, OpenVINO computes in f16 by default
     model.input(0).set_names({"images"})
     model.output(0).set_names({"logits"})

@@ -7,7 +7,6 @@ an Inception block are merged.
 
 import copy
 import functools
-from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +18,7 @@ from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import BeliefNetwork, Branch, ConvNorm, State
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
-from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
 
@@ -40,7 +39,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
                 f"{name} has hooks, which engines do not call: remove them first, or call the network itself."
             )
     if statistics.mode == "population":
-        return join(fold(model))
+        return join(fold_norms(model))
     network = frozen(model, as_stored)
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
@@ -49,7 +48,7 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) 
 
 
 @torch.no_grad()
-def fold(model: AnyNetwork) -> AnyNetwork:
+def fold_norms(model: AnyNetwork) -> AnyNetwork:
     """A copy of `model` for population statistics only, with norms folded into the convolutions before them.
 
     Not folded are GroupNorm, whose statistics are the image's, norms without a convolution before them, and norms after
@@ -67,18 +66,6 @@ def fold(model: AnyNetwork) -> AnyNetwork:
         conv.bias = nn.Parameter(bias if pooled else bias + shift, requires_grad=False)
         _replace(network, name, FoldedNorm(shift if pooled else None))
     return network
-
-
-def as_seen(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
-    """A value that changes if tensors are replaced, moved or changed.
-
-    PyTorch counts the changes of a tensor, unless it was created in inference mode. `share_memory_` moves a tensor, and
-    tensors that shared its memory then point to freed memory.
-    """
-    return [
-        (id(each), 0, -1) if each is None else (id(each), each.data_ptr(), -1 if each.is_inference() else each._version)
-        for each in tensors
-    ]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -222,7 +209,7 @@ class ImageNorm(nn.Module):
         self.eps = nn.Buffer(torch.tensor(norm.eps))
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
         self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
-        if norm.track_running_stats:
+        if norm.has_averages:
             partners, spread = norm.partners()
             self.image_mean, self.image_var = nn.Buffer(partners.mean), nn.Buffer(partners.var)
             self.image_spread = nn.Buffer(spread)
@@ -255,6 +242,8 @@ class ImageNorm(nn.Module):
     def with_prior(
         self, x: Tensor, prior: Any, statistics: Statistics, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Belief | None]:
+        if statistics.mode == "sample" and not self.has_prior:
+            refuse_single_values(x, 1, training=False)
         mean, var = observe_fast(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
+from bkn_zoo.inference.graph_cache import cache_folder, delete_old_graphs
 from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov, rounded_up
 from bkn_zoo.models.network import BeliefNetwork, Network
+from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
 
 LARGEST_HALF = np.finfo(np.float16).max
@@ -22,35 +24,35 @@ if ov is not None:
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with one request per concurrent image.
+    """A compiled OpenVINO graph for one image, with one request per concurrent image."""
 
-    Args:
-        memory: the memory that it was read from, and uses as long as it exists.
-    """
-
-    def __init__(self, compiled: Any, memory: Any = None) -> None:
+    def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
         self.idle: list[Any] = []
-        self.memory = memory  # freed last
 
     def __call__(self, images: Tensor, own: float = 1.0) -> Tensor:
-        """Logits of images, which all run at once.
+        """Logits of images, which all run at once; `own` as in `start`."""
+        return self.finish(self.start(images, own))
+
+    def start(self, images: Tensor, own: float = 1.0) -> list[tuple[Any, Any]]:
+        """Start a request for each image, for `finish`.
 
         Args:
             own: the share of an image's own statistics; not used by a graph for population statistics.
         """
-        given = [
-            [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
-            for image in images.contiguous().split(1)
-        ]
-        requests = [self._request() for _ in given]
-        if len(given) == 1:
-            requests[0].infer(given[0], share_inputs=True)
-        else:
-            for request, inputs in zip(requests, given, strict=True):
-                request.start_async(inputs, share_inputs=True)
-            for request in requests:
-                request.wait()
+        started = []
+        for image in images.contiguous().split(1):
+            inputs = [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
+            request = self._request()
+            request.start_async(inputs, share_inputs=True)
+            started.append((request, inputs))  # whose memory it reads
+        return started
+
+    def finish(self, started: list[tuple[Any, Any]]) -> Tensor:
+        """The logits of the images of `start`."""
+        requests = [request for request, _ in started]
+        for request in requests:
+            request.wait()
         logits = np.concatenate([request.get_output_tensor(0).data for request in requests])
         self.idle += requests
         return torch.from_numpy(logits)
@@ -84,9 +86,10 @@ def build_graph(network: BeliefNetwork, shape: tuple[int, ...], population: bool
             weigh(norms, Symbol(inputs[1]))
         for norm in norms if pairs else ():
             vars(norm)["_predict"] = functools.partial(_noted, beliefs, norm._predict)
-        network.statistics_batch_size = network.statistics_batch_size or 1  # replaced by `weigh`
     stand_in: Any = Symbol(inputs[0])
-    logits: Any = network.cpu()(stand_in, statistics="population" if population else "expected")
+    # The group is not used: `weigh` has set the share of the image.
+    statistics = Statistics("population") if population else Statistics("expected", 1)
+    logits: Any = network.cpu()(stand_in, statistics=statistics)
     if type(logits) is not Symbol:
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
@@ -98,10 +101,22 @@ def build_graph(network: BeliefNetwork, shape: tuple[int, ...], population: bool
 
 
 def compiled(model: Any, options: dict[Any, Any]) -> Any:
-    """Compile a graph for the processor."""
+    """Compile a graph for the processor, or read it from the cache."""
     if options.get(ov.properties.hint.inference_precision) == "f16":
         average_by_rows(model)
-    return core().compile_model(model, "CPU", options)
+    folder = cache_folder()
+    if folder is not None:
+        options = {**options, "CACHE_DIR": str(folder)}
+        # The cache hashes names, which otherwise depend on the graphs that were built before.
+        model.set_friendly_name("graph")
+        for number, node in enumerate(model.get_ordered_ops()):
+            node.set_friendly_name(str(number))
+        for number, port in enumerate((*model.inputs, *model.outputs)):
+            port.set_names({f"port {number}"})
+    made = core().compile_model(model, "CPU", options)
+    if folder is not None:
+        delete_old_graphs(folder)
+    return made
 
 
 @functools.cache

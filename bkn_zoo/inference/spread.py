@@ -11,7 +11,7 @@ from bkn_zoo.inference.classifier import Classification, Classifier
 BATCH = 16  # images sent together; few, so that all machines end at about the same time
 
 
-def each(
+def spread(
     files: list[str], statistics: str | None, top_k: int, model: str, device: str, engine: str, precision: str
 ) -> Iterator[Classification | ImageError]:
     """The results of `Classifier.each`, computed by the cluster in RAY_ADDRESS, or by this machine alone.
@@ -33,9 +33,8 @@ def each(
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    cpus = (
-        int(min(node["CPU"] for node in nodes)) // 2 + 1
-    )  # more than half of the smallest machine, so that each machine runs one
+    # More than half of the smallest machine, so that each machine runs one.
+    cpus = int(min(node["CPU"] for node in nodes)) // 2 + 1
     gpus = 1 if device != "cpu" and all(node.get("GPU", 0) >= 1 for node in nodes) else 0
     images = ray.data.from_items([{"file": os.fsencode(file)} for file in files])
     found = images.map_batches(

@@ -231,9 +231,8 @@ def rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int
     """The padding that gives maps the rounded-up size of PyTorch, up to the end of the last window."""
     ends = []
     for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):
-        last = min(
-            -(-(size + 2 * p - k) // s), (size + p - 1) // s
-        )  # the last window that begins before the padding at the end
+        # The last window that begins before the padding at the end.
+        last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)
         ends.append(max(p, last * s + k - size - p))
     return ends
 

@@ -9,9 +9,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.openvino_graph import round_up_by_padding
+from bkn_zoo.modes import Statistics
 
 
-def trace(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> torch.export.ExportedProgram:
+def trace(
+    network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False
+) -> torch.export.ExportedProgram:
     """The graph of `network`, prepared for a statistics mode, for images of one size, with float32 input and output.
 
     Args:
@@ -24,14 +27,14 @@ def trace(network: nn.Module, mode: str, images: Tensor, any_number: bool = Fals
         shapes = ({0: torch.export.Dim("batch")},)
     try:
         with torch.no_grad():
-            program = torch.export.export(_AtOneMode(network, mode), (images,), dynamic_shapes=shapes)
+            program = torch.export.export(_AtOneMode(network, statistics), (images,), dynamic_shapes=shapes)
     except InputError:  # an error for every engine
         raise
     except Exception as error:  # runs the network's own code on symbolic tensors, which can fail in any way
-        raise _refused("torch.export", network, error) from error
+        raise _not_translated("torch.export", network, error) from error
     for name in _changed_buffers(program):
         raise InputError(
-            f"{name_of(network)} changes its buffer {name.removeprefix('network.')} in each call, which other "
+            f"{shown_name(network)} changes its buffer {name.removeprefix('network.')} in each call, which other "
             "runtimes do not support: choose engine='torch'."
         )
     return program
@@ -49,11 +52,11 @@ def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
     ]
 
 
-def translate(network: nn.Module, mode: str, images: Tensor, any_number: bool = False) -> Any:
+def translate(network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False) -> Any:
     """The same as an OpenVINO model, translated by OpenVINO's own frontend."""
     import openvino
 
-    program = trace(network, mode, images, any_number)
+    program = trace(network, statistics, images, any_number)
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings of PyTorch about OpenVINO's use of it
             model = openvino.convert_model(program)
@@ -61,10 +64,10 @@ def translate(network: nn.Module, mode: str, images: Tensor, any_number: bool = 
             round_up_by_padding(model)
             return model
     except Exception as error:  # errors from C++ have many types
-        raise _refused("OpenVINO", network, error) from error
+        raise _not_translated("OpenVINO", network, error) from error
 
 
-def name_of(network: nn.Module) -> str:
+def shown_name(network: nn.Module) -> str:
     return str(getattr(network, "name", "this network"))
 
 
@@ -78,21 +81,21 @@ def in_float32(output: Any) -> Tensor:
     return output.float()
 
 
-def _refused(by: str, network: nn.Module, error: Exception) -> InputError:
+def _not_translated(by: str, network: nn.Module, error: Exception) -> InputError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return InputError(
-        f"{by} cannot translate {name_of(network)} ({lines[-1] if lines else error!r}): choose engine='torch'."
+        f"{by} cannot translate {shown_name(network)} ({lines[-1] if lines else error!r}): choose engine='torch'."
     )
 
 
 class _AtOneMode(nn.Module):
     """A network whose only input is the images."""
 
-    def __init__(self, network: nn.Module, mode: str) -> None:
+    def __init__(self, network: nn.Module, statistics: Statistics) -> None:
         super().__init__()
-        self.network, self.mode = network, mode
+        self.network, self.statistics = network, statistics
         weighted = (module for module in network.modules() if isinstance(module, _ConvNd | nn.Linear))
         self.dtype = next((module.weight.dtype for module in weighted), torch.float32)
 
     def forward(self, images: Tensor) -> Tensor:
-        return in_float32(self.network(images.to(self.dtype), statistics=self.mode))
+        return in_float32(self.network(images.to(self.dtype), statistics=self.statistics))

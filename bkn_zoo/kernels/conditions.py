@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from bkn_zoo.torch_internals import dispatch_modes_are_active, tangents_are_possible, transforms_are_active
 
 LIMIT = 2**31  # of offsets, which the kernels count in 32 bits
 
@@ -10,10 +11,7 @@ LIMIT = 2**31  # of offsets, which the kernels count in 32 bits
 def observed_by_pytorch(x: Tensor) -> bool:
     """Whether a compiler, a dispatch mode, a transform or a tensor subclass has to see the operators."""
     return (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        torch.compiler.is_compiling() or type(x) is not Tensor or dispatch_modes_are_active() or transforms_are_active()
     )
 
 
@@ -24,4 +22,4 @@ def saved_tensors_are_hooked() -> bool:
 
 def transformed() -> bool:
     """Whether there may be tangents or transforms of `torch.func`, which only PyTorch's own operators support."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return tangents_are_possible() or transforms_are_active()

@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from bkn_zoo.torch_internals import cuda_device, cuda_stream
+
 ALIGNMENT = 16  # bytes; Triton compiles other code for less aligned pointers
 WORK = "work"  # the parameter for memory that kernels use to pass results to each other
 ARRIVED = "arrived"  # the parameter for counters, which are 0 before and after a launch
@@ -126,14 +128,14 @@ class Launches:
         device = tensors[0].get_device()
         if device < 0:
             self._launch((*memory(*self.memory, "cpu"), *tensors))  # on Triton's interpreter
-        elif device != torch._C._cuda_getDevice():
+        elif device != cuda_device():
             with torch.cuda.device(device):
                 self(*tensors, alone=alone)
         else:
             self._launch_again(device, tensors, alone)
 
     def _launch_again(self, device: int, tensors: tuple[Tensor, ...], alone: bool) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = cuda_stream(device)
         kept = stream == DEFAULT_STREAM or (alone and not torch.cuda.is_current_stream_capturing())
         own = _scratch.take(*self.memory, device, stream) if kept else memory(*self.memory, f"cuda:{device}")
         key = device, *map(_dtype, tensors)

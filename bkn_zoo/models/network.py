@@ -57,6 +57,9 @@ class Network(BeliefNetwork, OneNoise):
     # Subclasses define these two. They are not defined here: a converted network may have modules of these names.
     features: Callable[[Tensor, Statistics], Tensor]  # images to the last feature map
     head: Callable[[Tensor], Tensor]  # last feature map to logits
+    # bkn_zoo.checkpoints, which this package does not import, adds these two methods.
+    save_pretrained: Callable[..., None]
+    push_to_hub: Callable[..., Any]
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -69,21 +72,37 @@ class Network(BeliefNetwork, OneNoise):
         self.config: Any = None
         self.revision: str | None = None
 
-    def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:
+    def forward(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
         """Logits, (images, classes).
 
         Args:
             images: (images, 3, height, width), preprocessed.
             statistics: "population", "sample" or "expected"; at inference only.
         """
+        return self.head(self.forward_features(images, statistics))
+
+    def forward_features(self, images: Tensor, statistics: str | None = None) -> Tensor:
+        """The last feature map, (images, channels, height, width). The arguments are those of `forward`."""
         self._check(images)
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
         if not in_one_launch(self.standardized):
-            return self.head(self.features(images, chosen))
+            return self.features(images, chosen)
         with standardized_once(self.standardized):
-            return self.head(self.features(images, chosen))
+            return self.features(images, chosen)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replace the classifier, which is the last linear layer, by a new one for `num_classes` classes."""
+        if not isinstance(num_classes, int) or num_classes < 1:
+            raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")
+        name, old = [(name, layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear)][-1]
+        parent, _, child = name.rpartition(".")
+        new = nn.Linear(old.in_features, num_classes, device=old.weight.device, dtype=old.weight.dtype)
+        setattr(self.get_submodule(parent), child, new)
+        self.num_classes = num_classes
+        if self.config is not None:
+            self.config = self.config.for_classes(num_classes)
 
     def reset_parameters(self) -> None:
         """Initialize all weights, for example after `to_empty` of a network on the meta device."""
@@ -152,9 +171,8 @@ def initialize(network: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             with torch.no_grad():
-                module.weight.mul_(
-                    math.sqrt(module.groups)
-                )  # PyTorch includes the outputs of other groups in the fan-out
+                # PyTorch includes the outputs of other groups in the fan-out.
+                module.weight.mul_(math.sqrt(module.groups))
 
 
 def global_average(x: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.errors import InputError, UnknownNameError, did_you_mean
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_process_noise
-from bkn_zoo.norms.centered import Centered2d
 from bkn_zoo.norms.standardized import standardize_convolutions
 
 NormFactory = Callable[..., nn.Module]
@@ -39,11 +39,10 @@ def batch_kalman(
     layer does not use the belief of the layer below and only shrinks its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
-    kind: Callable[..., BatchKalmanNorm2d] = Centered2d if centered else BatchKalmanNorm2d
 
     def make(channels: int, channels_below: int | None, *, eps: float = 1e-5, depthwise: bool = False) -> nn.Module:
         first = channels_below is None
-        norm = kind(
+        norm = BatchKalmanNorm2d(
             channels,
             channels_below,
             eps,
@@ -52,6 +51,7 @@ def batch_kalman(
             transition_shapes=[(channels,)] if depthwise else None,
             transition_rank=transition_rank,
             initial_belief=initial_belief and first,
+            centered=centered,
         )
         if norm.has_prior:
             norm.initial_gain = initial_gain
@@ -115,10 +115,15 @@ def register(
     return wrap
 
 
-def list_models(pattern: str = "*") -> list[str]:
-    """The names that `bkn_zoo.create_model` accepts, filtered by a shell-style pattern such as "*_bkn"."""
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """The names that `bkn_zoo.create_model` accepts.
+
+    Args:
+        pattern: a shell-style pattern such as "*_bkn".
+        pretrained: only networks that have a default checkpoint, which `create_model(name, pretrained=True)` loads.
+    """
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
-    return sorted(fnmatch.filter(names, pattern))
+    return sorted(name for name in fnmatch.filter(names, pattern) if name in DEFAULT_CHECKPOINTS or not pretrained)
 
 
 def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.running import RunningNorm, recomputing
+from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.norms.statistics import finish
+from bkn_zoo.torch_internals import recomputing
 
 
 class BatchNorm2d(RunningNorm):

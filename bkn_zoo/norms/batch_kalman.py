@@ -16,6 +16,12 @@ from bkn_zoo.norms.statistics import Statistics, in_full_precision, without_auto
 
 INITIAL_GAIN = 0.5
 INITIAL_PROCESS_NOISE = 1.0
+BATCHNORM_GAIN = 0.99
+"""The gain q after `start_near_batchnorm`: nearly batch normalization, with a gradient (at q = 1 it would be zero)."""
+
+SMALLEST_SLOPE = 1e-4
+"""Slope of the sigmoid at q = 0.0001. Below it, and at q = 0 and 1, the gradient of a logit is not scaled further."""
+
 KALMAN = ("transition", "raw_process_noise", "raw_gain")
 """The names of A, R and q among a layer's parameters."""
 
@@ -57,6 +63,8 @@ class BatchKalmanNorm(RunningNorm):
             one full matrix; None for the matrix itself. The parameters are `transition.left` and `transition.right`.
         initial_belief: whether a first layer has a prior of its own, as a Kalman filter does. It then predicts the mean
             `center` (initially 0) and the variance R, and has a gain.
+        centered: for networks that were trained with batch normalization. Loading the state of a batch norm starts near
+            batch normalization, loading a state with a center adds one, and a low gain learns faster (see `logit`).
 
     Attributes:
         center: a constant in the predicted mean, m' = A m + center. The layer passes the difference between its mean
@@ -66,6 +74,7 @@ class BatchKalmanNorm(RunningNorm):
     dims: tuple[int, ...]  # numbers of dimensions that inputs may have
     kalman: tuple[str, ...] = (*KALMAN, "center")
     initial_gain = INITIAL_GAIN  # the value of q after `reset_parameters`
+    centered = False
     kernels_predict = False  # whether the kernels can predict: they support a full A without a center
     transition: Any
     raw_process_noise: nn.Parameter
@@ -87,6 +96,7 @@ class BatchKalmanNorm(RunningNorm):
         transition_shapes: Sequence[tuple[int, ...]] | None = None,
         transition_rank: int | None = None,
         initial_belief: bool = False,
+        centered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,7 +107,7 @@ class BatchKalmanNorm(RunningNorm):
             raise InputError(
                 "initial_belief=True needs a first layer: leave out prior_features, or leave out initial_belief."
             )
-        self.prior_features = prior_features
+        self.prior_features, self.centered = prior_features, centered
         like = torch.empty(0, device=device, dtype=dtype)
         if prior_features is None:
             self.register_parameter("transition", None)
@@ -181,8 +191,20 @@ class BatchKalmanNorm(RunningNorm):
         return torch.sigmoid(in_full_precision(self.logit()))
 
     def logit(self) -> Tensor:
-        """The raw gain, whose sigmoid is the gain q."""
-        return self.raw_gain
+        """The raw gain, whose sigmoid is the gain q.
+
+        In a `centered` layer with a center, its gradient is the gradient of the loss with respect to q. The true
+        gradient has a factor q (1 - q), and a step along it changes q by the square of that: at q = 0.01, by a
+        ten-thousandth. Without the factor, a low gain can still learn. This is the natural gradient, because the Fisher
+        information of the logit is q (1 - q).
+        """
+        raw = self.raw_gain
+        if not self.centered or self.center is None or not raw.requires_grad or not torch.is_grad_enabled():
+            return raw
+        value = raw.detach()
+        q = torch.sigmoid(in_full_precision(value))
+        scale = 1 / (q * (1 - q)).clamp_min(SMALLEST_SLOPE)
+        return value + scale.to(raw.dtype) * (raw - value)
 
     @torch.no_grad()
     def set_gain(self, gain: float) -> None:
@@ -196,6 +218,30 @@ class BatchKalmanNorm(RunningNorm):
         check_gain(gain)
         ends = {0.0: RAW_ZERO, 1.0: RAW_GAIN_OF_ONE}
         self.raw_gain.fill_(ends[gain] if gain in ends else math.log(gain / (1 - gain)))
+
+    @torch.no_grad()
+    def start_near_batchnorm(self) -> None:
+        """Set A, R, q and center of a layer with a prior so that training starts close to batch normalization."""
+        for block in self.transition_blocks:
+            block.zero_()
+        self.set_gain(BATCHNORM_GAIN)
+        if self.raw_process_noise.shape == self.running_var.shape:
+            self.raw_process_noise.copy_(inverse_softplus(self.running_var.double()))
+        if self.center is not None:
+            self.center.copy_(self.running_mean)
+
+    def take_center(self) -> None:
+        """Add a center of zeros to a `centered` layer without one, so that values can be loaded into it."""
+        if self.centered and self.center is None:
+            self.set_center(torch.zeros_like(self.running_mean))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}center" in state_dict:
+            self.take_center()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        own = any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in self.kalman for name in state_dict)
+        if self.centered and self.has_prior and f"{prefix}running_var" in state_dict and not own:
+            self.start_near_batchnorm()
 
     @property
     def process_noise(self) -> Tensor:

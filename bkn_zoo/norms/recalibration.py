@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
+from bkn_zoo.torch_internals import AnyBatchNorm
 
 
 @torch.no_grad()
@@ -23,7 +23,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
         batches: batches of images, or tuples that begin with them, as large as in training.
         device: where to move the images; None does not move them.
     """
-    norms: list[Any] = [m for m in model.modules() if isinstance(m, RunningNorm | _BatchNorm) and m.track_running_stats]
+    norms: list[Any] = [
+        m for m in model.modules() if isinstance(m, RunningNorm | AnyBatchNorm) and m.track_running_stats
+    ]
     if not norms:
         raise InputError("this model has no running averages, so there is nothing to recalibrate.")
     momenta = [norm.momentum for norm in norms]

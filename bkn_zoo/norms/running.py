@@ -25,6 +25,7 @@ from bkn_zoo.norms.statistics import (
     pool,
     without_autocast,
 )
+from bkn_zoo.torch_internals import recomputing
 
 AVERAGES = {"running_mean": 0.0, "running_var": 1.0, "image_mean": 0.0, "image_var": 1.0, "image_spread": 0.0}
 """The running averages and their initial values."""
@@ -110,6 +111,11 @@ class RunningNorm(nn.Module):
         self.register_buffer("skipped_steps", buffer(torch.tensor(0, device=device)), persistent=False)
 
     @property
+    def has_averages(self) -> bool:
+        """Whether there are running averages. They do not move if `track_running_stats` was switched off later."""
+        return self._buffers.get("running_mean") is not None
+
+    @property
     def has_prior(self) -> bool:
         """Whether the layer makes a prediction that it combines with its observation."""
         return False
@@ -166,12 +172,13 @@ class RunningNorm(nn.Module):
         """As `forward`, with the prior in any network."""
         self.check(x, residual)
         statistics = self.choose(statistics)
-        frozen = statistics.mode == "batch" and not self.training and self.track_running_stats
+        frozen = statistics.mode == "batch" and not self.training and self.has_averages
         if frozen or statistics.mode == "population":
-            y = self.batch_norm(x, self.running_mean, self.running_var)
-            return finish(y, residual, relu), self.population(x.shape[0], statistics.group) if frozen else None
-        if statistics.mode == "batch":
-            self.check_group(x, statistics.group)
+            y = finish(self.batch_norm(x, *self.averages()), residual, relu)
+            return y, self.population(x.shape[0], statistics.group) if frozen else None
+        if statistics.mode != "expected":
+            self.check_group(x, statistics.group if statistics.mode == "batch" else 1)
+        x = in_batch_norm_layout(x)
         if self.fused(statistics) and kernels.chosen(x, self.prior_features or 0):
             return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):
@@ -190,11 +197,11 @@ class RunningNorm(nn.Module):
 
     def choose(self, statistics: Statistics | str | None) -> Statistics:
         """The statistics of a call, with the layer's own settings as default."""
-        if isinstance(statistics, str) or (statistics is None and self.track_running_stats):
+        if isinstance(statistics, str) or (statistics is None and self.has_averages):
             statistics = choose_statistics(self.training, statistics, self.statistics_batch_size)
         elif statistics is None:  # at inference, too, as in PyTorch's batch normalization
             statistics = choose_statistics(True, None, self.statistics_batch_size)
-        if not self.track_running_stats and statistics.mode in ("population", "expected"):
+        if not self.has_averages and statistics.mode in ("population", "expected"):
             raise InputError(
                 f"statistics={statistics.mode!r} needs running averages, but this layer was created with "
                 "track_running_stats=False: choose statistics='sample', or None for statistics of the batch."
@@ -208,7 +215,14 @@ class RunningNorm(nn.Module):
     def population(self, images: int, group: int | None) -> Belief:
         """The running belief, for each group of a batch."""
         groups = images // group_size(images, group)
-        return Belief(self.running_mean.expand(groups, -1), self.running_var.expand(groups, -1))
+        mean, var = self.averages()
+        return Belief(mean.expand(groups, -1), var.expand(groups, -1))
+
+    def averages(self) -> tuple[Tensor, Tensor]:
+        """The running mean and variance; copies with gradients: a training step before the backward pass moves them."""
+        if torch.is_grad_enabled():
+            return self.running_mean.clone(), self.running_var.clone()
+        return self.running_mean, self.running_var
 
     def batch_norm(self, x: Tensor, mean: Tensor, var: Tensor, training: bool = False, momentum: float = 0.0) -> Tensor:
         """PyTorch's batch normalization, which needs scale and shift in float32 if the statistics are float32."""
@@ -285,13 +299,8 @@ class RunningNorm(nn.Module):
 
     def check_group(self, x: Tensor, group: int | None) -> None:
         """Refuse groups with one value per channel if the belief is the observation: the output would be the shift."""
-        if self.has_prior or x.shape[0] == 0:
-            return
-        if group_size(x.shape[0], group) * math.prod(x.shape[2:]) == 1:
-            raise InputError(
-                f"a statistics group of an input of {tuple(x.shape)} has one value per channel: use more images per "
-                "group (statistics_batch_size, or a larger batch), larger images, or freeze the layer with eval()."
-            )
+        if not self.has_prior:
+            refuse_single_values(x, group, self.training)
 
     def expect(self, images: Belief, group: int | None) -> Belief:
         """The expected statistics of a group of `group` images that contains this image, over all possible partners."""
@@ -381,7 +390,7 @@ class RunningNorm(nn.Module):
             for name, value in zip(own, (mean.clone(), var.clone(), torch.zeros_like(mean)), strict=True):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.track_running_stats and self.skipped_steps.is_meta and not self.running_mean.is_meta:
+        if self.has_averages and self.skipped_steps.is_meta and not self.running_mean.is_meta:
             # It is not in any state dict, so nothing was assigned to it.
             self.skipped_steps = torch.zeros_like(self.skipped_steps, device=self.running_mean.device)
 
@@ -390,6 +399,28 @@ class RunningNorm(nn.Module):
         text += f", bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
         group = self.statistics_batch_size
         return text if group is None else f"{text}, statistics_batch_size={group}"
+
+
+def refuse_single_values(x: Tensor, group: int | None, training: bool) -> None:
+    """Refuse statistics groups with one value per channel."""
+    if x.shape[0] == 0 or group_size(x.shape[0], group) * math.prod(x.shape[2:]) > 1:
+        return
+    advice = "statistics='population', or larger images."
+    if training:
+        advice = (
+            "more images per group (statistics_batch_size, or a larger batch), larger images, or freeze the layer with "
+            "eval()."
+        )
+    raise InputError(f"a statistics group of an input of {tuple(x.shape)} has one value per channel: use {advice}")
+
+
+def in_batch_norm_layout(x: Tensor) -> Tensor:
+    """The input in the memory layout of batch normalization's output: dense, in the usual order or channels_last."""
+    if x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        return x
+    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return x
+    return x.contiguous()
 
 
 @contextmanager
@@ -401,8 +432,3 @@ def left_in_its_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def recomputing() -> bool:
-    """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

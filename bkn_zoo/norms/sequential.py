@@ -66,9 +66,8 @@ class KalmanSequential(OneNoise, nn.Sequential):
     def __add__(self, other: Any) -> "KalmanSequential":
         return self._alike(type(self)(*super().__add__(other)))
 
-    def __radd__(
-        self, other: Any
-    ) -> "KalmanSequential":  # Python calls it first, because this is a subclass of nn.Sequential
+    # Python calls it before `nn.Sequential.__add__`, because this is a subclass.
+    def __radd__(self, other: Any) -> "KalmanSequential":
         return self._alike(type(self)(*other, *self)) if isinstance(other, nn.Sequential) else NotImplemented
 
     def __mul__(self, other: int) -> "KalmanSequential":

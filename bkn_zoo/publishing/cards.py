@@ -143,12 +143,11 @@ def _parts(config: Config, name: str, run: Run, address: str, license: str | Non
     if isinstance(weights := config.training.get("weights"), str):  # imported
         on = f" and the weights of {weights.partition(';')[0]}"
     first = [
-        f"---\n{_metadata(config, name, license)}\n---",
+        f"---\n{_card_metadata(config, name, license)}\n---",
         f"# {name}",
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
-        _how_to_load(config, name, address),
-        _how_to_call(config, address),
+        _how_to_use(config, name, address),
         _accuracy(config),
     ]
     return "\n\n".join(filter(None, first)), "\n\n".join(filter(None, [_training(config, run), USE]))
@@ -164,7 +163,7 @@ def _dataset(config: Config) -> Dataset:
     return DATASETS.get(key, Dataset(key)) if isinstance(key, str) else Dataset(None)
 
 
-def _metadata(config: Config, name: str, license: str | None) -> str:
+def _card_metadata(config: Config, name: str, license: str | None) -> str:
     # Imported here, because it is slow and loading a network does not need it.
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -195,31 +194,19 @@ def _metadata(config: Config, name: str, license: str | None) -> str:
     ).to_yaml()
 
 
-def _how_to_load(config: Config, name: str, address: str) -> str:
-    how = (
-        f"""Load a checkpoint of bkn_zoo
-by its name, and one of your own by the path of its folder or its id on the Hub, "owner/{name}":"""
-        if address == name
-        else "Load it\nby the path of its folder or its id on the Hub:"
-    )
-    installed = f"""\
-## Load it
-
-Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. {how}"""
-    loaded = json.dumps(address, ensure_ascii=False)
-    if config.preprocessing is None:  # unknown how to preprocess an image
-        return f"""\
-{installed}
-
-```python
-import bkn_zoo
-
-model = bkn_zoo.from_pretrained({loaded})
-```"""
-    return f"""\
-{installed}
-
-```python
+def _how_to_use(config: Config, name: str, address: str) -> str:
+    """How to load it, and how to call it over HTTP."""
+    how = "Load it\nby the path of its folder or its id on the Hub:"
+    if address == name:  # one of the zoo's own
+        how = (
+            "Load a checkpoint of bkn_zoo\nby its name, and one of your own by the path of its folder or its id on the "
+            f'Hub, "owner/{name}":'
+        )
+    loaded, mode = json.dumps(address, ensure_ascii=False), config.default_statistics
+    model = f"model = bkn_zoo.from_pretrained({loaded})"
+    code = f"import bkn_zoo\n\n{model}\n```"
+    if config.preprocessing is not None:  # otherwise it is unknown how to preprocess an image
+        code = f"""\
 import bkn_zoo
 
 classify = bkn_zoo.Classifier.from_pretrained({loaded})
@@ -232,9 +219,23 @@ The input of the network is preprocessed as for the accuracy below:
 ```python
 from bkn_zoo.images import open_image, preprocess
 
-model = bkn_zoo.from_pretrained({loaded})
+{model}
 image = preprocess(open_image("photo.jpg"), model.config.preprocessing)
-logits = model(image[None], statistics="{config.default_statistics}")
+logits = model(image[None], statistics="{mode}")
+```"""
+    return f"""\
+## Load it
+
+Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. {how}
+
+```python
+{code}
+
+## Call it over HTTP
+
+```bash
+bkn-zoo serve --models {shlex.quote(address)}
+curl --data-binary @photo.jpg 'http://localhost:8000/v1/classify?statistics={mode}'
 ```"""
 
 
@@ -245,16 +246,6 @@ def _prepared(preprocessing: Preprocessing) -> str:
     part = "" if p.crop == 1 else f" ({p.crop:.1%} of the shorter side)"
     square = f"the central square{part}, resized to {sizes} ({p.interpolation}), in [0, 1]"
     return f"{square}, minus ({means}), divided by ({deviations})"
-
-
-def _how_to_call(config: Config, address: str) -> str:
-    return f"""\
-## Call it over HTTP
-
-```bash
-bkn-zoo serve --models {shlex.quote(address)}
-curl --data-binary @photo.jpg 'http://localhost:8000/v1/classify?statistics={config.default_statistics}'
-```"""
 
 
 def _accuracy(config: Config) -> str:

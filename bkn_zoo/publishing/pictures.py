@@ -13,7 +13,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import open_image
 from bkn_zoo.training.datasets import FileImages, Images
-from bkn_zoo.training.evaluation import measure, shown
+from bkn_zoo.training.evaluation import measure_accuracy, show_top1
 
 MOST_CLASSES = 30  # so that names are readable
 MOST_NUMBERS = 15  # so that percentages are readable
@@ -42,7 +42,9 @@ def draw(
     scores, found = logits.softmax(1).cpu().max(1)
     labels = labels.cpu()
     right = int((found == labels).sum())
-    title = f"{title}\n{right:,} of {len(labels):,} right: {shown(measure(logits, labels.to(logits.device)))}"
+    title = (
+        f"{title}\n{right:,} of {len(labels):,} right: {show_top1(measure_accuracy(logits, labels.to(logits.device)))}"
+    )
     paths = folder / "confusion.png", folder / "mistakes.png"
     counts = torch.zeros(len(names), len(names), dtype=torch.long)
     counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)
@@ -65,7 +67,7 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     chosen = np.sort(_most_confused(counts))
     percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     shown = percent[np.ix_(chosen, chosen)]
-    columns = [_short(names[k]) for k in chosen]
+    columns = [_label_text(names[k]) for k in chosen]
     if len(chosen) < len(names):
         shown = np.concatenate([shown, 100 - shown.sum(1, keepdims=True)], axis=1)
         columns.append("any other")
@@ -112,21 +114,11 @@ def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: s
         axes.axis("off")
     for axes, (image, file, name, taken_for, score) in zip(figure.axes, shown, strict=False):
         axes.imshow(image, interpolation="nearest")
-        axes.set_title(f"{_short(name)}\n", fontsize=9, color="darkgreen")
-        axes.text(
-            0.5, 1.03, f"{_short(taken_for)}, {100 * score:.0f} %", transform=axes.transAxes, ha="center", fontsize=9,
-            color="firebrick",
-        )  # fmt: skip
-        axes.text(
-            0.5,
-            -0.04,
-            _short(file, keep_end=True),
-            transform=axes.transAxes,
-            ha="center",
-            va="top",
-            fontsize=7,
-            color="grey",
-        )
+        axes.set_title(f"{_label_text(name)}\n", fontsize=9, color="darkgreen")
+        look: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
+        answer = f"{_label_text(taken_for)}, {100 * score:.0f} %"
+        axes.text(0.5, 1.03, answer, fontsize=9, color="firebrick", **look)
+        axes.text(0.5, -0.04, _label_text(file, keep_end=True), va="top", fontsize=7, color="grey", **look)
     return figure
 
 
@@ -140,7 +132,7 @@ def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
     return Image.fromarray(images.images[row].permute(1, 2, 0).cpu().numpy()), f"number {row}"
 
 
-def _short(text: str, keep_end: bool = False) -> str:
+def _label_text(text: str, keep_end: bool = False) -> str:
     """Shortened text, escaped so that matplotlib does not parse it as mathematics."""
     if len(text) > LETTERS:
         text = "…" + text[1 - LETTERS :] if keep_end else text[: LETTERS - 1] + "…"

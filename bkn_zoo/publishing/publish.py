@@ -1,8 +1,6 @@
 """Publishes a checkpoint: validates the folder, sends it in one commit, and compares the published files."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,22 +35,10 @@ def validate(folder: Path, name: str, results: Path) -> None:
         )
 
 
-def _own_name(folder: Path) -> str:
-    """The name in a checkpoint's card and record: that of its run, otherwise that of its folder."""
-    name = Config.read(folder / CONFIG).training.get("name")
-    return name if isinstance(name, str) else folder.resolve().name
-
-
 def publish(
-    folder: Path,
-    name: str,
-    namespace: str,
-    results: Path,
-    *,
-    tag: str | None = None,
-    private: bool = False,
+    folder: Path, name: str, namespace: str, results: Path, *, tag: str | None = None, private: bool = False,
     dry_run: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Validate a checkpoint, show the changes and, unless it is a dry run, publish and verify it.
 
     Args:
@@ -66,34 +52,22 @@ def publish(
     """
     repository = f"{namespace}/{name}"
     check_repository(repository)
-    own_name = _own_name(folder)
+    config, text = Config.read(folder / CONFIG), (folder / CARD).read_text()
+    own_name = str(config.training.get("name") or folder.resolve().name)  # in its card and record
     validate(folder, own_name, results)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
-    with _with_card_for(repository, folder, own_name, results) as checked:
-        _publish(checked, repository, tag, private, dry_run)
-
-
-@contextmanager
-def _with_card_for(repository: str, folder: Path, name: str, results: Path) -> Iterator[Path]:
-    """The folder or, if its card loads a path of this machine, a copy with a card that loads the repository."""
-    config, text = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    if is_short_card(text, config):
-        card = text
-    else:
-        card = readdressed(text, config, name, read_record(results, name), repository)
-    if card == text:
-        yield folder
-        return
-    with TemporaryDirectory() as scratch:
+    if not is_short_card(text, config):
+        text = readdressed(text, config, own_name, read_record(results, own_name), repository)
+    with TemporaryDirectory() as scratch:  # a card must not load a path of this machine
         copy = Path(scratch) / folder.resolve().name
         copy.mkdir()
         for path in files_of(folder):
             shutil.copyfile(path, copy / path.name)
-        (copy / CARD).write_text(card)
-        yield copy
+        (copy / CARD).write_text(text)
+        _send(copy, repository, tag, private, dry_run)
 
 
-def _publish(folder: Path, repository: str, tag: str | None, private: bool, dry_run: bool) -> None:
+def _send(folder: Path, repository: str, tag: str | None, private: bool, dry_run: bool) -> None:
     try:
         check_reachable(repository)
         planned = changes(folder, repository)

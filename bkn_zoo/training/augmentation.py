@@ -1,12 +1,10 @@
-"""Augmentation of training images: of a whole batch at once on its device, or of image files one by one.
+"""Augmentation of training images: of a whole batch at once on its device; only random crops are taken from files.
 
 Random numbers depend only on the given numbers, so the same numbers give the same batch.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,19 +13,22 @@ from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images import Preprocessing, per_channel
-from bkn_zoo.training.batch import Batch
 from bkn_zoo.training.recipes import Augmentation
 
 MAX_STRETCH = 0.5  # of a random crop: the logarithm of width / height
 
 
+class Batch(NamedTuple):
+    """Preprocessed images and, per image, the probability of each class (zeros and a one without mixing)."""
+
+    images: Tensor
+    targets: Tensor
+
+
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     """A random generator that depends only on `numbers`."""
-    return torch.Generator(device).manual_seed(_seed(*numbers))
-
-
-def _seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    return torch.Generator(device).manual_seed(seed)
 
 
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:
@@ -66,41 +67,16 @@ def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessin
     return pixels
 
 
-def transforms(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable[[Image.Image | Tensor], Tensor]:
-    """The same augmentation for one image: a photograph of any size for random crops, otherwise its central square.
+def random_crop(image: Image.Image, scale: float, side: int, *numbers: int) -> Image.Image:
+    """A part of a photograph, resized to side x side; `scale` is the smallest share of its area.
 
-    It draws from PyTorch's global generator (`drawing_from`), and returns bytes, of the native size if there is one.
+    It may be anywhere in the photograph, while `vary` would see its central square only.
     """
-    from torchvision.transforms import v2  # imported here, because it takes seconds and is needed for files only
-
-    size = preprocessing.native_size or preprocessing.size
-    steps: list[Any] = []
-    if augmentation.scale < 1:
-        ratio = math.exp(-MAX_STRETCH), math.exp(MAX_STRETCH)
-        steps.append(v2.RandomResizedCrop(size, (augmentation.scale, 1.0), ratio))
-    if augmentation.crop:
-        steps.append(v2.RandomCrop(size, round(augmentation.crop * size), padding_mode="reflect"))
-    if augmentation.rotate:
-        corners = math.ceil(0.21 * size)  # enough for the diagonal
-        turn = v2.RandomRotation(augmentation.rotate, v2.InterpolationMode.BILINEAR)
-        steps += [v2.Pad(corners, padding_mode="reflect"), turn, v2.CenterCrop(size)]
-    if augmentation.flip:
-        steps.append(v2.RandomHorizontalFlip())
-    if augmentation.colour:
-        steps.append(v2.ColorJitter(augmentation.colour, augmentation.colour, augmentation.colour))
-    steps.append(v2.ToImage())
-    if augmentation.erase:
-        area, blank = augmentation.erase**2, [float(round(255 * mean)) for mean in preprocessing.mean]
-        steps.append(v2.RandomErasing(1.0, (area, area), (1.0, 1.0), blank))
-    return v2.Compose([*steps, v2.ToPureTensor()])
-
-
-@contextmanager
-def drawing_from(*numbers: int) -> Iterator[None]:
-    """Seed PyTorch's global generator with `numbers`, and restore its state at the end."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_seed(*numbers))
-        yield
+    rng = np.random.default_rng(numbers)
+    area, ratio = rng.uniform(scale, 1) * image.width * image.height, math.exp(rng.uniform(-MAX_STRETCH, MAX_STRETCH))
+    width, height = min(math.sqrt(area * ratio), image.width), min(math.sqrt(area / ratio), image.height)
+    left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
+    return image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
 
 
 def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: int) -> Batch:

@@ -1,26 +1,40 @@
 """Batches of tensors on the device, from data sets.
 
-Images in memory are augmented on the device, one batch at a time. Image files are read by a DataLoader, whose workers
-send bytes: a quarter of what floats would take. A batch depends only on the seed, the epoch and its number, so an
-interrupted training continues with the same batches. The host never waits for a GPU.
+Images are augmented on the device, one batch at a time. Image files are read by a DataLoader, whose workers send bytes:
+a quarter of what floats would take. A batch depends only on the seed, the epoch and its number, so an interrupted
+training continues with the same batches. The host never waits for a GPU.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import resized_square
-from bkn_zoo.training.augmentation import drawing_from, generator, mix, transforms, vary
-from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.decoded import Squares
-from bkn_zoo.training.image_sets import ArrayImages, Data, FileImages, Images
+from bkn_zoo.training.augmentation import Batch, generator, mix, random_crop, vary
+from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, Squares
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
+
+
+class Runtime(NamedTuple):
+    """How a training runs.
+
+    Attributes:
+        workers: processes that decode image files.
+        quiet: whether nothing is printed.
+    """
+
+    device: torch.device
+    workers: int = 0
+    quiet: bool = False
 
 
 def training_batches(
@@ -37,24 +51,29 @@ def training_batches(
         raise InputError(f"{len(data.train)} training images do not fill a batch of {batch * ranks}: make it smaller.")
     rows = order[: count * batch * ranks].view(count, ranks, batch)[skip:, rank]
     classes = torch.eye(len(data.label_names), device=device)
-    if isinstance(data.train, ArrayImages):
-        for number, chosen in enumerate(rows.to(data.train.images.device), start=skip):
-            pixels = data.train.images[chosen].float() / 255
-            source = generator(device, seed, epoch, number, rank)
-            targets = classes[data.train.labels[chosen]]
-            images = normalize(vary(pixels, augmentation, data.preprocessing, source), data.preprocessing)
-            yield mix(images, targets, augmentation, seed, epoch, number, rank)
-        return
-    files = _Files(data.train, data.preprocessing, augmentation, seed, epoch)
-    loader = DataLoader(
-        files, batch_sampler=rows.tolist(), num_workers=workers, pin_memory=device.type == "cuda",
-        worker_init_fn=leave_group,
-    )  # fmt: skip
-    for number, (pixels, labels, broken) in enumerate(loader, start=skip):
-        data.train.report_broken(broken[broken >= 0].tolist(), data.label_names)
+    varied = augmentation
+    if isinstance(data.train, FileImages):
+        varied = replace(augmentation, scale=1.0)  # random crops are taken from the whole files
+        crops = (augmentation.scale, seed, epoch) if augmentation.scale < 1 else None
+        loader = DataLoader(
+            _Files(data.train, data.preprocessing, crops), batch_sampler=rows.tolist(), num_workers=workers,
+            pin_memory=device.type == "cuda", worker_init_fn=leave_group,
+        )  # fmt: skip
+        found = _read_files(loader, data.train, data.label_names)
+    else:
+        found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in rows.to(data.train.images.device))
+    for number, (pixels, labels) in enumerate(found, start=skip):
+        pixels = pixels.to(device, non_blocking=True).float() / 255
         targets = classes[labels.to(device, non_blocking=True)]
-        images = _input(pixels.to(device, non_blocking=True), data.preprocessing)
+        source = generator(device, seed, epoch, number, rank)
+        images = normalize(vary(pixels, varied, data.preprocessing, source), data.preprocessing)
         yield mix(images, targets, augmentation, seed, epoch, number, rank)
+
+
+def _read_files(loader: Any, images: FileImages, label_names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    for pixels, labels, broken in loader:
+        images.report_broken(broken[broken >= 0].tolist(), label_names)
+        yield pixels, labels
 
 
 def evaluation_batches(
@@ -71,12 +90,8 @@ def evaluation_batches(
             labels = images.labels[start : start + batch].to(device)
             yield Batch(_input(pixels, data.preprocessing), classes[labels])
         return
-    loader = DataLoader(
-        _Files(images, data.preprocessing),
-        batch_size=batch,
-        num_workers=workers,
-        worker_init_fn=leave_group,
-    )
+    files = _Files(images, data.preprocessing)
+    loader = DataLoader(files, batch_size=batch, num_workers=workers, worker_init_fn=leave_group)
     for pixels, labels, broken in loader:
         images.report_broken(broken[broken >= 0].tolist(), data.label_names if strict else None)
         good = broken < 0
@@ -92,16 +107,16 @@ def _input(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
-    """Decodes, crops and augments single files, to bytes. An unreadable file is replaced by the next readable one."""
+    """Decodes and crops single files, to bytes. An unreadable file is replaced by the next readable one.
+
+    Args:
+        crops: for random crops their smallest share of the area, the seed and the epoch; None for the central square.
+    """
 
     def __init__(
-        self, images: FileImages, preprocessing: Preprocessing, augmentation: Augmentation | None = None,
-        seed: int = 0, epoch: int = 0,
+        self, images: FileImages, preprocessing: Preprocessing, crops: tuple[float, int, int] | None = None
     ) -> None:  # fmt: skip
-        self.images, self.preprocessing = images, preprocessing
-        self.seed, self.epoch = seed, epoch
-        self.whole = augmentation is not None and augmentation.scale < 1  # random crops need the whole image
-        self.vary = None if augmentation is None else transforms(augmentation, preprocessing)
+        self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
         how = self.side, preprocessing.interpolation, preprocessing.crop
         if how not in images.squares:
@@ -122,18 +137,17 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _pixels(self, candidate: int, row: int) -> Tensor:
-        if self.vary is None:
-            return self._square(candidate)
-        image = open_image(self.images.paths[candidate]) if self.whole else self._square(candidate)
-        with drawing_from(self.seed, self.epoch, row):
-            return self.vary(image)
-
-    def _square(self, candidate: int) -> Tensor:
-        """The central square of a file, from the cache after the first epoch."""
-        pixels = self.squares.get(candidate)
+        if self.crops is not None:
+            scale, *numbers = self.crops
+            return _as_bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
+        pixels = self.squares.get(candidate)  # from the cache after the first epoch
         if pixels is None:
             p = self.preprocessing
-            square = resized_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop)
-            pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)
+            image = open_image(self.images.paths[candidate])
+            pixels = _as_bytes(resized_square(image, self.side, p.interpolation, p.crop))
             self.squares.put(candidate, pixels)
         return pixels
+
+
+def _as_bytes(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

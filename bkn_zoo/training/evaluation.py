@@ -15,13 +15,15 @@ from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
-from bkn_zoo.training.batch import Batch
+from bkn_zoo.training.augmentation import Batch
+from bkn_zoo.training.data import Runtime, evaluation_batches
+from bkn_zoo.training.datasets import Data, Images
 
 BINS = 15
 
 
-class Engine(Protocol):
-    """Runs a network, like the engines of `bkn_zoo.inference`."""
+class RunsNetwork(Protocol):
+    """An engine of `bkn_zoo.inference`."""
 
     model: Network
 
@@ -34,17 +36,23 @@ def batch_size(device: torch.device) -> int:
 
 
 def evaluate(
-    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES,
+    model: Network | RunsNetwork, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """The result of `measure` for each mode. The arguments are those of `predict`."""
-    logits, labels = predict(model, batches, modes, what, total)
-    return {mode: measure(outputs, labels) for mode, outputs in logits.items()}
+    """The result of `measure_accuracy` for each mode. The arguments are those of `compute_logits`."""
+    logits, labels = compute_logits(model, batches, modes, what, total)
+    return {mode: measure_accuracy(outputs, labels) for mode, outputs in logits.items()}
+
+
+def evaluate_on(model: Network, data: Data, images: Images, runtime: Runtime, what: str) -> dict[str, dict[str, float]]:
+    """The result of `evaluate` for images of a data set, with a progress bar called `what`."""
+    batches = evaluation_batches(data, images, batch_size(runtime.device), runtime.device, runtime.workers)
+    return evaluate(model, batches, what=None if runtime.quiet else what, total=len(images))
 
 
 @torch.inference_mode()
-def predict(
-    model: Network | Engine, batches: Iterable[Batch], modes: Sequence[str] = MODES,
+def compute_logits(
+    model: Network | RunsNetwork, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The logits of all images for each mode, and their labels.
@@ -73,7 +81,7 @@ def predict(
     return {mode: torch.cat(outputs) for mode, outputs in logits.items()}, torch.cat(labels)
 
 
-def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:
+def measure_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy.
 
     `loss_error` is the standard error of that mean. With up to five classes there is no top-5: it would always be 100.
@@ -103,7 +111,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def shown(metrics: Mapping[str, float]) -> str:
+def show_top1(metrics: Mapping[str, float]) -> str:
     """Top-1 with its interval as text."""
     return f"{metrics['top1']:.2f} % (95 %: {metrics['top1_low']:.1f} to {metrics['top1_high']:.1f})"
 
@@ -118,7 +126,6 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
 
 RIGHT_ABOVE = 0.95
 """The share of correct answers with at least the probability `uncertain_below`."""
-
 
 FEWEST_RIGHT = 20
 """With fewer correct answers, what 95 % of them reach is unknown."""

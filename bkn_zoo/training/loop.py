@@ -1,8 +1,9 @@
 """The training loop, which can be interrupted and resumed."""
 
 import dataclasses
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,32 +15,28 @@ from tqdm import tqdm
 
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import InputError, NonFiniteLossError, counted
-from bkn_zoo.training.batch import Batch
-from bkn_zoo.training.data import evaluation_batches, training_batches
+from bkn_zoo.progress import EVERY
+from bkn_zoo.training.augmentation import Batch
+from bkn_zoo.training.data import Runtime, training_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import batch_size, evaluate, shown
+from bkn_zoo.training.evaluation import evaluate_on, show_top1
 from bkn_zoo.training.interruption import Interruption, Stopped
-from bkn_zoo.training.optimizer import learning_rate
-from bkn_zoo.training.pace import Pace
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import (
-    REMEDY,
-    Training,
-    best_mode,
-    kept_line,
-    save_state,
-    validation_loss,
-    write_log,
-)  # fmt: skip
-from bkn_zoo.training.step import make_step
+from bkn_zoo.training.state import REMEDY, Training, best_mode, kept_line, save_state, validation_loss, write_log
+from bkn_zoo.training.step import autocast, learning_rate, make_step
 
 EPOCH_SECONDS = 30.0
 """Seconds between saves after epochs. With few images, saving after every epoch would take longer than its steps."""
 
+FIRST_STEPS = 4
+"""Steps before the time of the training is estimated."""
+
+LONG = 300.0
+"""Seconds after which a shorter training is suggested."""
+
 
 def fit(
-    training: Training, recipe: Recipe, data: Data, folder: Path, device: torch.device,
-    save_minutes: float = 5.0, workers: int = 0, quiet: bool = False,
+    training: Training, recipe: Recipe, data: Data, folder: Path, runtime: Runtime, save_minutes: float = 5.0
 ) -> None:  # fmt: skip
     """Train to the end of the recipe, from the current step of `training`.
 
@@ -57,92 +54,57 @@ def fit(
     if not steps and not training.history:
         raise InputError("epochs is 0, which only fine-tuning supports: choose at least 1.")
     training.finished = training.finished or not steps
-    first = _rank() == 0
-    step = make_step(training, recipe, device)
+    runtime = runtime._replace(quiet=runtime.quiet or _rank() > 0)
+    step = make_step(training, recipe, runtime.device)
     saves = _Saves(training, recipe, folder, save_minutes, steps)
-    with (
-        saves.interruption.awaited(),
-        # None disables the bar without a terminal.
-        tqdm(total=steps, initial=training.step, unit="step", disable=None if first and not quiet else True) as bar,
-    ):
-        if first:
+    with saves.interruption.awaited(), _Progress(training, recipe, data, steps, runtime) as progress:
+        if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
-        postfix: dict[str, str] = {}
-        write = bar.write if first and not quiet else lambda line: None
-        extra, advice = len(data.validation) / len(data.train), _advice(training, recipe, device)
-        pace = Pace(write, training.step, steps, extra, advice)
         while training.step < steps and not training.finished:
-            line = _train_epoch(training, recipe, data, device, workers, step, saves, bar, postfix, pace)
-            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-                batches = evaluation_batches(data, data.validation, batch_size(device), device, workers)
-                what = "validation" if first and not quiet else None
-                line["validation"] = evaluate(training.result, batches, what=what, total=len(data.validation))
+            line = _train_epoch(training, recipe, data, runtime, step, saves, progress)
+            with autocast(recipe, runtime.device):
+                line["validation"] = evaluate_on(training.result, data, data.validation, runtime, "validation")
             training.seconds = saves.elapsed()
             line["seconds"] = training.seconds - sum(earlier["seconds"] for earlier in training.history)
             training.history.append(line)
-            best = recipe.keep == "best" and kept_line(training.history, recipe) is line
-            if best:
-                training.best = {name: tensor.clone() for name, tensor in training.result.state_dict().items()}
-            lowest = min(training.history, key=validation_loss)
-            mode = line["validation"][best_mode(line["validation"])]
-            postfix |= {"top1": f"{mode['top1']:.2f}"}
-            kept = f", kept so far{'' if line is lowest else ' (within one standard error of the lowest)'}"
-            write(f"epoch {line['epoch']} of {recipe.epochs}: {_told(line, shown(mode))}{kept if best else ''}")
-            if first:
+            if recipe.keep == "best" and kept_line(training.history, recipe) is line:
+                training.keep_weights()
+            if _rank() == 0:
                 write_log(training.history, folder)
+            lowest = min(training.history, key=validation_loss)
             tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
-            training.finished = training.step == steps or bool(_largest(int(tired)))
-            if training.finished and (training.best is not None or training.step < steps):
-                stopped = "stopped: the validation loss no longer falls; " if training.step < steps else ""
-                write(f"{stopped}the weights of epoch {kept_line(training.history, recipe)['epoch']} are kept")
+            training.finished = training.step == steps or bool(largest_of_all(int(tired)))
+            progress.after_epoch(line)
             saves.after_epoch()
 
 
-def _told(line: Mapping[str, Any], top1: str) -> str:
-    return f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}, top-1 {top1}"
-
-
-def _advice(training: Training, recipe: Recipe, device: torch.device) -> str:
-    """How to shorten a long training."""
-    ways = ["use a GPU (many times faster)"] if device.type == "cpu" else []
-    if training.history and training.history[0]["epoch"] == 0 and recipe.freeze is not True:
-        ways = ["--freeze (keeps the classifier above and stops)"]
-    fewer = [f"--epochs {max(recipe.epochs // 3, 1)}"] if recipe.epochs > 1 else []
-    return f"to shorten it: {' or '.join(ways + fewer)}" if ways else ""
-
-
 def _train_epoch(
-    training: Training, recipe: Recipe, data: Data, device: torch.device, workers: int,
-    step: Callable[[Batch], Tensor], saves: "_Saves", bar: Any, postfix: dict[str, str], pace: Pace,
+    training: Training, recipe: Recipe, data: Data, runtime: Runtime, step: Callable[[Batch], Tensor],
+    saves: "_Saves", progress: "_Progress",
 ) -> dict[str, Any]:  # fmt: skip
     """Run the remaining steps of the epoch. Returns the beginning of its line in the log."""
     per_epoch = saves.steps // recipe.epochs
-    often = min(50, max(per_epoch // 4, 1))  # steps between shown losses, because showing one waits for the device
     epoch, skip = divmod(training.step, per_epoch)
     losses = list(training.losses)  # of the steps before an interruption
     spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
     started = time.monotonic() - spent
     batches = training_batches(
-        _at_training_size(data, recipe), local_batch(recipe), epoch, recipe.seed, recipe.augmentation, device, skip,
-        _rank(), processes(), workers,
+        _at_training_size(data, recipe), local_batch(recipe), epoch, recipe.seed, recipe.augmentation, runtime.device,
+        skip, _rank(), processes(), runtime.workers,
     )  # fmt: skip
     for batch in batches:
         for group in training.optimizer.param_groups:
             group["lr"].fill_(learning_rate(recipe, training.step, saves.steps) * group["scale"])
         losses.append(step(batch))
         training.step += 1
-        bar.update()
-        pace.after_step(postfix.get("loss", ""))
-        if len(losses) % often == 0:
-            postfix |= {"loss": f"{_finite(losses, training.step).mean():.3f}"}
-            bar.set_postfix(postfix | {"images": f"{_speed(recipe, losses, started):.0f}/s"})
+        progress.after_step(losses, started)
         if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
             saves.within_epoch(losses)
-    loss = _finite(losses, training.step).mean().item()
-    training.losses = torch.empty(0)
-    line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step, "loss": loss}
+    line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step}
+    line["loss"] = mean_losses(losses, training.step).mean().item()
     line["images_per_s"] = _speed(recipe, losses, started)
+    training.losses = torch.empty(0)
     if isinstance(data.train, FileImages):
         line["unreadable_images"] = len(data.train.unreadable)
     return line
@@ -164,7 +126,7 @@ class _Saves:
 
     def within_epoch(self, losses: list[Tensor]) -> None:
         if wish := self._wish(self.patience):
-            finite = _finite(losses, self.training.step)
+            finite = mean_losses(losses, self.training.step)
             self.training.seconds, self.training.losses = self.elapsed(), finite
             self._save(wish)
 
@@ -175,7 +137,7 @@ class _Saves:
 
     def _wish(self, patience: float, due: bool = False) -> int:
         """1 means save, more is the signal to stop for. Clocks and signals differ between processes, so they agree."""
-        return _largest(self.interruption.received or int(due or time.monotonic() - self.last > patience))
+        return largest_of_all(self.interruption.received or int(due or time.monotonic() - self.last > patience))
 
     def _save(self, wish: int) -> None:
         if _rank() == 0:
@@ -183,6 +145,89 @@ class _Saves:
         self.last = time.monotonic()
         if wish > 1:
             raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; continue with --resume")
+
+
+class _Progress:
+    """Shows steps, losses and the time left: as a bar or, without a terminal, as a line every half minute."""
+
+    def __init__(self, training: Training, recipe: Recipe, data: Data, steps: int, runtime: Runtime) -> None:
+        self.training, self.recipe, self.steps, self.quiet = training, recipe, steps, runtime.quiet
+        self.often = min(50, max(steps // max(recipe.epochs, 1) // 4, 1))  # showing a loss waits for the device
+        self.advice = _advice(training, recipe, runtime.device)
+        self.extra = len(data.validation) / len(data.train)  # time of validation, as a share of that of the steps
+        self.start, self.shown = training.step, dict[str, str]()
+        self.begun = self.told = time.monotonic()
+
+    def __enter__(self) -> "_Progress":
+        # None disables the bar without a terminal.
+        self.bar = tqdm(total=self.steps, initial=self.start, unit="step", disable=True if self.quiet else None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def _write(self, line: str) -> None:
+        if not self.quiet:
+            self.bar.write(line)
+
+    def after_step(self, losses: list[Tensor], started: float) -> None:
+        self.bar.update()
+        if len(losses) % self.often == 0:
+            self.shown |= {"loss": f"{mean_losses(losses, self.training.step).mean():.3f}"}
+            self.bar.set_postfix(self.shown | {"images": f"{_speed(self.recipe, losses, started):.0f}/s"})
+        now, done = time.monotonic(), self.training.step - self.start
+        if done == 1:  # the first step also prepares things
+            self.begun = now
+            return
+        per_step = (1 + self.extra) * (now - self.begun) / (done - 1)
+        total, left = per_step * (self.steps - self.start), per_step * (self.steps - self.training.step)
+        if done == FIRST_STEPS and total > EVERY:
+            self._write(f"about {_duration(total)} for all epochs{self._advise(total)}")
+        if not sys.stderr.isatty() and now > self.told + EVERY:
+            loss = f", loss {self.shown['loss']}" if "loss" in self.shown else ""
+            step = f"step {self.training.step} of {self.steps}{loss}"
+            self._write(f"{step}, about {_duration(left)} to go{self._advise(left)}")
+            self.told = now
+
+    def _advise(self, seconds: float) -> str:
+        """The advice, once and only for a long training."""
+        if not self.advice or seconds <= LONG:
+            return ""
+        advice, self.advice = self.advice, ""
+        return f"; {advice}"
+
+    def after_epoch(self, line: dict[str, Any]) -> None:
+        """Print the line of an epoch, and at the end of the training which weights are kept."""
+        training, recipe = self.training, self.recipe
+        metrics = line["validation"][best_mode(line["validation"])]
+        self.shown |= {"top1": f"{metrics['top1']:.2f}"}
+        kept = kept_line(training.history, recipe)
+        note = ""
+        if recipe.keep == "best" and kept is line:
+            is_lowest = line is min(training.history, key=validation_loss)
+            note = f", kept so far{'' if is_lowest else ' (within one standard error of the lowest)'}"
+        losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
+        self._write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {show_top1(metrics)}{note}")
+        early = training.step < self.steps
+        if training.finished and (training.best is not None or early):
+            stopped = "stopped: the validation loss no longer falls; " if early else ""
+            self._write(f"{stopped}the weights of epoch {kept['epoch']} are kept")
+
+
+def _advice(training: Training, recipe: Recipe, device: torch.device) -> str:
+    """How to shorten a long training."""
+    ways = ["use a GPU (many times faster)"] if device.type == "cpu" else []
+    if training.history and training.history[0]["epoch"] == 0 and recipe.freeze is not True:
+        ways = ["--freeze (keeps the classifier above and stops)"]
+    fewer = [f"--epochs {max(recipe.epochs // 3, 1)}"] if recipe.epochs > 1 else []
+    return f"to shorten it: {' or '.join(ways + fewer)}" if ways else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def _rank() -> int:
@@ -215,13 +260,18 @@ def _at_training_size(data: Data, recipe: Recipe) -> Data:
     return dataclasses.replace(data, preprocessing=dataclasses.replace(data.preprocessing, size=size))
 
 
-def _largest(number: int) -> int:
+def largest_of_all(number: int) -> int:
     """The maximum over all processes."""
     if not dist.is_initialized():
         return number
-    everyone = torch.tensor(number)
+    everyone = torch.tensor(number, device=_reducing_device())
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
     return int(everyone)
+
+
+def _reducing_device() -> str:
+    """Where processes reduce a number: on the host, which does not wait for a GPU, unless there is NCCL alone."""
+    return "cpu" if "cpu" in dist.get_backend_config() else "cuda"
 
 
 def local_batch(recipe: Recipe) -> int:
@@ -238,16 +288,16 @@ def local_batch(recipe: Recipe) -> int:
             f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of {pass_size}: "
             "use a divisor."
         )
-    group = recipe.statistics_batch
+    group = recipe.statistics_batch_size
     if group is not None and pass_size % group and not recipe.freeze:  # frozen norms do not observe
         raise InputError(
-            f"statistics_batch is {group}, but {counted(pass_size, 'image')} at a time cannot be split into groups of "
-            f"that size: choose a number that divides {pass_size}."
+            f"statistics_batch_size is {group}, but {counted(pass_size, 'image')} at a time cannot be split into "
+            f"groups of that size: choose a number that divides {pass_size}."
         )
     return local
 
 
-def _finite(losses: list[Tensor], steps: int) -> Tensor:
+def mean_losses(losses: list[Tensor], steps: int) -> Tensor:
     """The mean losses over all processes. Raises an error if one is not finite, before a spoiled state is saved.
 
     Args:

@@ -1,27 +1,102 @@
-"""The plan of a training, made before data are read and before PyTorch is imported."""
+"""The plan of a training, made before data are read and before PyTorch is imported: recipe, start, name and folders."""
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bkn_zoo.checkpoints.builders import of_library
 from bkn_zoo.checkpoints.card import check_license
+from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.files import CONFIG
+from bkn_zoo.checkpoints.locate import is_folder, locate
 from bkn_zoo.checkpoints.preferred import default_checkpoint
 from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.progress import speaks
-from bkn_zoo.training.fine_tuning import FINE_TUNING, FROM_SCRATCH, like
-from bkn_zoo.training.origin import Origin, find_origin
-from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe
+from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe, renamed
 
 NAME = re.compile(r"[^\W_][\w.=-]*")
 """Valid names of runs, which are also names of folders, checkpoints and repositories."""
 
+LIBRARY_SIZE = 224
+"""Side of the images for a library's network, unless the recipe sets another size."""
+
+FINE_TUNING = {
+    "dataset": "folder", "epochs": 5, "gradient_batch": 16, "optimizer": "adamw", "lr": 1e-4, "label_smoothing": 0.1,
+    "ema": 0.97, "precision": "float32", "keep": "best", "patience": 3, "augmentation.crop": 0.1,
+}  # fmt: skip
+"""Defaults to fine-tune with; the checkpoint to start from and the number of images change some of them."""
+
+FROM_SCRATCH = {
+    "dataset": "folder", "epochs": 60, "gradient_batch": 16, "statistics_batch_size": 2, "lr": 0.05,
+    "label_smoothing": 0.1, "augmentation.crop": 0.125,
+}  # fmt: skip
+"""Defaults for new weights: those of the CIFAR recipes, with a batch and a learning rate for fewer images."""
+
+ENOUGH_STEPS = {"pretrained": (80, 25), "new": (1000, 200)}
+"""A small data set is passed more often, until there are this many steps, but no more often than this.
+
+With a handful of images an epoch is a single step, and its validation half as long.
+"""
+
+CPU_FREEZE = 0.67
+"""Share of the layers that stay as they are on a CPU: those that see many pixels, which take most of the time."""
+
+
+class Origin(NamedTuple):
+    """A checkpoint or a library's network to start from.
+
+    Attributes:
+        init: the name that the caller passed.
+        name: a name without paths of this machine.
+        config: the config of the checkpoint; None for a library's network.
+        preprocessing: the preprocessing that its weights were trained with, if known.
+    """
+
+    init: str
+    name: str
+    config: Config | None
+    preprocessing: Preprocessing | None
+
+    @property
+    def key(self) -> str:
+        """An identifier that does not depend on the working directory: the full path of a folder."""
+        return str(Path(self.init).resolve()) if Path(self.init).exists() else self.init
+
+    def fields(self, model: str | None) -> dict[str, Any]:
+        """The fields of the recipe that the start decides, given the `model` that the caller named."""
+        config = self.config
+        if config is None:
+            return {"model": self.init, "size": LIBRARY_SIZE, "statistics_batch_size": None}
+        fields = {"model": config.architecture, "statistics_batch_size": config.statistics_batch_size}
+        if config.preprocessing:
+            fields["size"] = config.preprocessing.size
+        if model in (None, config.architecture):
+            fields |= {f"norm_options.{name}": value for name, value in config.norm_options.items()}
+        return fields
+
+
+def find_origin(init: str) -> Origin:
+    """Find the start called `init`: a folder, a checkpoint's name, "owner/repo", "torchvision:NAME" or "timm:NAME"."""
+    if of_library(init):
+        from bkn_zoo.conversion.libraries import preprocessing_of
+
+        return Origin(init, init, None, preprocessing_of(init, LIBRARY_SIZE))
+    location = locate(init)
+    config = Config.read(location.folder / CONFIG)
+    name = location.folder.resolve().name if is_folder(init) else init
+    if location.revision is not None:
+        name = f"{init.partition('@')[0]}@{location.revision}"
+    return Origin(init, name, config, config.preprocessing)
+
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A training that `bkn_zoo.training.run.carry_out` can start.
 
     Attributes:
@@ -31,6 +106,7 @@ class Plan:
         output: folder of the run. The checkpoint goes to `output / name`.
         results: folder of the record, `results / NAME.json`.
         device: "auto" is a GPU if available.
+        quiet: whether nothing is printed; only the first of several processes prints.
         license: the licence that the card names; None for none.
     """
 
@@ -54,14 +130,18 @@ class Plan:
         """The folder of the checkpoint."""
         return self.output / self.name
 
-    def say(self) -> None:
-        """Print what will be trained, unless the plan is quiet or another process prints."""
-        if speaks() and not self.quiet:
-            start = f"starting from {self.source.name}" if self.source else "with new weights"
-            print(f"training {self.recipe.model} on {self.data}, {start}", flush=True)
+    def say(self, line: str) -> None:
+        """Print a line, unless the plan is quiet."""
+        if not self.quiet:
+            print(line, flush=True)
+
+    def introduce(self) -> None:
+        """Print what will be trained."""
+        start = f"starting from {self.source.name}" if self.source else "with new weights"
+        self.say(f"training {self.recipe.model} on {self.data}, {start}")
 
 
-def make_plan(
+def plan_training(
     recipe: str | os.PathLike[str] | Recipe | None,
     data: str | os.PathLike[str],
     overrides: Mapping[str, Any],
@@ -72,38 +152,57 @@ def make_plan(
     results: str | os.PathLike[str] | None = None,
     device: Any = None,
     quiet: bool = False,
+    license: str | None = None,
     **options: Any,
-) -> Plan:
+) -> TrainingPlan:
     """Read the recipe, find the start, and choose name and folders. Nothing is written.
 
     Args:
         recipe: None to use `FINE_TUNING` as the recipe, or `FROM_SCRATCH` if only a model is given.
         overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
-        options: further fields of `Plan`. All other arguments are those of `bkn_zoo.train`.
+        options: further fields of `TrainingPlan`. All other arguments are those of `bkn_zoo.train`.
     """
-    check_license(options.get("license"))
-    given = _flat(overrides)
-    fine_tuning = recipe is None
-    if fine_tuning and init is None and "model" not in given:
+    check_license(license)
+    given = renamed(_flat(overrides))
+    if recipe is None and init is None and "model" not in given:
         init = _default_init()
     source = None if init is None else find_origin(os.fspath(init))
-    path = find_recipe(recipe) if isinstance(recipe, str | os.PathLike) else None
+    path = None
     if isinstance(recipe, Recipe):
-        fields = _flat(dataclasses.asdict(recipe)) | given
-    elif fine_tuning:
-        defaults = FINE_TUNING | like(source, given.get("model")) if source else FROM_SCRATCH
-        fields = defaults | given
+        fields = _flat(dataclasses.asdict(recipe))
+    elif recipe is not None:
+        path, fields = find_recipe(recipe), {}
     else:
-        fields = given
-    chosen = read_recipe(path, fields)
+        fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
+    chosen = read_recipe(path, fields | given)
     root = Path(data)
     name = _checked(name) if name else _derived_name(path, root, given, chosen)
     folder = Path("runs") / name if output is None else Path(output)
-    return Plan(
-        chosen, given, fine_tuning, source, root, name, folder,
+    return TrainingPlan(
+        chosen, given, recipe is None, source, root, name, folder,
         results=folder / "results" / "runs" if results is None else Path(results),
-        device="auto" if device is None else str(device), quiet=quiet, **options,
+        device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license, **options,
     )  # fmt: skip
+
+
+def adapted(
+    recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True, cpu: bool = False
+) -> Recipe:  # fmt: skip
+    """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
+
+    Fields in `given` stay as they are. On a CPU the lower layers of a pretrained network are frozen. The classifier of
+    a frozen network is fitted before the first epoch: it needs no epochs.
+    """
+    batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
+    batch = recipe.gradient_batch if "gradient_batch" in given else batch
+    fields: dict[str, Any] = {"gradient_batch": batch}
+    least, most = ENOUGH_STEPS["pretrained" if pretrained else "new"]
+    enough = math.ceil(least / max(images // batch, 1))
+    fields["freeze"] = CPU_FREEZE if cpu and pretrained else recipe.freeze
+    fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, most))
+    if recipe.statistics_batch_size is not None:
+        fields["statistics_batch_size"] = math.gcd(recipe.statistics_batch_size, batch)
+    return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,9 @@ SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
 """Short names of precisions, as in inference."""
 
+EARLIER_NAMES = {"statistics_batch": "statistics_batch_size"}
+"""Names of fields in recipes and states of earlier versions."""
+
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
 
@@ -24,13 +28,14 @@ class Augmentation:
     """How training images are augmented. Every range is symmetric, and zero disables it.
 
     Attributes:
-        crop: shift by up to this share of the side (the padded random crop of CIFAR).
-        scale: smallest share of the area of a random crop; 1 disables it.
-        rotate: degrees.
-        colour: brightness, contrast and saturation, each by a factor within 1 +- this.
-        flip: mirror half of the images.
-        erase: side of a blank square, as a share of the image's side.
-        mixup, cutmix: the alphas of their Beta distributions; if both are set, each is used for half of the batches.
+        crop: shift by up to this share of the side (the padded random crop of CIFAR)
+        scale: smallest share of the area that a random part keeps; 1 keeps all
+        rotate: degrees
+        colour: brightness, contrast and saturation, each by a factor within 1 +- this
+        flip: mirror half of the images
+        erase: side of a square that is blanked, as a share of the image's side
+        mixup: alpha of its Beta distribution; with cutmix, each is used for half of the batches
+        cutmix: alpha of its Beta distribution
     """
 
     crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
@@ -50,38 +55,48 @@ class Augmentation:
 class Recipe:
     """Everything that a training depends on except the data. recipes/ has one TOML file per recipe.
 
+    `bkn-zoo train --help` shows these descriptions, too.
+
     Attributes:
-        model, norm_options: arguments of `create_model`.
-        dataset, size, validation: arguments of `load_data`.
-        train_size: side of the network's input in training, if it is not `size`. Random crops enlarge objects; a
-            smaller input compensates for that (Touvron et al. 2019), and is faster.
-        epochs: passes over the training images. For fine-tuning, 0 trains only the classifier, on features that are
-            computed once.
-        gradient_batch: images per optimizer step, over all processes.
-        statistics_batch: images per statistics group; None is all images of a pass.
-        micro_batch: images per forward pass, if the gradient batch does not fit; None is all at once.
-        optimizer: "sgd" (with Nesterov momentum) or "adamw".
-        schedule: "one_cycle" (linear up, linear down) or "cosine" (linear up, cosine down).
-        warmup: share of the steps in which the learning rate rises.
-        ema: decay per step of the averaged weights that are evaluated and saved; 0 for none. Their running averages are
-            averaged as well. At the end these are recomputed, if that is better on the validation images.
-        kalman_lr: learning rate of A, R and q, relative to the other parameters.
-        precision: "bfloat16" (autocast) or "float32"; "bf16" and "f32" are accepted, too.
-        keep: the weights of the "last" epoch, or of the "best" one: the last epoch whose validation loss is within a
-            standard error of the lowest. If the learning rate falls to zero over many epochs, the last weights are as
-            good, and the choice adds no noise.
-        patience: number of epochs without a lower validation loss after which a training ends; None is never.
-        freeze: true trains only the classifier; a number is the share of layers, from the input on, that are frozen.
-            In both cases, images are normalized as in the checkpoint.
-        graph: replay steps from a CUDA graph.
-        compile: run the network through torch.compile.
+        model: the network: one of bkn_zoo.list_models(), torchvision:NAME or timm:NAME
+        dataset: the kind of data set: folder (a folder of images for each class), cifar10, cifar100, tiny_imagenet
+        epochs: passes over the training images; to fine-tune, 0 fits only the classifier, and without a recipe there
+            are more if there are few images
+        gradient_batch: images per optimizer step, over all processes
+        statistics_batch_size: images per statistics group (the images that are normalized together); None is all that
+            a process holds at a time
+        micro_batch: images per forward pass, if a batch does not fit; None is all at once
+        size: side of the network's input in pixels; None is the data set's or the checkpoint's
+        train_size: the same in training, if different; random crops enlarge objects, a smaller input compensates for
+            that (Touvron et al. 2019)
+        validation: share of the training images to hold out for validation, if the data set has no validation images
+        optimizer: how weights are updated; sgd has Nesterov momentum
+        lr: highest learning rate
+        momentum: of sgd
+        weight_decay: of the weights, not of norms and biases
+        schedule: how the learning rate falls after the warm-up: linearly or by a cosine
+        warmup: share of the steps in which the learning rate rises
+        label_smoothing: share of the target that is spread over all classes
+        ema: decay per step of averaged weights, which are evaluated and saved; 0 is none
+        kalman_lr: learning rate of the transition A, process noise R and gain q, relative to the others'
+        clip: largest norm of the gradient; 0 is no limit
+        precision: of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same; a CPU
+            without bf16 uses f32
+        keep: weights of the last epoch, or of the best: the last whose validation loss is about the lowest
+        patience: epochs without a lower validation loss after which the training ends; None is never
+        freeze: train the classifier only (true), or keep this share of the layers, from the input on, as they are
+        graph: replay steps from a CUDA graph
+        compile: run the network through torch.compile
+        seed: of weights, order and augmentation
+        norm_options: options of the network's norms, as bkn_zoo.create_model takes them
+        augmentation: how training images are augmented
     """
 
     model: str
     dataset: str
     epochs: Annotated[int, Rule(lambda value: value >= 0, "a whole number of at least 0")]
     gradient_batch: Count
-    statistics_batch: Count | None = None
+    statistics_batch_size: Count | None = None
     micro_batch: Count | None = None
     size: Side | None = None
     train_size: Side | None = None
@@ -110,6 +125,16 @@ class Recipe:
         object.__setattr__(self, "precision", PRECISIONS.get(self.precision, self.precision))
         check_fields(self)
 
+    @property
+    def statistics_batch(self) -> int | None:
+        """The earlier name of `statistics_batch_size`."""
+        return self.statistics_batch_size
+
+
+def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe with today's names."""
+    return {EARLIER_NAMES.get(name, name): value for name, value in fields.items()}
+
 
 def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     """The file of a recipe, by its path or, in a checkout, by its name in recipes/."""
@@ -118,7 +143,10 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
+    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top.
+
+    In both, `statistics_batch` is the earlier name of `statistics_batch_size`.
+    """
     fields: dict[str, Any] = {}
     if path is not None:
         try:
@@ -130,7 +158,8 @@ def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None
             ) from None
         except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
-    for name, value in (overrides or {}).items():
+    fields = renamed(fields)
+    for name, value in renamed(overrides or {}).items():
         table, _, key = name.rpartition(".")
         (fields.setdefault(table, {}) if table else fields)[key] = value
     try:

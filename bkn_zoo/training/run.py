@@ -21,18 +21,16 @@ import torch.distributed as dist
 from bkn_zoo.checkpoints.files import lock, make_folder
 from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, InputError, TrainingError
-from bkn_zoo.progress import speaks, waiting
-from bkn_zoo.training.datasets import Data, fingerprint, load_data
-from bkn_zoo.training.fine_tuning import fitted
-from bkn_zoo.training.finish import TrainingResult, finish
-from bkn_zoo.training.head_start import start_classifier
+from bkn_zoo.progress import speaks
+from bkn_zoo.training.data import Runtime
+from bkn_zoo.training.datasets import Data, keep_apart, load_data
+from bkn_zoo.training.finish import TrainingResult, finish_training
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
-from bkn_zoo.training.network import build
-from bkn_zoo.training.plan import Plan, make_plan
+from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import LOG, STATE, Training, begin, find_state, load_state, replaces_finished
-from bkn_zoo.training.tree import keep_apart
+from bkn_zoo.training.start import start, start_classifier
+from bkn_zoo.training.state import LOG, STATE, find_state, load_state, replaces_finished
 
 
 def train(
@@ -79,11 +77,11 @@ def train(
         InputError: the recipe, an option or the data are invalid.
         CheckpointError: a checkpoint or a saved state is invalid.
     """
-    plan = make_plan(
+    plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
         workers=workers, save_minutes=save_minutes, quiet=quiet, license=license,
     )  # fmt: skip
-    plan.say()
+    plan.introduce()
     return carry_out(plan)
 
 
@@ -101,15 +99,17 @@ def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
     return train(None, data, **options)
 
 
-def carry_out(plan: Plan) -> TrainingResult:
+def carry_out(plan: TrainingPlan) -> TrainingResult:
     """Train as planned. Errors come before the data are read, if possible."""
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
     check_device(plan.device)
-    plan = _in_known_precision(plan)
+    if plan.device == "cpu" and plan.recipe.precision == "bfloat16" and not _cpu_supports_bfloat16():
+        plan.say("this CPU does not support bfloat16: training in float32")  # it would be slow and print warnings
+        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
-    if not plan.fine_tuning or "statistics_batch" in plan.given:  # otherwise `fitted` chooses a suitable batch
+    if not plan.fine_tuning or "statistics_batch_size" in plan.given:  # otherwise `adapted` chooses a suitable batch
         local_batch(plan.recipe)
     if plan.recipe.dataset == "folder":
         keep_apart(plan.data, {"--output": plan.folder, "--results": plan.results / plan.name})
@@ -117,54 +117,44 @@ def carry_out(plan: Plan) -> TrainingResult:
         find_state(plan.output)
     with _repeatable(), _without_empty_folders(plan.output, plan.results), alone(plan.output):
         make_folder(plan.results)
-        result = _train(plan)
+        result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet))
     if joined:
         dist.destroy_process_group()
     return result
 
 
-def _train(plan: Plan) -> TrainingResult:
-    device = torch.device(plan.device)
-    data = load_data(plan.recipe.dataset, plan.data, plan.recipe.size, plan.recipe.validation).to(device)
-    recipe = plan.recipe
+def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
+    recipe, device = plan.recipe, runtime.device
+    data = load_data(recipe.dataset, plan.data, recipe.size, recipe.validation).to(device)
     if plan.fine_tuning:
-        pretrained, cpu = plan.source is not None, device.type == "cpu"
-        recipe = fitted(recipe, len(data.train), plan.given, pretrained, cpu)
-    training = _begin(plan, recipe, data, device)
+        recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
+    training = start(plan, recipe, data, device)
     if plan.resume:
         load_state(training, recipe, plan.output, device)
-    elif replaces_finished(plan.output, recipe, training) and speaks() and not plan.quiet:
-        print(f"{plan.output} contains a finished training with the same images and options: this one replaces it")
+    elif replaces_finished(plan.output, recipe, training):
+        same = "a finished training with the same images and options"
+        plan.say(f"{plan.output} contains {same}: this one replaces it")
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
-    if plan.fine_tuning and speaks() and not plan.quiet:
-        print(_described(recipe, data))
+    if plan.fine_tuning:
+        plan.say(_summary(recipe, data))
     if plan.fine_tuning and plan.source and not training.history:
         config = plan.source.config
-        same = config is not None and list(config.label_names or ()) == data.label_names
-        start_classifier(training, recipe, data, device, plan.workers, plan.quiet, keep=same)
-    fit(training, recipe, data, plan.output, device, plan.save_minutes, plan.workers, plan.quiet)
+        same_classes = config is not None and list(config.label_names or ()) == data.label_names
+        start_classifier(training, recipe, data, runtime, keep=same_classes)
+    fit(training, recipe, data, plan.output, runtime, plan.save_minutes)
     if training.best is not None:
         training.result.load_state_dict(training.best)
     if dist.is_initialized() and dist.get_rank() > 0:
         return TrainingResult(training.result.eval(), {}, plan.folder)
     try:
         with handled(_stop, signal.SIGTERM):
-            return finish(training, recipe, data, plan)
+            return finish_training(training, recipe, data, plan, runtime)
     except OSError as error:
         raise TrainingError(
             f"the results could not be written ({error}): free disk space, and repeat the command with --resume."
         ) from error
     except CheckpointError as error:  # its message says what to do first
         raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
-
-
-def _in_known_precision(plan: Plan) -> Plan:
-    """The plan in float32 if the CPU does not support bfloat16, which would be slow and print warnings."""
-    if plan.device != "cpu" or plan.recipe.precision == "float32" or _cpu_supports_bfloat16():
-        return plan
-    if speaks() and not plan.quiet:
-        print("this CPU does not support bfloat16: training in float32")
-    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
 
 
 def _cpu_supports_bfloat16() -> bool:
@@ -174,26 +164,7 @@ def _cpu_supports_bfloat16() -> bool:
         return False
 
 
-def _begin(plan: Plan, recipe: Recipe, data: Data, device: torch.device) -> Training:
-    """A training at its first step, with everything that identifies it."""
-    source = plan.source
-    with waiting(f"preparing {recipe.model}"):
-        training = begin(recipe, build(recipe, source and source.init, data.label_names), device)
-    training.data = str(plan.data.resolve())
-    training.images = [len(data.train), len(data.validation)]
-    training.label_names = list(data.label_names)
-    training.fingerprint = fingerprint(data, plan.data)
-    training.init = source and source.key
-    training.preprocessing = data.preprocessing
-    if source and source.preprocessing:  # the preprocessing of its weights, with the recipe's size
-        p = source.preprocessing
-        training.preprocessing = dataclasses.replace(
-            data.preprocessing, mean=p.mean, std=p.std, interpolation=p.interpolation
-        )
-    return training
-
-
-def _described(recipe: Recipe, data: Data) -> str:
+def _summary(recipe: Recipe, data: Data) -> str:
     """One line about the data and the settings."""
     images = (
         f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more for validation"
@@ -204,7 +175,7 @@ def _described(recipe: Recipe, data: Data) -> str:
     if recipe.freeze:
         how = f"the first {recipe.freeze:.0%} of the layers frozen" if recipe.freeze is not True else "classifier only"
     else:
-        how = f"statistics groups of {recipe.statistics_batch or images_at_a_time(recipe)}"
+        how = f"statistics groups of {recipe.statistics_batch_size or images_at_a_time(recipe)}"
     return (
         f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
         f"{recipe.gradient_batch}, {how}"

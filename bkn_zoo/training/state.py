@@ -1,11 +1,11 @@
-"""The state of a training: saved completely or not at all, and loaded to resume."""
+"""The state of a training: network, optimizer and history; saved completely or not at all, and loaded to resume."""
 
 import copy
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,17 @@ from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError, counted
+from bkn_zoo.fields import make
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.training.optimizer import make_optimizer
-from bkn_zoo.training.recipes import Recipe
+from bkn_zoo.norms.batch_kalman import no_weight_decay
+from bkn_zoo.training.recipes import Recipe, renamed
 
 STATE, LOG = "state.pt", "log.jsonl"
-SAVED = (
-    "model", "averaged", "best", "optimizer", "step", "finished", "seconds", "losses", "history", "data", "images",
-    "label_names", "fingerprint", "preprocessing", "init", "processes", "recipe",
-)  # fmt: skip
-"""The fields of a saved state."""
+PLAIN = ("step", "finished", "seconds", "best", "losses", "fingerprint", "init")
+"""Fields of `Training` that a file stores as they are."""
 
-DERIVED = ("epochs", "statistics_batch")
+DERIVED = ("epochs", "statistics_batch_size")
 """Fields of a recipe that fine-tuning derives from other options, such as freeze and gradient_batch."""
 
 REMEDY = "start again with a lower learning rate (resuming from the last saved state would diverge again)"
@@ -43,9 +41,6 @@ class Training:
         seconds: time of all steps and of the validation after each epoch.
         losses: losses of the current epoch when the state was saved.
         history: one line per epoch.
-        data: the folder of the images, which identifies the training; empty if unknown.
-        images: number of training and validation images, which must not change; None if unknown.
-        label_names: names of the classes, which must not change; None if unknown.
         fingerprint: hash of the images' names and labels (`datasets.fingerprint`); empty if unknown.
         preprocessing: preprocessing of the images, if known.
         init: the checkpoint that it started from, which identifies it, too; None for new weights, empty if unknown.
@@ -60,9 +55,6 @@ class Training:
     best: dict[str, Tensor] | None = None
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     history: list[dict[str, Any]] = field(default_factory=list)
-    data: str = ""
-    images: list[int] | None = None
-    label_names: list[str] | None = None
     fingerprint: str = ""
     preprocessing: Preprocessing | None = None
     init: str | None = ""
@@ -71,10 +63,15 @@ class Training:
     def result(self) -> Network:
         return self.model if self.averaged is None else self.averaged
 
+    def keep_weights(self) -> None:
+        """Keep the weights of this epoch as the best."""
+        self.best = {name: tensor.clone() for name, tensor in self.result.state_dict().items()}
+
 
 def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
+    """A training at its first step."""
     model = model.to(device).to(memory_format=torch.channels_last)
-    model.statistics_batch_size = recipe.statistics_batch
+    model.statistics_batch_size = recipe.statistics_batch_size
     if recipe.freeze:
         model.eval()  # norms, too: they neither use statistics of batches nor update running averages
         for layer in frozen_layers(model, recipe.freeze):
@@ -98,6 +95,40 @@ def frozen_layers(model: Network, share: float) -> list[nn.Module]:
     return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
 
 
+# The optimizer
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Weight decay for convolutions and linear layers only; A, R and q have their own learning rate."""
+    decayed, plain, kalman = list[Tensor](), list[Tensor](), list[Tensor]()
+    kalman_names = no_weight_decay(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = kalman if name in kalman_names else decayed if parameter.ndim >= 2 else plain
+            group.append(parameter)
+    groups = (
+        {"params": decayed, "weight_decay": recipe.weight_decay, "scale": 1.0},
+        {"params": plain, "weight_decay": 0.0, "scale": 1.0},
+        {"params": kalman, "weight_decay": 0.0, "scale": recipe.kalman_lr},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
+    # A learning rate on the device can change between replays of a CUDA graph.
+    lr: Any = torch.zeros((), device=device)
+    groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
+    on_gpu = device.type == "cuda"  # a CUDA graph may capture its steps
+    adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    adamw._warned_capturable_if_run_uncaptured = True  # no warning about the necessary steps before the capture
+    return adamw
+
+
+# The history
+
+
 def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
     """The statistics mode with the highest top-1; if several are equal, the one with the lowest loss."""
     return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
@@ -109,20 +140,32 @@ def validation_loss(line: Mapping[str, Any]) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-def best_line(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line of the last epoch whose validation loss is within a standard error of the lowest.
+def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+    """The line of the epoch whose weights are kept: the last, or the best.
 
-    With few images, smaller differences are chance. Among equally good epochs, the last had the lowest learning rate.
+    The best is the last epoch whose validation loss is within a standard error of the lowest. With few images, smaller
+    differences are chance. Among equally good epochs, the last had the lowest learning rate.
     """
+    if recipe.keep == "last":
+        return history[-1]
     lowest = min(history, key=validation_loss)
     error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
     bound = validation_loss(lowest) + (0.0 if math.isnan(error) else error)
     return next(line for line in reversed(history) if validation_loss(line) <= bound)
 
 
-def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """The line of the epoch whose weights are kept."""
-    return best_line(history) if recipe.keep == "best" else history[-1]
+def write_log(history: list[dict[str, Any]], folder: Path) -> None:
+    """Write one line per epoch."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
+    except OSError as error:
+        raise TrainingError(
+            f"{folder / LOG} could not be written ({error.strerror}): free disk space; the last saved state stays."
+        ) from error
+
+
+# The file
 
 
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
@@ -130,22 +173,12 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     for name, parameter in training.model.named_parameters():
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
-    state = {
+    state = {name: getattr(training, name) for name in PLAIN} | {
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
-        "best": training.best,
         "optimizer": training.optimizer.state_dict(),
-        "step": training.step,
-        "finished": training.finished,
-        "seconds": training.seconds,
-        "losses": training.losses,
         "history": json.dumps(training.history),
-        "data": training.data,
-        "images": training.images,
-        "label_names": training.label_names,
-        "fingerprint": training.fingerprint,
         "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
-        "init": training.init,
         "processes": processes(),
         "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
@@ -163,17 +196,6 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def write_log(history: list[dict[str, Any]], folder: Path) -> None:
-    """Write one line per epoch."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
-    except OSError as error:
-        raise TrainingError(
-            f"{folder / LOG} could not be written ({error.strerror}): free disk space; the last saved state stays."
-        ) from error
-
-
 def find_state(folder: Path) -> Path:
     """The file of the training in a folder."""
     path = folder / STATE
@@ -184,25 +206,28 @@ def find_state(folder: Path) -> Path:
     return path
 
 
+def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[str, Any]:
+    """The content of a state; `mmap` does not read its tensors."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        for name in (*PLAIN, "model", "averaged", "optimizer", "preprocessing", "processes"):
+            state[name]
+        recipe = make(Recipe, renamed(json.loads(state["recipe"])))  # fields that it lacks have their defaults
+        return state | {"history": json.loads(state["history"]), "recipe": recipe}
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} cannot be read ({reason}): check its permissions and the version of bkn_zoo, or remove it to "
+            "start the training again."
+        ) from None
+
+
 def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
     """Continue the training in a folder, with its preprocessing; refuse one of another recipe, data or start."""
     path = find_state(folder)
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        if missing := [name for name in SAVED if name not in state]:
-            raise KeyError(missing[0])
-        theirs, ours = json.loads(state["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
-        changed = _changed(theirs, recipe)
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} cannot be read ({reason}): remove it, and start the training again.") from None
-    _check_same(path, state, training)  # first, because start and images determine some fields of the recipe
-    if changed:
-        name = changed[0]
-        raise CheckpointError(
-            f"{path} belongs to a training with {name} = {theirs[name]!r}, not {ours[name]!r}: pass the same "
-            "options, or another --name."
-        )
+    state = _read_state(path, device)
+    for _, sentence in _differences(state, training, recipe):
+        raise CheckpointError(f"{path} belongs to a training {sentence}")
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
@@ -216,87 +241,48 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         raise CheckpointError(
             f"{path} has tensors that do not fit {recipe.model}, perhaps for other classes: resume with the same data."
         ) from None
-    training.step, training.seconds = state["step"], state["seconds"]
-    training.finished, training.best = state["finished"], state["best"]
-    training.losses = state["losses"]
-    training.history = json.loads(state["history"])
+    for name in ("step", "finished", "seconds", "best", "losses", "history"):
+        setattr(training, name, state[name])
     if state["preprocessing"] is not None:
         training.preprocessing = Preprocessing(**state["preprocessing"])
 
 
-def _check_same(path: Path, state: dict[str, Any], training: Training) -> None:
-    """Refuse a state from another start, another number of processes or other data."""
-    if _other_init(state, training):
-        raise CheckpointError(
-            f"{path} belongs to a training that started from {_named(state['init'])}, not {_named(training.init)}: "
-            "pass the same --checkpoint, or another --name."
-        )
-    together = state["processes"]
-    if together != processes():  # groups and augmentation differ between processes
-        how = counted(together, "process")
-        resume = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
-        raise CheckpointError(f"{path} belongs to a training by {how}, not {processes()}: resume {resume}.")
-    if None not in (state["images"], training.images) and state["images"] != training.images:
-        (train, chosen), (now, chosen_now) = state["images"], training.images or []
-        raise CheckpointError(
-            f"{path} belongs to a training on {counted(train, 'image')} with {chosen} for validation, not {now} and "
-            f"{chosen_now}: resume with the same data."
-        )
-    # With fewer or more classes, tensors differ, too.
-    for old, new in zip(state["label_names"] or [], training.label_names or [], strict=False):
-        if old != new:
-            raise CheckpointError(
-                f"{path} belongs to a training with a class {old!r}, not {new!r}: resume with the same data, or use "
-                "another --name."
-            )
-    if _other_images(state, training):
-        raise CheckpointError(
-            f"{path} belongs to a training on other images, or with some images in other classes: resume with the same "
-            "data, or pass another --name."
-        )
-
-
 def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     """Whether there is a finished training with the same recipe, data and start. Refuse to replace any other."""
-    try:
-        state = torch.load(folder / STATE, mmap=True, weights_only=True)
-        begun, finished = state["step"] > 0, state["finished"]
-        changed = [  # the start and the images first, because they determine some fields of the recipe
-            *(["checkpoint"] if _other_init(state, training) else []),
-            *(["data"] if state["data"] != training.data or _other_images(state, training) else []),
-            *_changed(json.loads(state["recipe"]), recipe),
-        ]
-    except Exception:  # no state, or none that can be resumed
+    if not (folder / STATE).exists():
         return False
-    if finished and changed:
+    state = _read_state(folder / STATE, torch.device("cpu"), mmap=True)
+    changed = [name for name, _ in _differences(state, training, recipe) if name != "processes"]
+    if state["finished"] and changed:
         raise InputError(
             f"{folder} contains another finished training ({changed[0]} differs): choose another --name or "
             "--output, or remove the folder."
         )
-    if begun and not finished:
+    if state["step"] > 0 and not state["finished"]:
         raise InputError(
             f"{folder} contains a training that stopped at step {state['step']}: continue with --resume, or remove the "
             "folder to start again."
         )
-    return finished
+    return state["finished"]
 
 
-def _other_init(state: dict[str, Any], training: Training) -> bool:
-    """Whether a state started from another checkpoint, as far as known."""
-    return "" not in (state["init"], training.init) and state["init"] != training.init
+def _differences(state: dict[str, Any], training: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """In what a state belongs to another training, and how to say that.
 
-
-def _other_images(state: dict[str, Any], training: Training) -> bool:
-    """Whether a state was trained on other images, as far as known."""
-    return "" not in (state["fingerprint"], training.fingerprint) and state["fingerprint"] != training.fingerprint
-
-
-def _named(init: str | None) -> str:
-    return init or "new weights"
-
-
-def _changed(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The fields in which the recipe of a state differs; last those that may only follow from the others."""
-    ours = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    changed = [name for name in ours if name not in ("graph", "compile") and ours[name] != theirs[name]]
-    return sorted(changed, key=lambda name: name in DERIVED)
+    The start and the images come first, because they determine some fields of the recipe, and last those fields.
+    """
+    if "" not in (state["init"], training.init) and state["init"] != training.init:
+        theirs, ours = (init or "new weights" for init in (state["init"], training.init))
+        sentence = f"that started from {theirs}, not {ours}: pass the same --checkpoint, or another --name."
+        yield "checkpoint", sentence
+    together = state["processes"]
+    if together != processes():  # groups and augmentation differ between processes
+        how = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
+        yield "processes", f"by {counted(together, 'process')}, not {processes()}: resume {how}."
+    if "" not in (state["fingerprint"], training.fingerprint) and state["fingerprint"] != training.fingerprint:
+        where = "on other images, or with some images in other classes"
+        yield "data", f"{where}: resume with the same data, or pass another --name."
+    before, now = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (state["recipe"], recipe))
+    for name in sorted(now, key=lambda name: name in DERIVED):
+        if name not in ("graph", "compile") and before[name] != now[name]:
+            yield name, f"with {name} = {before[name]!r}, not {now[name]!r}: pass the same options, or another --name."

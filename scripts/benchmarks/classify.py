@@ -2,19 +2,17 @@
 
 import argparse
 import os
-import platform
 import pty
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server import ROOT, make_image
-from bkn_zoo.publishing.results import table, write_results
+from benchmarks.common import MACHINE, ROOT, add_command, interleaved, make_image, save, show
 
 
 def on_a_terminal(*arguments: str, cache: str) -> tuple[float, float, int]:
@@ -30,7 +28,7 @@ def on_a_terminal(*arguments: str, cache: str) -> tuple[float, float, int]:
     while True:
         try:
             got = os.read(reader, 4096)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux: the other end is closed
             break
         if not got:
             break
@@ -41,29 +39,25 @@ def on_a_terminal(*arguments: str, cache: str) -> tuple[float, float, int]:
 
 
 def classify(args: argparse.Namespace) -> None:
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as cache:
-        image = Path(cache) / "image.jpg"
+    with tempfile.TemporaryDirectory() as folder:
+        image = Path(folder) / "image.jpg"
         image.write_bytes(make_image(256))
-        graphs = str(Path(cache) / "graphs")
-        cases = {"an image": ("classify", str(image)), "a missing file": ("classify", str(image) + ".missing")}
-        for name, arguments in cases.items():
-            runs = [on_a_terminal(*arguments, cache=graphs) for _ in range(args.rounds + 1)]
-            first, end, codes = zip(*runs[1:], strict=True)  # of which the one before has filled the caches
-            wanted = 0 if name == "an image" else 2
-            if set(codes) - {wanted, 1} or (wanted == 0 and any(codes)):
-                raise SystemExit(f"{arguments} ended with {codes}")
-            rows.append(
-                {"command": name, "first_start_s": runs[0][1]}
-                | {"first_line_s": statistics.median(first), "end_s": statistics.median(end)}
-            )
-    write_results(args.output, rows, rounds=args.rounds, date=date.today().isoformat())
-    print(table(rows, list(rows[0])))
+        paths = {"an image": str(image), "a missing file": f"{image}.missing"}
+        runs = {
+            name: partial(on_a_terminal, "classify", path, cache=str(Path(folder) / "graphs"))
+            for name, path in paths.items()
+        }
+        times = interleaved(runs, args.rounds + 1)
+    rows = []
+    for name, found in times.items():
+        first, end, codes = zip(*found[1:], strict=True)  # the run before has filled the caches
+        if any(codes) != (name == "a missing file"):
+            raise SystemExit(f"classify of {name} ended with {codes}")
+        medians = {"first_line_s": statistics.median(first), "end_s": statistics.median(end)}
+        rows.append({"command": name, "first_start_s": found[0][1], **medians})
+    save(args, rows)
+    show(rows)
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("classify", help="the command: its first line, its answer, and a missing file")
-    command.add_argument("--rounds", type=int, default=5)
-    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_classify.{platform.machine()}.json"))
-    command.set_defaults(run=classify)
+    add_command(commands, classify, "classify", "the command: its first line and its answer", 5, MACHINE)

@@ -1,22 +1,19 @@
 """Where OpenVINO spends an image's time, by kind of operation: `benchmark.py counters`."""
 
 import argparse
-import platform
 import statistics
 from collections import Counter
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import bkn_zoo
-from benchmarks.race import photographs
+from benchmarks.common import MACHINE, add_command, photographs, save, show
 from bkn_zoo.inference.folding import prepare
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, ov
 from bkn_zoo.modes import Statistics
-from bkn_zoo.publishing.results import table, write_results
 
+CHECKPOINTS = ["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
 KINDS = {"Convolution": "convolutions", "FullyConnected": "products", "Subgraph": "subgraphs", "AvgPool": "poolings"}
 
 
@@ -40,7 +37,7 @@ def count(graph: Graph, image: torch.Tensor, images: int) -> tuple[dict[str, flo
 
 
 def counters(args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     rows: list[dict[str, Any]] = []
     for name in args.checkpoints:
         model: Any = bkn_zoo.from_pretrained(name)
@@ -51,22 +48,16 @@ def counters(args: argparse.Namespace) -> None:
                 options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
                 network = prepare(model, Statistics(mode, model.statistics_batch_size), as_stored=True)
                 built = build_graph(network, (3, size, size), mode == "population", options)
-                taken, found = count(Graph(compiled(built, options | {"PERF_COUNT": "YES"})), image, args.images)
+                taken, found = count(Graph(compiled(built, options | {"PERF_COUNT": "YES"})), image, args.rounds)
                 row = {"checkpoint": name, "size": size, "precision": precision, "statistics": mode}
                 for kind in (*KINDS.values(), "other"):
                     row |= {f"{kind}_ms": taken.get(kind, 0.0), kind: found.get(kind, 0)}
                 rows.append(row)
-                write_results(args.output, rows, 0, date=date.today().isoformat())
-    print(table(rows, list(rows[0])))
+                save(args, rows)
+    show(rows)
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("counters", help="OpenVINO's time per image, by kind of operation")
-    command.add_argument(
-        "--checkpoints", nargs="+", default=["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
-    )
+    command = add_command(commands, counters, "counters", "OpenVINO's time by kind of operation", 20, MACHINE)
+    command.add_argument("--checkpoints", nargs="+", default=CHECKPOINTS)
     command.add_argument("--precisions", nargs="+", default=["f32", "f16"])
-    command.add_argument("--images", type=int, default=20)
-    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_counters.{platform.machine()}.json"))
-    command.set_defaults(run=counters)

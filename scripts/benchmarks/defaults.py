@@ -5,16 +5,12 @@ the one before it.
 """
 
 import argparse
-import platform
 import statistics
-import time
-from datetime import date
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from benchmarks.server import ROOT, make_image
+from benchmarks.common import MACHINE, add_command, interleaved, make_image, ratio, save, show, timed
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.results import table, write_results
 
 CHECKPOINTS = ["inception_v2_bkn.tiny_imagenet", "efficientnet_lite0_bkn.imagenet", "efficientnet_lite2_bkn.imagenet"]
 
@@ -28,36 +24,25 @@ def defaults(args: argparse.Namespace) -> None:
         for name in args.checkpoints
         for precision in args.precisions
     }
-    times: dict[Any, list[float]] = {(*key, mode): [] for key in classifiers for mode in MODES}
-    for number in range(args.rounds + 1):
-        for key, found in times.items():
-            begun = time.perf_counter()
-            classifiers[key[:2]](image, statistics=key[2])
-            if number:  # the first round compiles
-                found.append(1000 * (time.perf_counter() - begun))
-    rows = []
-    for (name, precision, mode), found in times.items():
-        population = times[name, precision, "population"]
-        first = times[args.checkpoints[0], precision, classifiers[args.checkpoints[0], precision].choose()]
-        rows.append(
-            {"checkpoint": name, "precision": precision, "statistics": mode}
-            | {"default": mode == classifiers[name, precision].choose(), "ms": statistics.median(found)}
-            | {"ratio_to_population": _ratio(found, population)}
-            | {f"relative to {args.checkpoints[0]}": _ratio(found, first)}
-        )
-    write_results(args.output, rows, rounds=args.rounds, date=date.today().isoformat())
-    print(table(rows, list(rows[0])))
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+    runs = {
+        (*key, mode): partial(timed, partial(classifier, image, statistics=mode))
+        for key, classifier in classifiers.items()
+        for mode in MODES
+    }
+    times = interleaved(runs, args.rounds, warmup=1)
+    first = args.checkpoints[0]
+    rows = [
+        {"checkpoint": name, "precision": precision, "statistics": mode}
+        | {"default": mode == classifiers[name, precision].choose(), "ms": statistics.median(found)}
+        | {"ratio_to_population": ratio(found, times[name, precision, "population"])}
+        | {f"relative to {first}": ratio(found, times[first, precision, classifiers[first, precision].choose()])}
+        for (name, precision, mode), found in times.items()
+    ]
+    save(args, rows)
+    show(rows)
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("defaults", help="checkpoints in each mode, beside each other")
-    parser.add_argument("--checkpoints", nargs="+", default=CHECKPOINTS)
-    parser.add_argument("--precisions", nargs="+", default=["f32", "auto"])
-    parser.add_argument("--rounds", type=int, default=30)
-    path = ROOT / "results" / f"benchmark_defaults.{platform.machine()}.json"
-    parser.add_argument("--output", type=Path, default=path)
-    parser.set_defaults(run=defaults)
+    command = add_command(commands, defaults, "defaults", "checkpoints in each mode, file to answer", 30, MACHINE)
+    command.add_argument("--checkpoints", nargs="+", default=CHECKPOINTS)
+    command.add_argument("--precisions", nargs="+", default=["f32", "auto"])

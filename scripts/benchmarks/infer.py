@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import threading
@@ -11,15 +10,24 @@ import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.race import Contestant, calibrated, photographs, timed
+from benchmarks.common import (
+    MACHINE,
+    Contestant,
+    add_command,
+    calibrated,
+    interleaved,
+    photographs,
+    ratio,
+    save,
+    show,
+    timed,
+)
 from bkn_zoo.inference import engines
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
     "model", "size", "norm", "engine", "precision", "statistics", "batch", "ms_per_image", "spread_ms", "first_call_s",
@@ -77,26 +85,20 @@ def later_call(model: Any, precision: str, images: torch.Tensor, mode: str) -> f
 
 
 def race_engines(contestants: list[Contestant], rounds: int) -> None:
-    """As `race`, with turns of about a tenth of a second, and with the ratios that matter at inference."""
-    steps = [max(1, round(100 / timed(contestant.step, 1))) for contestant in contestants]
-    times: list[list[float]] = [[] for _ in contestants]
-    for _ in range(rounds):
-        for contestant, count, taken in zip(contestants, steps, times, strict=True):
-            taken.append(timed(contestant.step, count))
+    """Time all in turns of about a tenth of a second and write times and ratios into their rows."""
     fields = ("norm", "engine", "precision", "statistics")
-    found = {tuple(c.row[field] for field in fields): taken for c, taken in zip(contestants, times, strict=True)}
-    for (norm, engine, precision, mode), taken, contestant in zip(found, times, contestants, strict=True):
-
-        def ratio(rival: tuple[str, ...], taken: list[float] = taken) -> float:
-            return statistics.median(a / b for a, b in zip(taken, found[rival], strict=True))
-
-        folded = ("bn", engine, precision, "population")
+    entered = {tuple(contestant.row[field] for field in fields): contestant for contestant in contestants}
+    steps = {key: max(1, round(100 / timed(contestant.step))) for key, contestant in entered.items()}
+    found = interleaved({key: partial(timed, entered[key].step, count) for key, count in steps.items()}, rounds)
+    for (norm, engine, precision, mode), taken in found.items():
+        contestant = entered[norm, engine, precision, mode]
+        folded, torchs = ("bn", engine, precision, "population"), (norm, "torch", "f32", mode)
         contestant.row.update(
             ms_per_image=statistics.median(taken) / contestant.row["batch"],
             spread_ms=(max(taken) - min(taken)) / contestant.row["batch"],
-            ratio_to_population=ratio((norm, engine, precision, "population")),
-            ratio_to_bn_folded=None if engine == "eager" or folded not in found else ratio(folded),
-            ratio_to_torch=ratio(torchs) if (torchs := (norm, "torch", "f32", mode)) in found else None,
+            ratio_to_population=ratio(taken, found[norm, engine, precision, "population"]),
+            ratio_to_bn_folded=None if engine == "eager" or folded not in found else ratio(taken, found[folded]),
+            ratio_to_torch=ratio(taken, found[torchs]) if torchs in found else None,
         )
 
 
@@ -121,13 +123,13 @@ def infer(args: argparse.Namespace) -> None:
             contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
-            write_results(args.output, rows, args.seed, **limited)
-    print(table(rows, [column for column in COLUMNS if any(column in row for row in rows)]))
+            save(args, rows, **limited)
+    show(rows, COLUMNS)
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("infer", help="images through the engines: BKN at all statistics, BN folded")
+    about = "images through the engines: BKN at all statistics, BN folded"
+    command = add_command(commands, infer, "infer", about, 25, MACHINE)
     command.add_argument(
         "--cases", nargs="+",
         default=["resnet101:224", "resnet101:128", "inception_v2:224", "inception_v2:128", "inception_cifar:32"],
@@ -137,7 +139,3 @@ def add(commands: Any) -> None:
     command.add_argument("--batches", nargs="+", type=int, default=[1])
     command.add_argument("--engines", nargs="+", choices=["torch", "openvino"], help="default: all that are installed")
     command.add_argument("--keep", action="store_true", help="keep the rows of other cases and engines in the output")
-    command.add_argument("--rounds", type=int, default=25)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_infer.{platform.machine()}.json"))
-    command.set_defaults(run=infer)

@@ -5,12 +5,12 @@ decodes and resizes; and a training step on images that are there already.
 """
 
 import argparse
-import platform
+import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,9 @@ from PIL import Image
 from torchvision.io import decode_jpeg, read_file
 
 import bkn_zoo
-from benchmarks.race import synchronize
-from benchmarks.server import ROOT
+from benchmarks.common import MACHINE, add_command, interleaved, record, save, show, synchronize
 from benchmarks.train import training_step
 from bkn_zoo.cores import usable_cores
-from bkn_zoo.publishing.results import table, write_results
 from bkn_zoo.training.data import training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.recipes import Augmentation
@@ -41,17 +39,18 @@ def write_photographs(folder: Path, count: int, side: int) -> None:
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, quality=90)
 
 
-def ours(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[int], int]:
-    data = load_data("folder", folder, size=side, validation=0.1)
+def ours(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[], int]:
+    data, epochs = load_data("folder", folder, size=side, validation=0.1), itertools.count()
 
-    def epoch(number: int) -> int:
-        batches = training_batches(data, batch, number, 0, Augmentation(crop=0.1, flip=True), device, workers=workers)
+    def epoch() -> int:
+        augmentation = Augmentation(crop=0.1, flip=True)
+        batches = training_batches(data, batch, next(epochs), 0, augmentation, device, workers=workers)
         return sum(len(each.images) for each in batches)
 
     return epoch
 
 
-def timms(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[int], int]:
+def timms(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[], int]:
     from timm.data import create_loader
     from timm.data.dataset import ImageDataset
 
@@ -59,13 +58,13 @@ def timms(folder: Path, side: int, batch: int, device: torch.device, workers: in
         ImageDataset(str(folder)), (3, side, side), batch, is_training=True, num_workers=workers, scale=(0.9, 1.0),
         color_jitter=None, device=device, use_prefetcher=device.type == "cuda", persistent_workers=False,
     )  # fmt: skip
-    return lambda number: sum(len(images.to(device)) for images, _ in loader)
+    return lambda: sum(len(images.to(device)) for images, _ in loader)
 
 
-def decoded_on_gpu(folder: Path, side: int, batch: int) -> Callable[[int], int]:
+def decoded_on_gpu(folder: Path, side: int, batch: int) -> Callable[[], int]:
     paths = sorted(map(str, folder.rglob("*.jpg")))
 
-    def epoch(number: int) -> int:
+    def epoch() -> int:
         for start in range(0, len(paths), batch):
             images = decode_jpeg([read_file(path) for path in paths[start : start + batch]], device="cuda")
             torch.stack([F.interpolate(image[None].float(), (side, side), mode="bilinear")[0] for image in images])
@@ -83,13 +82,13 @@ def decodes_on_gpu(folder: Path) -> bool:
     return True
 
 
-def steps(network: str, side: int, batch: int, device: torch.device, count: int) -> Callable[[int], int]:
+def steps(network: str, side: int, batch: int, device: torch.device, count: int) -> Callable[[], int]:
     model = bkn_zoo.create_model(network, 10).to(device, memory_format=torch.channels_last)
     model.statistics_batch_size = 4
     images = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
     step = training_step(model, "eager", images, torch.zeros(batch, dtype=torch.long, device=device))
 
-    def epoch(number: int) -> int:
+    def epoch() -> int:
         for _ in range(count):
             step()
         return count * batch
@@ -103,51 +102,48 @@ def race(folder: Path, side: int, args: argparse.Namespace) -> list[dict[str, An
     files = folder, side, args.batch
     write_photographs(folder, args.images, side)
     ways = {
-        "ours, first epoch": lambda number: ours(*files, device, args.workers)(number),
+        "ours, first epoch": lambda: ours(*files, device, args.workers)(),
         "ours, later epochs": ours(*files, device, args.workers),
         "timm": timms(*files, device, args.workers),
         f"training step of {args.network}": steps(args.network, side, args.batch, device, args.steps),
     }
     if device.type == "cuda" and decodes_on_gpu(folder):
         ways["nvJPEG, decoding alone"] = decoded_on_gpu(*files)
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(args.rounds + 1):
-        for way, epoch in ways.items():
-            synchronize()
-            begun = time.perf_counter()
-            count = epoch(number)
-            synchronize()
-            rates[way].append(count / (time.perf_counter() - begun))
-            print(f"{side} px, {way}: {rates[way][-1]:.0f} images/s", flush=True)
     # The first round fills caches, and chooses kernels.
-    return [{"size": side, "way": way, "images_per_s": statistics.median(found[1:])} for way, found in rates.items()]
+    rates = interleaved({way: partial(rate, epoch) for way, epoch in ways.items()}, args.rounds, warmup=1)
+    return [{"size": side, "way": way, "images_per_s": statistics.median(found)} for way, found in rates.items()]
+
+
+def rate(epoch: Callable[[], int]) -> float:
+    """Images per second."""
+    synchronize()
+    begun = time.perf_counter()
+    count = epoch()
+    synchronize()
+    return count / (time.perf_counter() - begun)
 
 
 def loading(args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("device 'cuda' is not available: choose cpu.")
-    processor = "cuda" if args.device == "cuda" else platform.machine()
-    output = args.output or ROOT / "results" / f"benchmark_loading.{processor}.json"
+    if args.device == "cuda" and args.output == record("loading", MACHINE):
+        args.output = record("loading", "cuda")
     rows: list[dict[str, Any]] = []
     for side in args.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             rows += race(Path(scratch), side, args)
         settings = {"images": args.images, "batch": args.batch, "workers": args.workers, "device": args.device}
-        write_results(output, rows, 0, date=date.today().isoformat(), **settings)
-    print(table(rows, list(rows[0])))
+        save(args, rows, **settings)
+        show(rows)
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("loading", help="images per second from files, beside timm and a training step")
+    command = add_command(commands, loading, "loading", "images per second from files, beside timm", 3, MACHINE)
     command.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 224])
     command.add_argument("--images", type=int, default=1024)
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--workers", type=int, default=usable_cores())
     command.add_argument("--network", default="inception_v2_bkn")
     command.add_argument("--steps", type=int, default=10)
-    command.add_argument("--rounds", type=int, default=3)
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    command.add_argument("--output", type=Path, help="default: results/benchmark_loading.PROCESSOR.json")
-    command.set_defaults(run=loading)

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 import bkn_zoo
-from benchmarks.server import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
+from benchmarks.common import ROOT, add_command, make_image, ratio, save, show
+from benchmarks.server import cpu_seconds, free_port, load, resident_mb, serving, wait_for_answer
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
-    "model", "input", "server", "clients", "images_per_s", "spread_images_per_s", "fraction_of_engine", "median_ms",
-    "p99_ms", "first_answer_s", "resident_mb",
+    "model", "input", "server", "clients", "images_per_s", "spread_images_per_s", "fraction_of_engine",
+    "fraction_of_before", "cpu_ms_per_image", "median_ms", "p99_ms", "first_answer_s", "resident_mb",
 ]  # fmt: skip
 PEER = """
 import base64, os, sys, warnings
@@ -80,22 +80,15 @@ def measure(
                 latencies.setdefault((server, count), []).extend(taken)
     rows = []
     for (server, count), found in rates.items():
-        fractions = [mine / bare for mine, bare in zip(found, rates["engine", count], strict=True)]
         taken = sorted(latencies[server, count])
         rows.append({
             "server": server, "clients": count, "images_per_s": statistics.median(found),
-            "spread_images_per_s": max(found) - min(found), "fraction_of_engine": statistics.median(fractions),
-            **_beside(server, found, rates, count),
+            "spread_images_per_s": max(found) - min(found), "fraction_of_engine": ratio(found, rates["engine", count]),
             "median_ms": 1e3 * statistics.median(taken), "p99_ms": 1e3 * taken[int(0.99 * (len(taken) - 1))],
         })  # fmt: skip
+        if server == "service" and ("before", count) in rates:
+            rows[-1]["fraction_of_before"] = ratio(found, rates["before", count])
     return rows
-
-
-def _beside(server: str, found: list[float], rates: dict[tuple[str, int], list[float]], count: int) -> dict[str, float]:
-    if server != "service" or ("before", count) not in rates:
-        return {}
-    each = (mine / theirs for mine, theirs in zip(found, rates["before", count], strict=True))
-    return {"fraction_of_before": statistics.median(each)}
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -110,9 +103,8 @@ def serve(args: argparse.Namespace) -> None:
             earlier["before"] = {**environment(0), "load": os.getloadavg()[1], "rows": rows}
             args.output.write_text(json.dumps(earlier, indent=1) + "\n")
         else:
-            write_results(args.output, rows, 0, weights="untrained: the time does not depend on them", **kept)
-    compared = ["fraction_of_before", "cpu_ms_per_image"] if args.before else []
-    print(table(rows, [*COLUMNS[:7], *compared, *COLUMNS[7:]]))
+            save(args, rows, weights="untrained: the time does not depend on them", **kept)
+    show(rows, COLUMNS)
 
 
 def race(args: argparse.Namespace, network: str, size: int, image: bytes) -> list[dict[str, Any]]:
@@ -207,15 +199,11 @@ def alone(classifier: bkn_zoo.Classifier, tensor: torch.Tensor, seconds: float) 
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("serve", help="the service under load, beside its bare engine and LitServe")
+    command = add_command(commands, serve, "serve", "the service under load, beside its engine and LitServe", 5)
     command.add_argument(
         "--cases", nargs="+", default=["resnet101:224:224", "resnet101:128:64", "inception_v2:128:64"],
         help="network, size of its input, side of the image that the clients send",
     )  # fmt: skip
     command.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 16])
-    command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     command.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with instead")
-    command.add_argument("--output", type=Path, default=Path("results/benchmark_serve.json"))
-    command.set_defaults(run=serve)

@@ -1,7 +1,6 @@
 """A server's process under load: started, asked without a pause, and its time and memory read from /proc."""
 
 import asyncio
-import io
 import os
 import signal
 import socket
@@ -11,22 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class RefusedError(Exception):
     """A server that answers, but not with 200."""
-
-
-def make_image(side: int) -> bytes:
-    """A JPEG with as much detail as a photograph has."""
-    coarse = np.random.default_rng(0).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-    return file.getvalue()
 
 
 @contextmanager

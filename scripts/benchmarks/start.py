@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -10,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server import ROOT, cpu_seconds, free_port, load, make_image, resident_mb, serving, wait_for_answer
+from benchmarks.common import MACHINE, ROOT, add_command, make_image, save, show
+from benchmarks.server import cpu_seconds, free_port, load, resident_mb, serving, wait_for_answer
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.results import table, write_results
 
 CHECKPOINTS = ("efficientnet_lite0_bkn.imagenet", "inception_v2_bkn.tiny_imagenet", "resnet101_bkn.tiny_imagenet")
 
@@ -25,8 +24,8 @@ def start(args: argparse.Namespace) -> None:
             for which, found in zip(("first", "later"), zip(*rounds, strict=True), strict=True):
                 medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
                 rows.append({"checkpoint": checkpoint, "precision": precision, "start": which, **medians})
-    write_results(args.output, rows, rounds=args.rounds)
-    print(table(rows, list(rows[0])))
+    save(args, rows)
+    show(rows)
 
 
 def measure_both(checkpoint: str, precision: str) -> list[dict[str, Any]]:
@@ -60,10 +59,6 @@ def _request(image: bytes, query: str = "") -> bytes:
 
 
 def add(commands: Any) -> None:
-    """The subcommand."""
-    command = commands.add_parser("start", help="the service's first answer and its memory")
+    command = add_command(commands, start, "start", "the service's first answer and its memory", 3, MACHINE)
     command.add_argument("--checkpoints", nargs="+", default=list(CHECKPOINTS))
     command.add_argument("--precisions", nargs="+", default=["auto", "f32"])
-    command.add_argument("--rounds", type=int, default=3)
-    command.add_argument("--output", type=Path, default=Path(f"results/benchmark_start.{platform.machine()}.json"))
-    command.set_defaults(run=start)

@@ -1,12 +1,11 @@
 """Training steps, BKN against BN: `benchmark.py train` on a GPU, `benchmark.py train-cpu` on the CPU."""
 
 import argparse
-import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 import bkn_zoo
-from benchmarks.race import Contestant, synchronize, timed
+from benchmarks.common import Contestant, add_command, interleaved, ratio, save, show, synchronize, timed
 from bkn_zoo.norms.baselines import GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.publishing.results import table, write_results
 
 COLUMNS = [
     "model", "norm", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",
@@ -47,7 +45,7 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-@functools.cache
+@cache
 def shared_pool() -> Any:
     """Memory for all graphs: they take turns, and each writes what it reads."""
     return torch.cuda.graph_pool_handle()
@@ -139,10 +137,8 @@ def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
     """Time all contestants in turns and write what they took into their rows."""
     gc.collect()
     gc.freeze()  # what the others hold would make everyone's collections longer than in a process of their own
-    times: list[list[float]] = [[] for _ in contestants]
-    for _ in range(rounds):
-        for contestant, taken in zip(contestants, times, strict=True):
-            taken.append(timed(contestant.step, steps))
+    runs = {number: partial(timed, contestant.step, steps) for number, contestant in enumerate(contestants)}
+    times = interleaved(runs, rounds).values()
     gc.unfreeze()
     for contestant, taken in zip(contestants, times, strict=True):
         row = contestant.row
@@ -151,10 +147,6 @@ def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
         row["images_per_s"] = 1e3 * row["gradient_batch"] / row["ms_per_step"]
     rivals = [(c.row, taken) for c, taken in zip(contestants, times, strict=True) if c.row["norm"] == "bn"]
     fastest = min(rivals, key=lambda rival: rival[0]["ms_per_step"])[1]
-
-    def ratio(taken: list[float], rival: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(taken, rival, strict=True))
-
     for contestant, taken in zip(contestants, times, strict=True):
         row = contestant.row
         alike = [t for r, t in rivals if (r["mode"], r["launch"]) == (row["mode"], row["launch"])]
@@ -223,10 +215,10 @@ def train(args: argparse.Namespace) -> None:
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        write_results(args.output, rows, args.seed, rooflines=rooflines)
-        print(table([row for row in rows if f"{row['model']}:{row['gradient_batch']}" == case], COLUMNS), flush=True)
+        save(args, rows, rooflines=rooflines)
+        show([row for row in rows if f"{row['model']}:{row['gradient_batch']}" == case], COLUMNS)
     if rooflines:
-        print(table(rooflines, list(rooflines[0])))
+        show(rooflines)
 
 
 def train_cpu(args: argparse.Namespace) -> None:
@@ -247,30 +239,21 @@ def train_cpu(args: argparse.Namespace) -> None:
         contestants.append(Contestant(row, step))
     race(contestants, args.rounds, steps=1)
     rows = [contestant.row for contestant in contestants]
-    write_results(args.output, rows, args.seed)
-    print(table(rows, [column for column in COLUMNS if column in rows[0]]))
+    save(args, rows)
+    show(rows, COLUMNS)
 
 
 def add(commands: Any) -> None:
-    """The subcommands."""
-    command = commands.add_parser("train", help="training steps, BKN's kernels against eager and compiled BN")
+    command = add_command(commands, train, "train", "training steps on a GPU, eager, captured and compiled", 10)
     command.add_argument(
         "--cases", nargs="+", default=["resnet101:256", "resnet101:16", "inception_v2:256"],
         help="network and gradient batch",
     )  # fmt: skip
     command.add_argument("--contestants", nargs="+", help='as in "bkn:2 compiled"; default: by the batch')
     command.add_argument("--size", type=int, default=224)
-    command.add_argument("--rounds", type=int, default=10)
     command.add_argument("--steps", type=int, default=3)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, default=Path("results/benchmark_train.json"))
-    command.set_defaults(run=train)
-    command = commands.add_parser("train-cpu", help="training steps on the CPU, BKN's PyTorch version against BN")
+    command = add_command(commands, train_cpu, "train-cpu", "training steps on the CPU", 7)
     command.add_argument("--network", default="inception_cifar")
     command.add_argument("--groups", nargs="+", type=int, default=[32, 2, 1], help="statistics batches of BKN")
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--size", type=int, default=32)
-    command.add_argument("--rounds", type=int, default=7)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, default=Path("results/benchmark_train_cpu.json"))
-    command.set_defaults(run=train_cpu)

@@ -10,7 +10,7 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import checkpoint_card, read_record
-from bkn_zoo.training.recipes import read_recipe
+from bkn_zoo.training.recipes import read_recipe, renamed
 from studies.records import (
     NORMS,
     Record,
@@ -249,7 +249,7 @@ def _parts(config: Config, runs: Sequence[Record]) -> str:
 
     def kind(recipe: Mapping[str, Any]) -> dict[str, Any]:
         same = {key: value for key, value in but_for_twins(recipe).items() if key not in shortened}
-        return same | {"network": recipe["model"].rpartition("_")[0], "group": recipe["statistics_batch"]}
+        return same | {"network": recipe["model"].rpartition("_")[0], "group": renamed(recipe)["statistics_batch_size"]}
 
     options = config.recipe.get("norm_options", {})
     arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}

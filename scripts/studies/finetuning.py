@@ -27,7 +27,7 @@ import bkn_zoo
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
-from bkn_zoo.training.evaluation import measure
+from bkn_zoo.training.evaluation import measure_accuracy as measure
 from bkn_zoo.training.state import classifier
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.finetuning_data import SEEDS, pack, tree_of

@@ -55,7 +55,7 @@ def read_twins(results: Path) -> list[Record]:
 
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that twins share, without fields at their defaults, because older records lack newer fields."""
-    own = "model", "norm_options", "statistics_batch", "seed", *LAUNCHING
+    own = "model", "norm_options", "statistics_batch", "statistics_batch_size", "seed", *LAUNCHING
     defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
     missing = dataclasses.MISSING
     return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, missing)}

@@ -21,7 +21,7 @@ from bkn_zoo.models import Network
 from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.data import evaluation_batches
+from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, decoded_once, load_data
 from bkn_zoo.training.evaluation import evaluate
 from bkn_zoo.training.loop import fit, further_images
@@ -77,12 +77,12 @@ class Replication(Study):
                 print(f"{error} The training starts again.")
         record: dict[str, Any] = {
             "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
-            "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch,
+            "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size,
             "epochs": recipe.epochs, "width": run.width, "every": run.every,
             "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         }  # fmt: skip
         try:
-            fit(training, recipe, data, folder, where, save_minutes=2.0, quiet=True)
+            fit(training, recipe, data, folder, Runtime(where, quiet=True), save_minutes=2.0)
             record |= self.answers(Questions(training.result, recipe, data, where), folder)
         except NonFiniteLossError as error:
             record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
@@ -158,8 +158,8 @@ class Questions:
         if self.recipe.model.rpartition("_")[2] not in ("bn", "bkn"):
             return {}
         rules, validation = self.recalibrated()
-        if self.recipe.statistics_batch is not None:
-            rules |= self.other_rules(self.recipe.statistics_batch)
+        if self.recipe.statistics_batch_size is not None:
+            rules |= self.other_rules(self.recipe.statistics_batch_size)
         return {"recalibrated_validation": validation, "rules": rules}
 
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:

@@ -40,7 +40,7 @@ def read_records(*folders: Path) -> dict[str, Record]:
         record = read_run(path)
         recipe = read_recipe(None, record["recipe"])
         # Several processes divide a batch, so that its statistics groups are smaller.
-        shared = record.get("processes", 1) > 1 and recipe.statistics_batch is None
+        shared = record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
         if not record.get("statistics_anew") and not shared:
             records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
     return records
@@ -172,7 +172,7 @@ def _arm(
     in_steps = {key: round(steps * base.gradient_batch / gradient) for key, steps in schedule.items()}
     changes = {
         **setting, "model": f"{network}_{row['norm']}", "gradient_batch": gradient,
-        "statistics_batch": None if group == gradient else group, **fields,
+        "statistics_batch_size": None if group == gradient else group, **fields,
         **{f"norm_options.{option}": value for option, value in in_steps.items() if row["norm"] == "brn"},
         **{f"norm_options.{option}": value for option, value in options.items()}, **overrides,
     }  # fmt: skip

@@ -1,0 +1,111 @@
+"""The numbers that the planner gives to channels, and what it knows about each."""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Single, sources_of, through
+from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, shortened, without
+from bkn_zoo.torch_internals import memory_of
+
+MOST_CHANNELS = 2**14
+"""Largest number of outputs of a layer with a number each. More are not channels, but computed weights, for example."""
+
+
+class Ledger:
+    """The numbers of channels.
+
+    Attributes:
+        images: number of images in the example.
+        origins: the origin of the belief for each number.
+        guessed: the guesses that each number depends on.
+        gates: the numbers of channels that only weigh others.
+        depths: for each call of a norm, the number of norms on its path, including itself.
+        modules: running modules with their kinds, the innermost last.
+        written: memory into which features were copied.
+    """
+
+    def __init__(self, images: int) -> None:
+        self.images = images
+        self.origins: list[Origin] = [None]
+        self.guessed: list[tuple[str, ...]] = [()]
+        self.gates: set[int] = set()
+        self.depths: list[float] = []
+        self.modules: list[tuple[str, str]] = []
+        self.written: dict[int, Any] = {}
+
+    def vague(self, x: Tensor) -> Tag:
+        """A tag without channels. The first dimension counts as images if its size fits."""
+        images = torch.full((1,) * x.ndim, UNKNOWN)
+        if x.ndim and x.shape[0] == self.images:
+            images = torch.arange(self.images).view(-1, *[1] * (x.ndim - 1))
+        return Tag(torch.full((1,) * x.ndim, NOTHING), images)
+
+    def write(self, x: Tensor) -> None:
+        """Record that features are copied into the memory of a tensor, which may be part of a larger one."""
+        self.written[memory_of(x)] = x.untyped_storage()
+
+    def numbered(self, ndim: int, dim: int, origins: Sequence[Origin], guessed: tuple[str, ...] = ()) -> Tensor:
+        """Create numbers for channels along a dimension."""
+        numbers = torch.arange(len(self.origins), len(self.origins) + len(origins))
+        self.origins.extend(origins)
+        self.guessed.extend([guessed] * len(origins))
+        shape = [1] * ndim
+        shape[dim] = len(origins)
+        return numbers.view(shape)
+
+    def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False, guess: tuple[str, ...] = ()) -> Tag:
+        """New numbers for the same channels after an operation, which may make a gate, or be guessed.
+
+        A norm that sees them from here on has not seen those before the operation.
+        """
+        old, places = torch.unique(channels, return_inverse=True)
+        first = len(self.origins)
+        self.origins.extend([self.origins[number] for number in old.tolist()])
+        self.guessed.extend([self.guessed[number] + guess for number in old.tolist()])
+        if gate or (old.numel() and int(old[0]) in self.gates):
+            self.gates.update(range(first, len(self.origins)))
+        return Tag(places + first, shortened(images))
+
+    def along(self, x: Tensor, tag: Tag, dim: int) -> list[int]:
+        """The numbers of channels along a dimension; all numbers, if they differ along others as well."""
+        numbers = tag.channels.movedim(dim, 0).flatten(1)
+        if numbers.shape[1] == 1 or bool((numbers == numbers[:, :1]).all()):
+            return numbers[:, 0].expand(x.shape[dim]).tolist()
+        return torch.unique(numbers).tolist()
+
+    def depth(self, origin: Origin) -> float:
+        if origin is None:
+            return 0
+        return self.depths[origin.call] if isinstance(origin, Single) else origin.mix.depth
+
+    def depth_of(self, tag: Tag) -> float:
+        return max((self.depth(self.origins[n]) for n in torch.unique(tag.channels).tolist()), default=0)
+
+    def is_gate(self, tag: Tag) -> bool:
+        return tag.channels.numel() > 0 and int(tag.channels.flatten()[0]) in self.gates
+
+    def guesses_behind(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(guess for number in numbers for guess in self.guessed[number]))
+
+    def mixed(self, x: Tensor, tag: Tag, dim: int, shape: Sequence[int], groups: int = 1) -> Tag:
+        """A convolution or a linear layer over a dimension."""
+        numbers, outputs = self.along(x, tag, dim), shape[dim]
+        origins = [self.origins[number] for number in numbers]
+        name = self.modules[-1][0]
+        if groups == len(origins):
+            made: list[Origin] = [through(origin, name) for origin in origins for _ in range(outputs // groups)]
+        else:
+            sources, blocks, path = sources_of(origins)
+            blocks = gcd(groups, blocks)
+            if blocks == 1:
+                sources = tuple({(source.call, source.channel): source for source in sources}.values())
+            depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than its sources, for x + conv(x)
+            count = outputs if outputs <= MOST_CHANNELS else 1
+            mix = Mix(sources, count, blocks, (*path, name), depth)
+            made = [Mixed(mix, index) if sources else None for index in range(count)]
+        images = without(tag.images, [d for d in range(x.ndim) if d == dim or x.shape[d] != shape[d]])
+        return Tag(self.numbered(len(shape), dim, made, self.guesses_behind(numbers)), images)

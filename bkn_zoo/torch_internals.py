@@ -1,0 +1,78 @@
+"""All names that this package uses of PyTorch and that PyTorch does not document. Tried on torch 2.11 and 2.15.
+
+Where a name is missing in another version, the function here says what happens instead. The imports at the top exist
+since torch 2.0; without them, the module that uses them cannot be imported.
+"""
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["AnyBatchNorm", "TorchDispatchMode", "tree_leaves", "tree_map", "without_dispatch_modes"]
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+
+without_torch_function: Any = torch._C.DisableTorchFunction
+cuda_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The current GPU, in a tenth of the time that `torch.cuda.current_device` takes."""
+
+cuda_stream: Any = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step.
+
+    If PyTorch does not say so, a checkpointed norm moves its running averages twice per step.
+    """
+    return not torch.compiler.is_compiling() and _graph_task() != -1
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func` is running. If PyTorch does not say so, the kernels refuse its tensors."""
+    return _transforms()
+
+
+def tangents_are_possible() -> bool:
+    """Whether forward-mode differentiation is on. If PyTorch does not say so, the kernels have no tangents."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def dispatch_modes_are_active() -> bool:
+    """Whether a `TorchDispatchMode` sees operators. If PyTorch does not say so, it does not see the kernels' steps."""
+    return _modes() > 0
+
+
+def memory_of(x: Tensor) -> int:
+    """A number that tensors share if they share their memory, on the meta device, too."""
+    return x.untyped_storage()._cdata
+
+
+def checkpoint_frame() -> tuple[Any, Any, bool]:
+    """The innermost checkpointed region, an object of its current run, and whether the backward pass recomputes it.
+
+    The hooks of torch.utils.checkpoint have the region's frame in their closures: in the first pass the frame itself,
+    in a recomputation a weak reference. If PyTorch changes this, the result is (None, None, False), and converted norms
+    refuse to be recomputed (`find_record`).
+    """
+    hooks: Any = _saving_hooks(True)
+    for hook in hooks or ():
+        for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
+            held = cell.cell_contents
+            if type(held).__name__ == "_CheckpointFrame":
+                return held, hooks[0], False
+            if isinstance(held, weakref.ref) and type(held()).__name__ == "_CheckpointFrame":
+                return held(), hooks[0], True
+    return None, None, False

@@ -1,0 +1,114 @@
+"""Compiled graphs that are cached between two starts."""
+
+import logging
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bkn_zoo import create_model
+from bkn_zoo.inference import graph_cache
+from bkn_zoo.inference.engines import OpenVINOEngine
+
+pytest.importorskip("openvino")
+pytestmark = pytest.mark.usefixtures("shallow_network")
+IMAGES = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model(away_from_start):
+    model = create_model("inception_cifar_bkn", num_classes=5)
+    away_from_start(model)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("BKN_ZOO_CACHE", str(tmp_path / "a" / "cache"))
+    graph_cache._warn.cache_clear()
+    return tmp_path / "a" / "cache"
+
+
+def start(model, mode="population"):
+    """The logits of a new engine, as at a new start."""
+    return OpenVINOEngine(model)(IMAGES, mode)
+
+
+def test_second_start_reads_compiled_graphs(model, folder):
+    model.statistics_batch_size = 4
+    first = {mode: start(model, mode) for mode in ("sample", "expected", "population")}
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(written) == 2  # one for `sample` and `expected`
+    for mode, logits in first.items():
+        assert_close(start(model, mode), logits, atol=1e-5, rtol=0)
+        with torch.no_grad():
+            assert_close(logits, model(IMAGES, mode), atol=1e-3, rtol=0)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+
+
+def test_changed_network_or_code_has_another_graph(model, folder):
+    start(model)
+    for change in (
+        lambda: model.fc.weight.data.add_(1.0),
+        lambda: setattr(model, "head", lambda x: 2 * x.mean((2, 3))),
+    ):
+        change()
+        with torch.no_grad():
+            assert_close(start(model), model(IMAGES, "population"), atol=1e-3, rtol=0)
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("size", [0, 20, 0.5])
+def test_truncated_file_is_replaced(model, folder, size):
+    first = start(model)
+    (path,) = folder.iterdir()
+    whole = path.stat().st_size
+    path.chmod(0o600)
+    os.truncate(path, size if isinstance(size, int) else int(size * whole))
+    assert_close(start(model), first, atol=1e-5, rtol=0)
+    assert path.stat().st_size == whole
+
+
+def test_cache_can_be_off(model, folder, monkeypatch):
+    monkeypatch.setenv("BKN_ZOO_CACHE", "off")
+    start(model)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="a system without owners of files")
+@pytest.mark.parametrize("wrong", ["folder", "file", "fifo"])
+def test_cache_that_others_can_write_to_is_not_used(model, folder, wrong, caplog):
+    first = start(model)
+    (path,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if wrong == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        (folder if wrong == "folder" else path).chmod(0o770)
+    for _ in range(2):
+        assert_close(start(model), first, atol=1e-5, rtol=0)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(folder) in record.getMessage()
+    assert "BKN_ZOO_CACHE" in record.getMessage()
+
+
+def test_folder_that_cannot_be_made_is_reported_once(model, folder, caplog):
+    folder.parent.write_text("a file in the place of a folder")
+    start(model)
+    start(model)
+    (record,) = caplog.records
+    assert str(folder) in record.getMessage()
+
+
+def test_least_recently_used_graphs_are_deleted(model, folder, monkeypatch):
+    start(model)
+    (used,) = folder.iterdir()
+    for name in ("1.blob", "1.graph", "notes.txt"):
+        (folder / name).write_bytes(bytes(1000))
+        os.utime(folder / name, (10**9, 10**9))
+    monkeypatch.setattr(graph_cache, "MOST_BYTES", used.stat().st_size + 500)
+    start(model)
+    assert {path.name for path in folder.iterdir()} == {used.name, "notes.txt"}
