@@ -81,21 +81,18 @@ def check_agreement(config: Config, name: str, run: Run) -> None:
     """Refuse a config whose accuracy, recipe or default statistics differ from the record of its run."""
     ours = name, config.architecture, config.training.get("recipe"), config.default_statistics
     theirs = tuple(run.get(field) for field in ("name", "model", "recipe", "chosen_statistics"))
-    if config.accuracy and not (ours == theirs and _measured(config, run)):
+    test = run.get("test", {})
+    measured = config.accuracy.keys() == test.keys() and all(
+        round(test[mode].get(metric, -1), 3) == value
+        for mode, metrics in config.accuracy.items()
+        for metric, value in metrics.items()
+    )
+    if config.accuracy and not (ours == theirs and measured):
         raise CheckpointError(
             f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
             "use both from the same run, pass the folder of its results with --results, or publish the folder "
             "with bkn_zoo.push_to_hub."
         )
-
-
-def _measured(config: Config, run: Run) -> bool:
-    """Whether the accuracy in a config, rounded to three decimals, is that of a run."""
-    return config.accuracy.keys() == run["test"].keys() and all(
-        round(run["test"][mode].get(metric, -1), 3) == value
-        for mode, measured in config.accuracy.items()
-        for metric, value in measured.items()
-    )
 
 
 def checkpoint_card(

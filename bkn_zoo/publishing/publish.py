@@ -8,14 +8,12 @@ from bkn_zoo.checkpoints.card import is_short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
-from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub, verify_published
-from bkn_zoo.errors import CheckpointError, HubUnavailableError
+from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub
+from bkn_zoo.errors import CheckpointError, HubError, HubUnavailableError
 from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record, readdressed
 
 
-def card_of(
-    config: Config, name: str, results: Path, folder: Path | None = None, license: str | None = None
-) -> str:  # fmt: skip
+def card_of(config: Config, name: str, results: Path, folder: Path | None = None, license: str | None = None) -> str:
     """The card of a checkpoint, from its config and the folder of results; with `folder`, its examples load that."""
     # A relative path begins with "./", so that it is not taken for the id of a repository.
     address = None if folder is None else str(folder) if folder.is_absolute() else f"./{folder.as_posix()}"
@@ -83,5 +81,6 @@ def _send(folder: Path, repository: str, tag: str | None, private: bool, dry_run
     if dry_run:
         return
     published = push_to_hub(folder, repository, private=private, tag=tag)
-    verify_published(folder, repository, published.commit)
+    for change in changes(folder, repository, published.commit):  # by the hashes that the Hub lists
+        raise HubError(f"{change.file} of {repository} differs from the local file: publish again.")
     print(f"{repository}: {tag or 'main'} is {published.commit}, verified by downloading it")
