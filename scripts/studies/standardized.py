@@ -26,7 +26,7 @@ class Standardized(Replication):
         return questions.modes()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
-        """The comparison at full length on the page, and every experiment as CSV files in results/tables/standardized/."""
+        """The comparison at full length on the page; every experiment as CSV files in results/tables/standardized/."""
         from studies.replication_page import sections
 
         found = sections(self.plan, records)
