@@ -192,4 +192,4 @@ def test_every_extra_that_users_need_is_in_all():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (everything,) = extras.pop("all")
     named = set(everything.removeprefix("bkn-zoo[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"dev", "demonstrate", "docs", "ray"}  # the last is for clusters, and large
+    assert named == extras.keys() - {"dev", "demonstrate", "docs", "studies", "ray"}

@@ -50,8 +50,8 @@ def refused(capsys):
     def refuse(*arguments):
         capsys.readouterr()
         assert cli.main([str(word) for word in arguments]) in (1, 2)
-        sentence = capsys.readouterr().err.removesuffix("\n")
-        assert "\n" not in sentence
+        lines = capsys.readouterr().err.splitlines()
+        (sentence,) = [line for line in lines if not line.startswith("bkn-zoo: loading ")]
         return sentence
 
     return refuse
@@ -717,18 +717,13 @@ def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch
     assert "does not record which images its training held out" in refused(*start)
     seen = []
     plain = bkn_zoo.Network.forward
-
-    def forward(self, images, statistics=None):
-        seen.append((images, statistics))
-        return plain(self, images, statistics)
-
-    monkeypatch.setattr(bkn_zoo.Network, "forward", forward)
+    monkeypatch.setattr(bkn_zoo.Network, "forward", lambda self, x, **how: seen.append(x) or plain(self, x, **how))
     (tree / "dark" / "broken.jpg").write_bytes(b"")
     options = ("--statistics", "sample", "--output", "measured/odd.json", "--split", "all", "--batch", "100")
-    command(*start, *options)
-    ((images, statistics),) = seen
+    command(*start, *options, "--engine", "eager")
+    (images,) = seen
     (row,) = read("measured", "odd.json")["rows"]
-    assert (row["images"], row["statistics"], statistics) == (24, "sample", "sample")
+    assert (row["images"], row["statistics"]) == (24, "sample")
     assert images.shape == (24, 3, 8, 8)
     pixels = images * torch.tensor(odd.std).view(1, 3, 1, 1) + torch.tensor(odd.mean).view(1, 3, 1, 1)
     assert -1e-6 <= pixels.min() <= pixels.max() <= 1 + 1e-6
