@@ -25,9 +25,10 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
             or of the checkpoint. If it differs from a checkpoint's, the classifier is initialized.
         pretrained: whether to load weights: those of the checkpoint with this name, of the network's default checkpoint
             (`bkn_zoo.defaults`; otherwise its only local one), or the library's own, which are downloaded.
-        options: options of a new network. For `_bkn`: `shared_process_noise`, `initial_gain`, `initial_belief`,
-            `centered` and, for ablations, `link`. For `_brn`: `warmup`, `r_steps` and `d_steps`. For `_gn`:
-            `channels_per_group`. For a library's network: numbers and lists of numbers for its constructor.
+        options: options of a new network. For all norms: `standardized_weights`. For `_bkn`: `shared_process_noise`,
+            `initial_gain`, `initial_belief`, `centered`, `transition_rank` and, for ablations, `link`. For `_brn`:
+            `warmup`, `r_steps` and `d_steps`. For `_gn`: `channels_per_group`. For a library's network: numbers and
+            lists of numbers for its constructor.
     """
     if not isinstance(pretrained, bool):
         raise InputError(f"pretrained is {pretrained!r}: pass the checkpoint's name first, and pretrained=True.")

@@ -103,29 +103,33 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
 def attacks(records: dict[str, Any]) -> Content:
     """What attackers cost a healthy client, for docs/service.md."""
     found, chaos, healthy = records["rows"], records["chaos"], records["throughput"]
-    rows = [
-        {
-            "attack": row["row"], "service": row["service"], "answers": row["answers"],
-            **{f"classify, {part}": f"{row[f'classify_{part}']:.2f} s" for part in ("p50", "p99", "max")},
-            "/health/live, max": f"{row['live_max']:.2f} s",
-            "pause of the loop, max": f"{1000 * row['pause_max']:.0f} ms",
-            "of which it computed": f"{1000 * row['pause_max_computing']:.0f} ms",
-            "/metrics grew by": f"{max(0, row['metrics_grew_by']) / 1000:,.0f} kB",
-        }
-        for row in found["table"]
-    ]  # fmt: skip
+    services = list(dict.fromkeys(row["service"] for row in found["table"]))
+    columns = {
+        "classify_p99": ("classify, p99", "{:.2f} s"), "photograph_p99": ("photograph, p99", "{:.2f} s"),
+        "live_max": ("/health/live, max", "{:.2f} s"), "megabytes": ("memory", "{:+.0f} MB"),
+        "pause_max": ("pause of the loop, max", "{:.3f} s"),
+    }  # fmt: skip
+    rows: dict[str, dict[str, str]] = {}
+    for row in found["table"]:
+        row_cells = rows.setdefault(row["row"], {"attack": row["row"]})
+        for key, (name, form) in columns.items():
+            if key in row:
+                row_cells[name] = " / ".join(filter(None, (row_cells.get(name), form.format(row[key]))))
     where, runs = found["hardware"], max(row["runs"] for row in found["table"])
-    fractions = ", ".join(f"{fraction:.2f}" for fraction in healthy["fraction_of_before"].values())
-    said = (
-        f"Measured by `{found['command']}`: up to {runs} windows of "
-        f"{found['seconds']:g} s per line, {found['clients']} attackers, {where['cores']} cores ({where['processor']}) "
-        f"for the service and all clients together. {sum(chaos['asked']):,} healthy requests of "
-        f"{chaos['seconds'] / 60:g} minutes of chaos (`{chaos['command']}`): {len(chaos['lost'])} lost, "
-        f"{chaos['retried']} answered at the second try, {sum(chaos['workers'].values())} workers killed or stopped. "
-        f"Without attackers the service answers {fractions} times as many requests per second as before, to "
-        f"{', '.join(healthy['fraction_of_before'])} clients (`{healthy['command']}`)."
+    fractions = ", ".join(
+        f"{fraction:.2f} times to {count} clients" if count != "0" else f"{fraction:.2f} times for empty requests"
+        for count, fraction in healthy["fraction_of_before"].items()
     )
-    return [frame(rows), said]
+    said = (
+        f"Each cell: {' / '.join(services)}. Measured by `{found['command']}`: up "
+        f"to {runs} windows of {found['seconds']:g} s per cell, {found['clients']} attackers, "
+        f"{where['cores']} cores ({where['processor']}) for the service and all clients together. "
+        f"{sum(chaos['asked']):,} healthy requests of {chaos['seconds'] / 60:g} minutes of chaos "
+        f"(`{chaos['command']}`): {len(chaos['lost'])} lost, {chaos['retried']} answered at the second try, "
+        f"{sum(chaos['workers'].values())} workers killed or stopped. Without attackers the service answers, compared "
+        f"with before: {fractions} (`{healthy['command']}`)."
+    )
+    return [frame(list(rows.values())), said]
 
 
 def figures() -> dict[str, Any]:

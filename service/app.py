@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -21,17 +22,7 @@ from .batching import FAILED
 from .decoding import Decoders
 from .edge import Edge
 from .envelope import Envelope
-from .errors import (
-    CODES,
-    DeadlineError,
-    InternalError,
-    KeyRefusedError,
-    ServiceError,
-    error_body,
-    error_response,
-    of_the_image,
-    respond,
-)
+from .errors import CODES, ServiceError, error_body, error_response, of_the_image, respond
 from .metrics import Metrics
 from .pages import Cors, add_pages
 from .pool import Loaded, Pool
@@ -41,9 +32,9 @@ from .schemas import (
     ErrorBody,
     Health,
     Labels,
+    LabelScore,
     Models,
     Options,
-    Prediction,
     Several,
     Statistics,
     upload,
@@ -53,18 +44,14 @@ from .settings import Settings
 from .uploads import Bodies, BodyLimit, read_upload, read_uploads
 
 Answers = dict[int | str, dict[str, Any]]
-ERRORS: Answers = {  # of routes that take an image
-    400: {"model": ErrorBody, "description": "malformed request"},
-    401: {"model": ErrorBody, "description": "API key missing or wrong"},
-    404: {"model": ErrorBody, "description": "unknown model"},
-    408: {"model": ErrorBody, "description": "the body stalled"},
-    413: {"model": ErrorBody, "description": "too many bytes or pixels"},
-    415: {"model": ErrorBody, "description": "not an accepted image format"},
-    422: {"model": ErrorBody, "description": "broken image or bad parameter"},
-    429: {"model": ErrorBody, "description": "too many requests wait; see Retry-After"},
-    503: {"model": ErrorBody, "description": "starting, stopping, or the model cannot be loaded now"},
-    504: {"model": ErrorBody, "description": "deadline passed"},
-}
+DESCRIPTIONS = {
+    400: "malformed request", 401: "API key missing or wrong", 404: "unknown model", 408: "the body stalled",
+    413: "too many bytes or pixels", 415: "not an accepted image format", 422: "broken image or bad parameter",
+    429: "too many requests wait; see Retry-After", 503: "starting, stopping, or the model cannot be loaded now",
+    504: "deadline passed",
+}  # fmt: skip
+# Of routes that take an image.
+ERRORS: Answers = {status: {"model": ErrorBody, "description": text} for status, text in DESCRIPTIONS.items()}
 # Errors of single images are inside the response.
 ERRORS_OF_SEVERAL: Answers = {status: about for status, about in ERRORS.items() if status != 415}
 ERRORS_OF_A_LIST: Answers = {status: ERRORS[status] for status in (401, 429)}
@@ -81,9 +68,9 @@ Result = TypeVar("Result")
 class Service:
     """The state that the routes share."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, metrics_folder: Path | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(metrics_folder)
         self.pool = Pool(settings, self.metrics)
         self.edge = Edge(settings, self.metrics)
         self.bodies = Bodies(settings)
@@ -96,11 +83,12 @@ class Service:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
-        matches = [
-            hmac.compare_digest(digest, key) for key in self._keys
-        ]  # always compare all, so that the time does not depend on the key
+        # Always compare all, so that the time does not depend on the key.
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
-            raise KeyRefusedError("an API key is missing or wrong: send the header Authorization: Bearer KEY.")
+            raise ServiceError(
+                "invalid_key", "an API key is missing or wrong: send the header Authorization: Bearer KEY."
+            )
 
     async def classify(self, request: Request, field: str, model: str | None = None) -> Classified:
         """Serve a request within the deadline, and only as long as the client waits.
@@ -110,7 +98,7 @@ class Service:
             model: the model, if the path contains it.
         """
         async with self._until(self._deadline()):
-            image, options = await read_upload(request, field, self.decoders.parse)
+            image, options = await read_upload(request, field, self.decoders.parse_text)
             loaded = await self.pool.get(options.model if model is None else model)
             request.scope["facts"] = _facts(loaded, options)
             return await _unless_gone(request, self._run(loaded, image, options))
@@ -119,7 +107,7 @@ class Service:
         """The same for several images: the result or error of each, in order."""
         deadline = self._deadline()
         async with self._until(deadline):
-            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse)
+            images, options = await read_uploads(request, "images", self.settings.max_images, self.decoders.parse_text)
             loaded = await self.pool.get(options.model)
             request.scope["facts"] = _facts(loaded, options)
         answers = await _unless_gone(request, self._run_several(loaded, images, options, deadline))
@@ -145,19 +133,21 @@ class Service:
                 yield
         except TimeoutError:
             seconds = self.settings.deadline
-            raise DeadlineError(f"not finished within {seconds:g} s: try again later, with a smaller image.") from None
+            raise ServiceError(
+                "deadline", f"not finished within {seconds:g} s: try again later, with a smaller image."
+            ) from None
         except BknZooError as error:
             raise of_the_image(error) from None
 
     async def _run(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
-        with loaded.line.place():
+        with loaded.queue.place():
             return await self._answer(loaded, image, options)
 
     async def _run_several(
         self, loaded: Loaded, images: list[bytes | ServiceError], options: Options, deadline: float
     ) -> list[Classified | ServiceError]:
         """Process a few images at a time in one place of the queue, so that other requests come in between."""
-        turns = asyncio.Semaphore(loaded.line.share)
+        turns = asyncio.Semaphore(loaded.queue.share)
 
         async def one(image: bytes | ServiceError) -> Classified | ServiceError:
             try:
@@ -169,9 +159,9 @@ class Service:
                 return error
             except Exception:
                 log.exception("an image of several failed")
-                return InternalError(FAILED)
+                return ServiceError("internal", FAILED)
 
-        with loaded.line.place():
+        with loaded.queue.place():
             async with self._until(deadline):
                 images = await self.decoders.within(images)
             async with asyncio.TaskGroup() as group:
@@ -179,10 +169,10 @@ class Service:
         return [task.result() for task in tasks]
 
     async def _answer(self, loaded: Loaded, image: bytes, options: Options) -> Classified:
-        classifier, line = loaded.classifier, loaded.line
+        classifier, queue = loaded.classifier, loaded.queue
         statistics = cast(Statistics, classifier.choose(options.statistics))
         tensor = await self.decoders.prepare(classifier, image)
-        answer = await asyncio.wrap_future(line.submit(tensor, statistics))
+        answer = await asyncio.wrap_future(queue.submit(tensor, statistics))
         found = classifier.classification(answer.scores, statistics, options.top_k, answer.drift)
         timing = {"queue": 1000 * answer.queue_seconds, "inference": 1000 * answer.inference_seconds}
         return Classified.model_validate({**found.to_dict(), "timing_ms": timing})
@@ -190,7 +180,7 @@ class Service:
 
 def _facts(loaded: Loaded, options: Options) -> dict[str, Any]:
     """What the log says about a request: the model and the mode, chosen or default."""
-    return {"model": loaded.line.name, "statistics": loaded.classifier.choose(options.statistics)}
+    return {"model": loaded.queue.name, "statistics": loaded.classifier.choose(options.statistics)}
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
@@ -214,13 +204,14 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         watching.cancel()
 
 
-def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
+def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Path | None = None) -> FastAPI:
     """Create the service as an ASGI application, with its state in `app.state.service`.
 
     Args:
         one_of_many: whether other processes serve requests meanwhile, so that it starts only after loading its models.
+        metrics_folder: where several processes exchange their metrics.
     """
-    service = Service(settings)
+    service = Service(settings, metrics_folder)
 
     async def start(app: FastAPI) -> None:
         await service.pool.start()
@@ -229,7 +220,9 @@ def create_app(settings: Settings, one_of_many: bool = False) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background, so that /health responds from the beginning.
-        tasks = [asyncio.create_task(work) for work in (start(app), service.pool.watch(), service.pool.warm())]
+        tasks = [asyncio.create_task(work) for work in (
+            start(app), service.pool.warm(), service.metrics.share(),
+        )]  # fmt: skip
         if one_of_many:
             await tasks[0]
             if service.pool.failure is not None:
@@ -297,7 +290,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.post(
-        "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[Prediction],
+        "/models/{name:path}", openapi_extra=upload("inputs", form=False), response_model=list[LabelScore],
         responses=ERRORS,
     )  # fmt: skip
     async def hugging_face(request: Request, name: str) -> Response:
@@ -329,10 +322,8 @@ def _add_routes_about_the_service(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> Response:
-        """Whether requests are served now: the models are loaded, and every engine runs."""
-        draining = service.edge.draining
-        status = "draining" if draining else "failing" if service.pool.failing else "ready"
-        status = status if service.pool.started or draining else "starting"
+        """Whether requests are served now."""
+        status = "draining" if service.edge.draining else "ready" if service.pool.started else "starting"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @app.get("/metrics", response_class=Response)

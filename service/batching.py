@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import BknZooError
 
-from .errors import InternalError, OverloadedError, of_the_image
+from .errors import ServiceError, of_the_image
 from .logs import request_id
 from .metrics import Metrics
 
@@ -43,19 +43,13 @@ class Call:
     future: Future[Answer] = field(default_factory=Future)
     entered: float = field(default_factory=time.perf_counter)
     request: str | None = field(default_factory=request_id.get)
-    attempts: int = 0
-
-    def begin(self) -> bool:
-        """Whether the caller still waits."""
-        self.attempts += 1
-        return self.attempts > 1 or self.future.set_running_or_notify_cancel()
 
 
-class Line:
+class ModelQueue:
     """The queue of one model.
 
     Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one
-    image does not affect others. `revive` replaces a thread that died, and its images run once more.
+    image does not affect others.
 
     Args:
         run: a function from images (n, 3, height, width) and a statistics mode to scores (n, classes).
@@ -76,16 +70,12 @@ class Line:
         self.admitted = 0
         self.used = time.monotonic()
         self._calls: deque[Call] = deque()
-        self._running: dict[threading.Thread, list[Call]] = {}  # the images of each thread
+        self._threads: set[threading.Thread] = set()
         self._change = threading.Condition()
-        self._closing = self._ended = False
+        self._closing = False
         self._seconds_per_image = 0.0
         for _ in range(threads):
             self._start()
-
-    @property
-    def alive(self) -> bool:
-        return not self._ended and all(thread.is_alive() for thread in list(self._running))
 
     @property
     def share(self) -> int:
@@ -100,8 +90,8 @@ class Line:
         """Reserve a place in the queue for a request, from before decoding until its response."""
         if self.admitted >= self.length + self.max_batch * self.threads:
             wait = max(1, math.ceil(self.admitted * self._seconds_per_image))
-            raise OverloadedError(
-                f"too many requests wait for {self.name} ({self.admitted}): try again in {wait} s.", wait
+            raise ServiceError(
+                "overloaded", f"too many requests wait for {self.name} ({self.admitted}): try again in {wait} s.", wait
             )
         self.admitted += 1
         self.used = time.monotonic()
@@ -120,25 +110,9 @@ class Line:
         with self._change:
             self._calls.append(call)
             self._noted()
-            if self._ended:  # a request that got this queue just before it was closed is still served
-                self._ended = False
+            if not self._threads:  # a request that got this queue just before it was closed is still served
                 self._start()
         return call.future
-
-    def revive(self) -> None:
-        """Replace threads that died."""
-        for thread in [thread for thread in list(self._running) if not thread.is_alive()]:
-            log.error("the engine died and is restarted", extra={"model": self.name})
-            self.metrics.restarts.labels(self.name).inc()
-            with self._change:
-                for call in reversed(self._running.pop(thread)):
-                    if call.future.done():
-                        continue
-                    if call.attempts < 2:
-                        self._calls.appendleft(call)
-                    else:
-                        call.future.set_exception(InternalError(FAILED))
-                self._start()
 
     def close(self) -> None:
         """Let the threads end after every request with a place is served."""
@@ -149,23 +123,19 @@ class Line:
     def join(self, seconds: float) -> None:
         """Wait for the threads to end, with a time limit."""
         until = time.monotonic() + seconds
-        while not self._ended and time.monotonic() < until:
-            self.revive()
-            for thread in list(self._running)[:1]:
-                thread.join(0.1)
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=f"engine of {self.name}", daemon=True)
+        self._threads.add(thread)
         thread.start()
-        self._running.setdefault(thread, [])
 
     def _work(self) -> None:
-        me = threading.current_thread()
         while batch := self._next_batch():
-            self._running[me] = [call for call in batch if call.begin()]
-            if self._running[me]:
-                self._answer(self._running[me])
-            self._running[me] = []
+            waiting = [call for call in batch if call.future.set_running_or_notify_cancel()]
+            if waiting:
+                self._answer(waiting)
 
     def _next_batch(self) -> list[Call]:
         """Images of one mode, oldest first; none if the queue is closed and empty."""
@@ -173,8 +143,7 @@ class Line:
             while True:
                 batch = [call for call in self._calls if call.statistics == self._calls[0].statistics][: self.max_batch]
                 if not batch and self._closing and not self.admitted:
-                    del self._running[threading.current_thread()]
-                    self._ended = not self._running
+                    self._threads.remove(threading.current_thread())
                     return []
                 left = batch[0].entered + self.max_wait - time.perf_counter() if batch else None
                 if left is not None and (left <= 0 or len(batch) == self.max_batch or self._closing):
@@ -195,11 +164,11 @@ class Line:
             for call in batch:
                 call.future.set_exception(of_the_image(error))
             return
-        except Exception:
+        except BaseException:  # even SystemExit, which would end the thread
             requests = ", ".join(str(call.request) for call in batch)
             log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})
             if len(batch) == 1:
-                batch[0].future.set_exception(InternalError(FAILED))
+                batch[0].future.set_exception(ServiceError("internal", FAILED))
             for call in batch if len(batch) > 1 else []:
                 self._answer([call])
             return

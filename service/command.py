@@ -4,14 +4,18 @@ import gc
 import os
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
 from bkn_zoo.errors import BknZooError
 
 from .logs import failed, set_up_logs
 from .settings import OLD_PREFIX, Settings, read_settings
 
+if TYPE_CHECKING:
+    from .workers import WorkerLink
 
-def main(arguments: list[str] | None = None) -> int:
+
+def serve_command(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
     _open_standard_streams()
     warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python hides them by default
@@ -19,10 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
         if settings.workers == 1:
-            return serve(settings)
-        from .workers import supervise  # imported here, so that --help is fast
+            return serve_alone(settings)
+        # Imported here, so that --help is fast.
+        from .workers import supervise
 
-        return supervise(settings, serve)
+        return supervise(settings, serve_alone)
     except BknZooError as error:
         return failed(error)
 
@@ -38,16 +43,18 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
-def serve(settings: Settings) -> int:
-    """Serve in this process only."""
-    gc.disable()  # nearly all imported objects stay, and collecting them takes half a second each time
+def serve_alone(settings: Settings, link: "WorkerLink | None" = None) -> int:
+    """Serve in this process, which may have a supervisor."""
+    # Nearly all imported objects stay, and collecting them takes half a second each time.
+    gc.disable()
     try:
-        from . import server
+        from .server import run_server
 
         gc.freeze()
     finally:
         gc.enable()
     try:
-        return server.serve(settings)
+        return run_server(settings, link)
     finally:
-        gc.unfreeze()  # otherwise Triton reports its objects as leaked when the process ends
+        # Otherwise Triton reports its objects as leaked when the process ends.
+        gc.unfreeze()

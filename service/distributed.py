@@ -44,13 +44,7 @@ def application(arguments: dict[str, Any]) -> serve.Application:
 
 
 class Replica:
-    """Ray's health check of a replica, which has started when its application has loaded its models."""
-
-    app: FastAPI
-
-    async def check_health(self) -> None:
-        if self.app.state.service.pool.failing:
-            raise RuntimeError("an engine died and was not replaced")
+    """What Ray's ingress makes a replica of. It has started when its application has loaded its models."""
 
 
 def _settings(arguments: dict[str, Any]) -> Settings:

@@ -1,20 +1,15 @@
 """The HTTP edge: uvicorn's HTTP/1.1 on httptools, with all limits on clients.
 
-A connection gives the parser one head at a time, once the head is complete and within its limits. It parses chunked
-bodies in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `uploads`
-counts the bytes of bodies.
+A connection gives the parser one head at a time, once it is complete and within its limits. Chunked bodies are parsed
+in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `uploads` counts
+bodies.
 
-This file and `server` use these parts of uvicorn, and pyproject.toml limits uvicorn and httptools to versions that were
-tried. tests/test_service_edge.py checks that the parts exist.
-
-- `HttpToolsProtocol`: the constructor (config, server_state, app_state, _loop), what the transport and the server call
-  (`connection_made` ... `shutdown`), what the parser calls (`on_...`), `_start_asgi_task`, and the fields `parser`,
-  `cycle`, `flow`, `headers`, `url`, `scope`.
-- `RequestResponseCycle`: the constructor, `receive`, `send`, and the fields `keep_alive`, `more_body`, `body`,
-  `message_event`, `response_complete`.
-- `FlowControl.resume_reading`, `pause_reading`; of `ServerState`: `connections`, `default_headers`, `total_requests`.
-- `uvicorn.Server`: `startup`, `on_tick`, `handle_exit`, `shutdown`, `servers`, and `config.http` as a function.
-- httptools: `HttpRequestParser.feed_data`, `get_method`, `get_http_version`, `should_keep_alive`, `should_upgrade`.
+Of uvicorn, this file and `server` use: `HttpToolsProtocol` (constructor; methods that the transport, the server and the
+parser call; `_start_asgi_task`; `parser`, `cycle`, `flow`, `headers`, `url`, `scope`), `RequestResponseCycle`
+(constructor, `receive`, `send`, `keep_alive`, `more_body`, `body`, `message_event`, `response_complete`), `FlowControl`
+(`pause_reading`, `resume_reading`), `ServerState` (`connections`, `default_headers`, `total_requests`) and `Server`
+(`startup`, `on_tick`, `handle_exit`, `shutdown`, `servers`). Of httptools: `HttpRequestParser` and its errors.
+pyproject.toml limits both to versions that were tried, and tests/test_service_edge.py checks these names.
 """
 
 import asyncio
@@ -32,7 +27,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .envelope import QUIET, Envelope
-from .errors import MalformedRequestError, OverloadedError, ServiceError, SlowError, respond
+from .errors import ServiceError, respond
 from .metrics import Metrics
 from .settings import Settings
 
@@ -187,7 +182,7 @@ class Connection(HttpToolsProtocol):
 
     # Called by the transport and by the server
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self.flow = Flow(self.transport)
         self.edge.metrics.connections.inc()
@@ -286,7 +281,7 @@ class Connection(HttpToolsProtocol):
         # A method begins with a letter; TLS does not.
         is_other = b"" < self._input[:1] <= b" "
         if is_long or is_other:
-            return self._refuse(MalformedRequestError(NOT_HTTP))
+            return self._refuse(ServiceError("malformed_request", NOT_HTTP))
         if found is None:
             return
         # The parser of the last request may still wait for its body, which did not pass through it.
@@ -298,9 +293,9 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass
         except httptools.HttpParserError:
-            return self._refuse(MalformedRequestError(NOT_HTTP))
+            return self._refuse(ServiceError("malformed_request", NOT_HTTP))
         if not self._is_answering:
-            self._refuse(MalformedRequestError(NOT_HTTP))
+            self._refuse(ServiceError("malformed_request", NOT_HTTP))
 
     def _parse_slice(self) -> None:
         """Parse a slice of a body."""
@@ -323,7 +318,7 @@ class Connection(HttpToolsProtocol):
             self._surplus = True
             self._input.clear()
             if self.cycle.more_body:
-                self.cycle.refuse(MalformedRequestError(BROKEN_BODY))
+                self.cycle.refuse(ServiceError("malformed_request", BROKEN_BODY))
             else:  # another request follows in the slice, and the parser cannot stop between them
                 self.cycle.keep_alive = False
 
@@ -342,7 +337,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._is_answering:
-            raise MalformedRequestError("a request within a body")
+            raise ServiceError("malformed_request", "a request within a body")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -351,7 +346,7 @@ class Connection(HttpToolsProtocol):
         hosts = names.count(b"host")
         is_known = version == "1.0" or (version == "1.1" and hosts == 1)
         if not is_known or hosts > 1 or encodings not in ([], [b"chunked"]):
-            raise MalformedRequestError(NOT_HTTP)
+            raise ServiceError("malformed_request", NOT_HTTP)
         answer = self._fill_scope(version)
         is_last = False
         if (
@@ -384,10 +379,10 @@ class Connection(HttpToolsProtocol):
         at_root = root != "" and path == root
         # A proxy may have removed the root.
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path
-        self.scope.update(
-            http_version=version, method=self.parser.get_method().decode("ascii"), root_path=root, path=root + path,
-            raw_path=target, query_string=query,
-        )  # fmt: skip
+        self.scope |= cast(Any, {
+            "http_version": version, "method": self.parser.get_method().decode("ascii"), "root_path": root,
+            "path": root + path, "raw_path": target, "query_string": query,
+        })  # fmt: skip
         # The files of the page are found only if its address ends with a slash.
         return RedirectResponse(f"{root}/") if at_root else None
 
@@ -415,7 +410,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_many(self) -> JSONResponse:
         self.edge.metrics.rejected.labels("connections").inc()
-        return respond(OverloadedError(f"{self.edge.most} connections are open: try again in a second.", 1))
+        return respond(ServiceError("overloaded", f"{self.edge.most} connections are open: try again in a second.", 1))
 
     def _refuse(self, error: ServiceError) -> None:
         """Respond to input that is not a valid request."""
@@ -444,7 +439,7 @@ class Connection(HttpToolsProtocol):
         elif self._heard:
             self.edge.metrics.cut.labels("slow head").inc()
             seconds = self.settings.head_seconds
-            self._refuse(SlowError(f"the headers took longer than {seconds:g} s: send them at once."))
+            self._refuse(ServiceError("too_slow", f"the headers took longer than {seconds:g} s: send them at once."))
         else:
             self._close()
 

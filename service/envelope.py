@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from .errors import InternalError, ServiceError, respond
+from .errors import ServiceError, respond
 from .logs import request_id
 from .metrics import Metrics
 
@@ -17,10 +17,7 @@ log = logging.getLogger("bkn_zoo.service")
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # labels of metrics
 QUIET = ("/health/live", "/health/ready", "/metrics")  # requested all the time
-SAFETY = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+SAFETY = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 POLICY = b"content-security-policy"
 PAGE_POLICY = b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 
@@ -51,7 +48,9 @@ class Envelope:
                 given = dict(message["headers"])
                 policy = given.get(b"content-type", b"").startswith(b"text/html") and POLICY not in given
                 safety = [*SAFETY, (POLICY, PAGE_POLICY)] if policy else SAFETY
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *safety]
+                # Only files of the page have an ETag. Everything else is about one request, or about this moment.
+                cache = [] if b"etag" in given else [(b"cache-control", b"no-store")]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode()), *safety, *cache]
             await send(message)
 
         try:
@@ -63,7 +62,7 @@ class Envelope:
                 log.exception("a request failed")
             if status:  # too late for another response, so the connection is closed
                 raise
-            problem = error if isinstance(error, ServiceError) else InternalError(FAILED)
+            problem = error if isinstance(error, ServiceError) else ServiceError("internal", FAILED)
             await respond(problem)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "none")

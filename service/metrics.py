@@ -1,50 +1,57 @@
 """The metrics for Prometheus at /metrics."""
 
+import asyncio
+import json
+import logging
 import os
-from collections.abc import Iterator
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable for the folder of shared counters
+log = logging.getLogger("bkn_zoo.service")
+
+# Values by family (name, documentation, type) and sample (name, labels), as JSON.
+Samples = Counter[str]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
 DRIFTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
     """The metrics of an app, including those of the process (memory, CPU time, files).
 
-    With several processes, a folder in the environment has the counts of each, and every process shows the sums.
+    Args:
+        folder: where several processes exchange their metrics, so that each shows the sums.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder, self._can_share = folder, True
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        gauge: Any = {"registry": registry, "multiprocess_mode": "livesum"}
-        self.requests = Counter(
+        self.requests = prometheus_client.Counter(
             "bkn_requests_total", "Requests by route and status.", ["method", "route", "status"], registry=registry
         )
         self.seconds = Histogram(
             "bkn_request_seconds", "From the first byte of a request to its response.", ["route"], registry=registry,
             buckets=SECONDS,
         )  # fmt: skip
-        self.rejected = Counter(
+        self.rejected = prometheus_client.Counter(
             "bkn_rejected_total",
             "Refused requests, and refused images of a batch, by reason.",
             ["reason"],
             registry=registry,
         )
-        self.connections = Gauge("bkn_connections", "Open connections.", **gauge)
-        self.cut = Counter(
+        self.connections = Gauge("bkn_connections", "Open connections.", registry=registry)
+        self.cut = prometheus_client.Counter(
             "bkn_connections_cut_total", "Aborted connections, by reason.", ["reason"], registry=registry
         )
-        self.queue_length = Gauge("bkn_queue_length", "Requests in the queue of a model.", ["model"], **gauge)
+        self.queue_length = Gauge("bkn_queue_length", "Requests in the queue of a model.", ["model"], registry=registry)
         self.queue_seconds = Histogram(
             "bkn_queue_seconds", "Time in the queue.", ["model"], registry=registry, buckets=SECONDS
         )
@@ -63,37 +70,64 @@ class Metrics:
             "bkn_drift", "Share of usual images that are less unusual, per image: 0.5 on average until images change.",
             ["model"], registry=registry, buckets=DRIFTS,
         )  # fmt: skip
-        self.loaded = Gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"], **gauge)
-        self.restarts = Counter("bkn_engine_restarts_total", "Engines restarted.", ["model"], registry=registry)
+        self.loaded = Gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"], registry=registry)
+
+    async def share(self) -> None:
+        """Save the samples for the other processes every second, until cancelled."""
+        while self.folder is not None:
+            await asyncio.sleep(1)
+            try:
+                await asyncio.to_thread(_save_samples, self.folder, str(os.getpid()), self._samples())
+            except OSError as error:
+                if self._can_share:
+                    log.warning("the metrics of this process are not in the sums of the others: %s", error)
+                self._can_share = False
 
     def text(self) -> bytes:
         """The metrics in the format of Prometheus."""
-        folder = os.environ.get(FOLDER)
-        return generate_latest(self.registry if folder is None else _sums(Path(folder)))
+        if self.folder is None:
+            return generate_latest(self.registry)
+        total, families = self._samples(), dict[str, Metric]()
+        for file in self.folder.glob("*.json"):
+            if file.stem != str(os.getpid()):
+                total.update(_load_samples(file))
+        for key, value in total.items():
+            name, documentation, kind, sample, labels = json.loads(key)
+            families.setdefault(name, Metric(name, documentation, kind)).add_sample(sample, labels, value)
+        return generate_latest(cast(Any, SimpleNamespace(collect=families.values)))
+
+    def _samples(self) -> Samples:
+        found = Samples()
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_created", "_start_time_seconds")):
+                    about = (family.name, family.documentation, family.type, sample.name, sample.labels)
+                    found[json.dumps(about)] = cast(Any, sample.value)
+        return found
 
 
-def _sums(folder: Path) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, folder)
-    registry.register(_Processes(folder))
-    return registry
+def bury(folder: Path, pid: int) -> None:
+    """Keep the counts of a process that has ended, but not its gauges."""
+    ended = _load_samples(folder / "ended.json")
+    for key, value in _load_samples(folder / f"{pid}.json").items():
+        name, _, kind, *_ = json.loads(key)
+        if kind in ("counter", "histogram") and not name.startswith("process_"):
+            ended[key] += value
+    with suppress(OSError):
+        _save_samples(folder, "ended", ended)
+        (folder / f"{pid}.json").unlink(missing_ok=True)
 
 
-class _Processes(Collector):
-    """Sums of the process metrics over all processes that use a folder."""
+def _save_samples(folder: Path, name: str, samples: Samples) -> None:
+    """Write a file at once, so that nobody reads a part of it. Mapped files would end the process on a full disk."""
+    partial = folder / f"{name}.partial"
+    partial.write_text(json.dumps(samples))
+    partial.replace(folder / f"{name}.json")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
-        for file in self.folder.glob("gauge_livesum_*.db"):
-            pid = file.stem.rpartition("_")[2]
-            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():  # type: ignore[misc]
-                if metric.name in found:
-                    (total,), (more,) = found[metric.name].samples, metric.samples
-                    found[metric.name].samples = [total._replace(value=total.value + more.value)]
-                else:
-                    found[metric.name] = metric
-        found.pop("process_start_time_seconds", None)
-        yield from found.values()
+def _load_samples(file: Path) -> Samples:
+    """The samples of a file; none where its process has just ended."""
+    try:
+        return Counter(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return Counter()

@@ -24,8 +24,8 @@ from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 
-from .batching import Line
-from .errors import OverloadedError, UnavailableError, UnknownModelError
+from .batching import ModelQueue
+from .errors import ServiceError
 from .metrics import Metrics
 from .settings import Settings
 
@@ -57,7 +57,7 @@ class Loaded:
         self.since = time.monotonic()
         # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
         together = self.classifier.device.type == "cuda"
-        self.line = Line(
+        self.queue = ModelQueue(
             name, self.classifier.scores, metrics, settings.queue_length,
             max_batch=settings.max_batch if together else 1,
             max_wait=settings.max_wait_ms / 1000 if together else 0.0,
@@ -72,10 +72,10 @@ class Loaded:
             try:
                 self.classifier.scores(self._blank, mode)
             except BknZooError as error:  # a request for this mode will get the same error
-                log.info("%s cannot run in mode %s: %s", self.line.name, mode, error)
+                log.info("%s cannot run in mode %s: %s", self.queue.name, mode, error)
             except Exception:
-                log.exception("mode %s of %s could not be prepared", mode, self.line.name)
-        log.info("warm", extra={"model": self.line.name, "seconds": round(time.monotonic() - begun, 3)})
+                log.exception("mode %s of %s could not be prepared", mode, self.queue.name)
+        log.info("warm", extra={"model": self.queue.name, "seconds": round(time.monotonic() - begun, 3)})
 
 
 class Pool:
@@ -105,10 +105,6 @@ class Pool:
         """Whether a thread loads a model, or prepares a mode of one."""
         return bool(self._loading) or not (self._warming is None or self._warming.done())
 
-    @property
-    def failing(self) -> bool:
-        return not all(loaded.line.alive for loaded in self._loaded.values())
-
     async def start(self) -> None:
         """Load the first models."""
         # Load the models of --models; of all bundled ones, load only the default.
@@ -124,13 +120,6 @@ class Pool:
         else:
             self.started = True
             log.info("ready", extra={"models": ", ".join(self.names)})
-
-    async def watch(self) -> None:
-        """Restart engines that died, until cancelled."""
-        while True:
-            await asyncio.sleep(0.1)
-            for loaded in list(self._loaded.values()):
-                loaded.line.revive()
 
     async def warm(self) -> None:
         """Prepare all modes of the loaded models in sequence, until cancelled."""
@@ -149,25 +138,27 @@ class Pool:
         """The model of this name, which is loaded if needed."""
         name = self._known(name)
         if not self.started:
-            raise UnavailableError("the service is starting: try again in a few seconds.", retry_after=2)
+            raise ServiceError("unavailable", "the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
             return self._loaded[name]
         if time.monotonic() < self._failed.get(name, 0.0):
-            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
+            raise ServiceError("unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
         if self._waiting >= self.settings.queue_length:
-            raise OverloadedError(
-                f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
+            raise ServiceError(
+                "overloaded", f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
             )
         self._check_room(name)
         self._waiting += 1
         try:
             return await asyncio.shield(self._load(name))
-        except UnavailableError:  # other models were loaded first and stay for a while
+        except ServiceError:  # other models were loaded first and stay for a while
             raise
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
             self._failed[name] = time.monotonic() + PAUSE
-            raise UnavailableError(f"{name} cannot be loaded at the moment: choose another model.", PAUSE) from None
+            raise ServiceError(
+                "unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE
+            ) from None
         finally:
             self._waiting -= 1
 
@@ -175,7 +166,9 @@ class Pool:
         """The name of an offered model, by default the first."""
         name = self.names[0] if name is None else name
         if name not in self.names:
-            raise UnknownModelError(f"there is no model {name[:100]!r}: GET /v1/models lists the available models.")
+            raise ServiceError(
+                "unknown_model", f"there is no model {name[:100]!r}: GET /v1/models lists the available models."
+            )
         return name
 
     def _check_room(self, name: str) -> None:
@@ -185,7 +178,8 @@ class Pool:
         left = min(map(self._may_leave, self._loaded)) - time.monotonic()
         if left > 0:
             seconds = math.ceil(left)
-            raise UnavailableError(
+            raise ServiceError(
+                "unavailable",
                 f"{name} is not in memory, and all loaded ones are in use: try again in {seconds} s or choose another.",
                 seconds,
             )
@@ -193,7 +187,7 @@ class Pool:
     def _may_leave(self, name: str) -> float:
         """The time from which a model may be removed for another."""
         loaded = self._loaded[name]
-        return min(loaded.since + self.settings.stay_seconds, loaded.line.used + IDLE)
+        return min(loaded.since + self.settings.stay_seconds, loaded.queue.used + IDLE)
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
         """The task that loads a model, shared by all requests that wait for it."""
@@ -215,12 +209,11 @@ class Pool:
         location = await loop.run_in_executor(self._loader, locate, self.sources[name])
         leaving = []
         while len(self._loaded) >= self.settings.loaded_models:
-            oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].line.used))
-            leaving.append(self._loaded.pop(oldest).line)
+            oldest = min(self._loaded, key=lambda name: (self._may_leave(name) > begun, self._loaded[name].queue.used))
+            leaving.append(self._loaded.pop(oldest).queue)
             self.metrics.loaded.labels(oldest).set(0)
-        thread = ThreadPoolExecutor(
-            1, "loader of a model"
-        )  # a thread that ends, because allocators keep freed memory per thread
+        # A thread that ends, because allocators keep freed memory per thread.
+        thread = ThreadPoolExecutor(1, "loader of a model")
         try:
             loaded = await loop.run_in_executor(thread, self._exchange, leaving, name, location)
         finally:
@@ -231,17 +224,17 @@ class Pool:
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
         return loaded
 
-    def _exchange(self, leaving: list[Line], name: str, location: Location) -> Loaded:
-        for line in leaving:
-            line.close()
-            line.join(self.settings.deadline)  # it serves the requests that it accepted
+    def _exchange(self, leaving: list[ModelQueue], name: str, location: Location) -> Loaded:
+        for queue in leaving:
+            queue.close()
+            queue.join(self.settings.deadline)  # it serves the requests that it accepted
         leaving.clear()  # free its memory before the other model is loaded
         model = load_checkpoint(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
     def stop(self) -> None:
         for loaded in self._loaded.values():
-            loaded.line.close()
+            loaded.queue.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def describe(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ class Options(BaseModel):
     top_k: TopK = Field(5, description="number of labels to return")
 
 
-class Prediction(BaseModel):
+class LabelScore(BaseModel):
     label: str
     score: FiniteFloat
 
@@ -31,7 +31,7 @@ class Timing(BaseModel):
 class Classified(BaseModel):
     """The response of POST /v1/classify."""
 
-    predictions: list[Prediction]
+    predictions: list[LabelScore]
     model: str
     revision: str | None
     statistics: Statistics
@@ -88,7 +88,7 @@ class Labels(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["live", "ready", "starting", "draining", "failing"]
+    status: Literal["live", "ready", "starting", "draining"]
 
 
 MODEL_IN_QUERY = {

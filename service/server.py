@@ -2,7 +2,6 @@
 
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,9 +19,12 @@ from .app import Service, create_app
 from .edge import Connection
 from .logs import failed
 from .settings import Settings
-from .workers import listen
+from .workers import WorkerLink
 
-SWITCH = 0.0005  # seconds after which computing threads yield to the event loop, which waits this long for each socket
+# Seconds after which computing threads yield to the event loop, which waits this long for each socket.
+SWITCH = 0.0005
+# Of uvicorn, between two signs of life: a second.
+TICKS = 10
 
 
 class Server(uvicorn.Server):
@@ -35,7 +37,7 @@ class Server(uvicorn.Server):
     requests.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, link: WorkerLink | None = None) -> None:
         self.service: Service = app.state.service
         config = uvicorn.Config(
             app, settings.host, settings.port, log_config=None, access_log=False, server_header=False,
@@ -46,11 +48,10 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._announced = False
         self._drained: float | None = None
-        # Not getppid(), which returns another process if the parent died while this process was starting.
-        self._parent = multiprocessing.parent_process() if settings.workers > 1 else None
+        self._link = link
 
     async def startup(self, sockets: Any = None) -> None:
-        if self._parent is not None:
+        if self._link is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `handle_exit` is installed now
             if self.should_exit:
                 return
@@ -60,7 +61,7 @@ class Server(uvicorn.Server):
         self._announced = True
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        by = "" if self._parent is None else f", by process {os.getpid()}"
+        by = "" if self._link is None else f", by process {os.getpid()}"
         try:
             names = printable(", ".join(self.service.pool.names))
             print(f"bkn_zoo serves {names} at http://{shown}:{port}{by}", flush=True)
@@ -71,7 +72,7 @@ class Server(uvicorn.Server):
         if self.service.pool.started and not self._announced:
             self._announce()
         drained = self._drained is not None and time.monotonic() >= self._drained
-        orphaned = self._parent is not None and not self._parent.is_alive()
+        orphaned = self._link is not None and counter % TICKS == 0 and not self._link.beat()
         return await super().on_tick(counter) or drained or orphaned or self.service.pool.failure is not None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -87,13 +88,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
+def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start.
+
+    Args:
+        link: to the supervisor, if this is one of several processes.
+    """
     try:
-        app = create_app(settings, one_of_many=settings.workers > 1)
+        app = create_app(settings, link is not None, None if link is None else link.folder)
     except BknZooError as error:
         return failed(error)
-    server = Server(app, settings)
+    server = Server(app, settings, link)
     # uvicorn would log that it cannot listen, which is said below.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not isinstance(record.msg, OSError))
     sys.setswitchinterval(SWITCH)
@@ -101,7 +106,7 @@ def serve(settings: Settings) -> int:
     before = {caught: signal.signal(caught, lambda *_: None) for caught in (signal.SIGTERM, signal.SIGINT)}
     failure: Exception | None = None
     try:
-        server.run(None if settings.workers == 1 else [listen(settings)])
+        server.run(None if link is None else [link.listener])
     except (SystemExit, OSError):  # uvicorn could not listen, or start
         failure = InputError(
             f"cannot listen on {settings.host}:{settings.port}, which may be in use: choose another port with --port."
@@ -111,9 +116,8 @@ def serve(settings: Settings) -> int:
             signal.signal(caught, handler)
     failure = app.state.service.pool.failure or failure
     code = 0 if failure is None else failed(failure)
-    if (
-        app.state.service.pool.loading or app.state.service.decoders.busy
-    ):  # otherwise Python would wait for these threads
+    if app.state.service.pool.loading or app.state.service.decoders.busy:
+        # Otherwise Python would wait for these threads.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

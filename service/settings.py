@@ -4,13 +4,7 @@ import warnings
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
@@ -58,9 +52,7 @@ class Settings(BaseSettings):
         description="path under which a proxy serves this service, such as /bkn; the proxy may remove it from requests",
     )
     workers: int = Field(
-        1,
-        ge=1,
-        description="processes that share the port and the cores; each has its own models and limits",
+        1, ge=1, description="processes that share the port and the cores; each has its own models and limits"
     )
     models: Listed = Field(
         [],
@@ -173,7 +165,7 @@ class Settings(BaseSettings):
         return value
 
 
-def parser() -> Parser:
+def settings_parser() -> Parser:
     """The parser of `bkn-zoo serve`: one option per setting. `Settings` checks the values."""
     made = Parser("bkn-zoo serve", usage="bkn-zoo serve [OPTION ...]", description=DESCRIPTION, allow_abbrev=False)
     for name, field in Settings.model_fields.items():
@@ -202,7 +194,7 @@ def _in_one(arguments: list[str]) -> list[str]:
 
 def read_settings(arguments: list[str]) -> Settings:
     """Read the settings from flags and the environment."""
-    flags = vars(parser().read(_in_one(arguments)))
+    flags = vars(settings_parser().read(_in_one(arguments)))
     # Lists may be given in several parts; of all others, the last counts.
     given: dict[str, Any] = {
         name: ",".join(values) if name in LISTS else values[-1] for name, values in flags.items() if values

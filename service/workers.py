@@ -1,4 +1,4 @@
-"""Runs several processes that share one port. Each loads its own models, and a process that dies is replaced."""
+"""Runs several processes that share one port. Each loads its own models, and one that dies or hangs is replaced."""
 
 import logging
 import multiprocessing
@@ -10,121 +10,167 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
-from typing import Any
-
-from prometheus_client.multiprocess import mark_process_dead
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bkn_zoo.cores import share_quota
 from bkn_zoo.errors import InputError
 
 from .logs import set_up_logs
-from .metrics import FOLDER
+from .metrics import bury
 from .settings import Settings
 
 log = logging.getLogger("bkn_zoo.service")
 
-COULD_NOT_START = 3  # exit code of a worker, different from that of a crash
-PAUSE = 1.0  # seconds before a worker is replaced, in case it dies every time
+# Exit code of a worker, different from that of a crash.
+COULD_NOT_START = 3
+# Seconds before a worker is replaced, in case it dies every time.
+PAUSE = 1.0
+# Seconds without a sign of life after which a worker is replaced.
+MAX_SILENCE = 10.0
 
 
-def supervise(settings: Settings, serve: Callable[[Settings], int]) -> int:
+class WorkerLink(NamedTuple):
+    """What a worker gets from its supervisor.
+
+    Attributes:
+        listener: the socket that all workers accept connections from, so that one that hangs gets none.
+        pulse: a pipe for signs of life.
+        folder: where workers exchange their metrics, if there is one.
+    """
+
+    listener: socket.socket
+    pulse: Connection
+    folder: Path | None
+
+    def beat(self) -> bool:
+        """Tell the supervisor that this process lives. Returns whether the supervisor does."""
+        try:
+            os.set_blocking(self.pulse.fileno(), False)
+            os.write(self.pulse.fileno(), b".")
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return False
+        return True
+
+
+@dataclass
+class Worker:
+    """A process, and when it gave its last sign of life; None until it has loaded its models."""
+
+    process: Any
+    pulse: Connection
+    heard: float | None = None
+
+    def hangs(self, now: float) -> bool:
+        if self.pulse in wait([self.pulse], 0):
+            os.read(self.pulse.fileno(), 4096)
+            self.heard = now
+        return self.heard is not None and now - self.heard > MAX_SILENCE
+
+
+Serve = Callable[[Settings, WorkerLink], int]
+
+
+def supervise(settings: Settings, serve: Serve) -> int:
     """Run `serve` in `settings.workers` processes until SIGTERM or SIGINT. Returns 0, or 1 if they could not start."""
-    settings = settings.model_copy(update={"port": _reserve(settings)})
+    listener = _bind(settings)
     # Not forked, because a fork copies the locks of an engine's threads without the threads.
     context = multiprocessing.get_context("spawn")
-    workers: dict[int, Any] = {}
+    workers: dict[int, Worker] = {}
     stopping = failed = False
 
     def start(place: int) -> None:
+        pulse, other_end = context.Pipe(duplex=False)
+        link = WorkerLink(listener, other_end, folder)
         # A daemon, so that an error here does not leave processes behind.
-        worker = workers[place] = context.Process(target=_work, args=(settings, serve), daemon=True)
+        process = context.Process(target=_work, args=(settings, serve, link), daemon=True)
+        workers[place] = Worker(process, pulse)
         with _share_of_cores(place, settings.workers), _interrupts_held_back():
-            worker.start()
+            process.start()
+        other_end.close()
         if stopping:
-            worker.terminate()
+            process.terminate()
 
     def stop(number: int, frame: Any = None) -> None:
         nonlocal stopping
         stopping = True
         for worker in workers.values():
-            if worker.is_alive():
-                os.kill(worker.pid, number)
+            if worker.process.is_alive():
+                os.kill(worker.process.pid, number)
 
-    with tempfile.TemporaryDirectory(prefix="bkn-zoo-") as folder, _kept(folder):
-        os.environ[FOLDER] = folder
+    with _exchange() as folder, listener:
         before = {caught: signal.signal(caught, stop) for caught in (signal.SIGTERM, signal.SIGINT)}
         try:
             for place in range(settings.workers):
                 start(place)
-            first = list(workers.values())
+            first = [worker.process for worker in workers.values()]
             while workers:
-                wait([worker.sentinel for worker in workers.values()])
+                wait([worker.process.sentinel for worker in workers.values()], 1.0)
+                if stopping:
+                    # Otherwise connections would wait here for workers that have stopped listening.
+                    listener.close()
                 for place, worker in list(workers.items()):
-                    if worker.is_alive():
+                    process, now = worker.process, time.monotonic()
+                    if worker.hangs(now) and not stopping:
+                        log.error("a worker hangs and is killed", extra={"pid": process.pid})
+                        process.kill()
+                        process.join()
+                    if process.is_alive():
                         continue
-                    mark_process_dead(worker.pid, folder)
-                    if worker.exitcode == COULD_NOT_START and worker in first and not stopping:
+                    if folder is not None:
+                        bury(folder, process.pid)
+                    if process.exitcode == COULD_NOT_START and process in first and not stopping:
                         failed = True
                         stop(signal.SIGINT)
                     if not stopping:
-                        log.error("a worker died and is replaced", extra={"code": worker.exitcode})
+                        log.error("a worker died and is replaced", extra={"code": process.exitcode})
                         time.sleep(PAUSE)
+                    worker.pulse.close()
                     if stopping:
                         del workers[place]
                     else:
                         start(place)
         finally:
-            del os.environ[FOLDER]
             for caught, handler in before.items():
                 signal.signal(caught, handler)
     return int(failed)
 
 
 @contextmanager
-def _kept(folder: str) -> Iterator[None]:
-    """Lock a folder, so that systemd-tmpfiles does not remove it. Mapped files look old to it."""
-    import fcntl  # not on Windows, which cannot share ports either
-
-    descriptor = os.open(folder, os.O_RDONLY)
+def _exchange() -> Iterator[Path | None]:
+    """A folder for the metrics of the workers; none if there is no room for it."""
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
+        folder = tempfile.TemporaryDirectory(prefix="bkn-zoo-", ignore_cleanup_errors=True)
+    except OSError as error:
+        log.warning("each worker shows only its own metrics, because there is no temporary folder: %s", error)
+        yield None
+        return
+    with folder as name:
+        yield Path(name)
 
 
-def listen(settings: Settings) -> socket.socket:
-    """A socket of one worker at the shared port. The system distributes connections."""
-    return _bind(settings, socket.SO_REUSEPORT)
-
-
-def _reserve(settings: Settings) -> int:
-    """The port to listen on, which must be free. Otherwise the workers would share it with a foreign process."""
-    if not hasattr(socket, "SO_REUSEPORT"):
+def _bind(settings: Settings) -> socket.socket:
+    """A socket at the port to listen on, which must be free."""
+    if not hasattr(os, "setpgid"):
         raise InputError("--workers is not supported on this system, which cannot share a port: omit it.")
-    try:
-        with _bind(settings, socket.SO_REUSEADDR) as alone:
-            return int(alone.getsockname()[1])
-    except OSError:
-        raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.") from None
-
-
-def _bind(settings: Settings, option: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, option, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    with suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+        else:
+            return bound
+    raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.")
 
 
 @contextmanager
@@ -145,7 +191,8 @@ def _share_of_cores(place: int, workers: int) -> Iterator[None]:
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Block SIGINT in the processes that are started here, because it would cause a traceback during imports."""
-    resource_tracker.ensure_running()  # started here, because its start would unblock SIGINT
+    # Started here, because its start would unblock SIGINT.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -153,8 +200,9 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(settings: Settings, serve: Callable[[Settings], int]) -> None:
-    os.setpgid(0, 0)  # otherwise Ctrl-C would reach it twice, and a second signal stops at once
+def _work(settings: Settings, serve: Serve, link: WorkerLink) -> None:
+    # Otherwise Ctrl-C would reach it twice, and a second signal stops at once.
+    os.setpgid(0, 0)
     share_quota(settings.workers)
     set_up_logs()
-    sys.exit(COULD_NOT_START if serve(settings) else 0)
+    sys.exit(COULD_NOT_START if serve(settings, link) else 0)

@@ -1,14 +1,15 @@
 """What attackers cost healthy clients.
 
-    python tests/attack.py --before ../before     every row of the table, of another checkout and of this one in turn
+    python tests/attack.py --before ../before     every row of the table, of another checkout, of this one, and of this
+                                                  one behind nginx (where it is installed), in turn
     python tests/attack.py --before ../before --throughput      answers per second to healthy clients, of both
     python tests/attack.py --minutes 30           chaos: all attackers at random, while workers are killed and stopped
     python tests/attack.py --costs                seconds per class of image, for service/costs.py
 
 The first writes results/attack.json after each measurement. The same command resumes; --again starts over. Services run
-with their default settings; while one is measured, the process of the other is stopped. A healthy client asks for one
-image at a time and for /health/live; a task in the service measures how much longer than 5 ms its event loop takes to
-come back. All load goes to this machine and stops by itself.
+with their default settings; while one is measured, the process of the other is stopped. Healthy clients ask for one
+small image at a time, for one photograph of 12 megapixels at a time, and for /health/live; a task in the service
+measures how much longer than 5 ms its event loop takes to come back. All load goes to this machine and stops by itself.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,7 +27,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -34,15 +37,17 @@ from typing import Any
 import attackers
 from attackers import ROWS, encoded, picture
 from chaos import Healthy, chaos, fetch, percentile, problems, settle
-from service_process import ROOT, ServiceProcess, save_small_checkpoint
+from http_client import connect, head
+from service_process import ROOT, Nginx, Running, ServiceProcess, save_small_checkpoint
 from watch import Watch
 
 from bkn_zoo.modes import MODES
 
 IMAGE = encoded(picture(side=200), "JPEG")
+PHOTOGRAPH = encoded(attackers.noise(250).resize((4000, 3000)), "JPEG", quality=85)
 OUTPUT = ROOT / "results" / "attack.json"
-NO_NUMBERS = ("run", "row", "service", "classify")
-BOUNDS = {"classify_p99": 1.0, "live_max": 0.2, "pause_max": 0.05}  # seconds
+NO_NUMBERS = ("run", "row", "service", "classify", "photograph")
+BOUNDS = {"classify_p99": 1.0, "photograph_p99": 1.0, "live_max": 0.2, "megabytes": 300}  # seconds, and MB above idle
 
 
 # One row of the table
@@ -52,12 +57,23 @@ class Probed(ServiceProcess):
     """A service of a checkout with its default settings, stopped unless it is measured."""
 
     command = (sys.executable, str(ROOT / "tests" / "probed_service.py"))
+    nginx: Nginx | None = None
 
     def __init__(self, root: Path, checkpoints: Path, model: str, probe: Path) -> None:
         environment = {"PYTHONPATH": str(root), "ATTACK_PROBE": str(probe)}
         flags = ("--models", str(checkpoints / model), "--precision", "auto")  # which tests set otherwise
         super().__init__(checkpoints, *flags, environment=environment)
-        self.probe = probe
+        # Where the processes that it starts find their modules.
+        self.probe, self.folder = probe, root
+
+    def decoders(self) -> float:
+        """Resident memory of the processes that it started, in MB."""
+        found = 0.0
+        for file in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # where one has ended
+                for child in file.read_text().split():
+                    found += int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+        return found
 
     def pauses(self, begun: float, ended: float) -> list[tuple[float, float]]:
         """By how much the loop was late, and how long it computed meanwhile."""
@@ -65,30 +81,47 @@ class Probed(ServiceProcess):
         return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended]
 
 
-def measure(service: Probed, name: str | None, clients: int, seconds: float) -> dict[str, Any]:
-    """What a healthy client sees while so many others attack; of none if there is no name."""
+def measure(service: Probed, name: str | None, clients: int, seconds: float, behind_nginx: bool) -> dict[str, Any]:
+    """What healthy clients see while so many others attack; of none if there is no name."""
     settle(service)
-    before = len(fetch(service.port, "/metrics")[1])
-    attack = None
+    asked: Running = service
+    if behind_nginx:
+        assert service.nginx is not None
+        asked = service.nginx
+    before, memory = len(fetch(service.port, "/metrics")[1]), service.memory()
+    grown, decoders, over = [0.0], [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            grown.append(service.memory() - memory)
+            decoders.append(service.decoders())
+
+    attack, looking = None, threading.Thread(target=look)
+    looking.start()
     if name is not None:
-        command = [sys.executable, attackers.__file__, str(service.port), str(seconds + 1), "--name", name]
+        command = [sys.executable, attackers.__file__, str(asked.port), str(seconds + 1), "--name", name]
         attack = subprocess.Popen([*command, "--clients", str(clients)], stdout=subprocess.PIPE, text=True)
         assert attack.stdout is not None
         assert attack.stdout.readline() == "begun\n"
         time.sleep(0.5)
     begun = time.monotonic()
-    with Watch(service.url, IMAGE) as watch:
+    with Watch(asked.url, IMAGE, photograph=PHOTOGRAPH) as watch:
         time.sleep(seconds)
     ended = time.monotonic()
+    over.set()
+    looking.join()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
     pauses = service.pauses(begun, ended) or [(math.nan, math.nan)]
     found = {
         "classify": [round(s, 4) for _, s in watch.classify],
+        "photograph": [round(s, 4) for _, s in watch.photograph],
         "live_max": max(s for _, s in watch.live),
         "pause_max": max(late for late, _ in pauses),
         "pause_max_computing": max(cpu for _, cpu in pauses),
         "sleeper_max": max(s for _, s in watch.pauses),
-        "failed": sum(status != 200 for status, _ in [*watch.classify, *watch.live]),
+        "failed": sum(status != 200 for status, _ in [*watch.classify, *watch.photograph, *watch.live]),
+        "megabytes": max(grown),
+        "megabytes_of_decoders": max(decoders),
         "attacks": sent,
         "metrics_grew_by": len(fetch(service.port, "/metrics")[1]) - before,
         "load_average": os.getloadavg()[0],
@@ -112,6 +145,9 @@ class Services(ExitStack):
             self._running[which] = self.enter_context(probed)
             for mode in (*MODES, *MODES):  # until none is prepared in the background any more
                 fetch(probed.port, f"/v1/classify?statistics={mode}", IMAGE)
+            fetch(probed.port, "/v1/classify", PHOTOGRAPH)
+            if which == "after" and shutil.which("nginx"):
+                probed.nginx = self.enter_context(Nginx(probed))
         for name, service in self._running.items():
             service.process.send_signal(signal.SIGCONT if name == which else signal.SIGSTOP)
         return self._running[which]
@@ -121,20 +157,29 @@ def measure_rows(args: argparse.Namespace, samples: list[dict[str, Any]]) -> Ite
     """What is not among the samples yet: each row, of both checkouts in turn, several times."""
     known = {(sample["run"], sample["row"], sample["service"]) for sample in samples}
     with Services(args) as services:
-        for key in product(range(args.repeats), ["idle", *args.rows], services.roots):
+        kinds = [*services.roots, *(["behind nginx"] if shutil.which("nginx") else [])]
+        for key in product(range(args.repeats), ["idle", *args.rows], kinds):
             run, name, which = key
             if key not in known:
-                row = measure(services.only(which), None if name == "idle" else name, args.clients, args.seconds)
+                service = services.only("after" if which == "behind nginx" else which)
+                attack = None if name == "idle" else name
+                row = measure(service, attack, args.clients, args.seconds, which == "behind nginx")
                 yield {"run": run, "row": name, "service": which, **row}
 
 
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
-    """Answers per second to healthy clients, of both checkouts in turn, and the median of their ratios."""
+    """Answers per second to healthy clients, of both checkouts in turn, and the median of their ratios.
+
+    0 clients stand for 4 that ask for /health/live, as often as they are answered.
+    """
     rates: dict[str, dict[str, list[float]]] = {}
     with Services(args) as services:
-        for run, clients in product(range(args.repeats), (1, 4, 16)):
+        for run, clients in product(range(args.repeats), (0, 1, 4, 16)):
             for which in sorted(services.roots, reverse=run % 2 == 0):
-                rate = answers_per_second(services.only(which).port, clients, args.seconds)
+                port = services.only(which).port
+                rate = (
+                    answers_per_second(port, clients, args.seconds) if clients else empty_per_second(port, args.seconds)
+                )
                 rates.setdefault(str(clients), {}).setdefault(which, []).append(round(rate, 2))
     ratios = {
         count: statistics.median(after / before for before, after in zip(found["before"], found["after"], strict=True))
@@ -158,15 +203,34 @@ def answers_per_second(port: int, clients: int, seconds: float) -> float:
     return sum(len(thread.seconds) for thread in threads) / (time.monotonic() - begun)
 
 
+def empty_per_second(port: int, seconds: float, clients: int = 4) -> float:
+    """Answers to /health/live per second, on connections that stay open."""
+    end, data = time.monotonic() + seconds, head("GET", "/health/live")
+
+    def ask(_: int) -> int:
+        count = 0
+        with connect(port) as connection:
+            while time.monotonic() < end:
+                connection.sendall(data)
+                while b"live" not in connection.recv(4096):
+                    pass
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(clients) as threads:
+        return sum(threads.map(ask, range(clients))) / seconds
+
+
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each row and service: quantiles over all answers, and the worst of everything else."""
     found = []
     for row, service in dict.fromkeys((sample["row"], sample["service"]) for sample in samples):
         chosen = [sample for sample in samples if (sample["row"], sample["service"]) == (row, service)]
-        seconds = [second for sample in chosen for second in sample["classify"]]
+        seconds, large = ([s for sample in chosen for s in sample[name]] for name in ("classify", "photograph"))
         worst = {name: max(sample[name] for sample in chosen) for name in chosen[0] if name not in NO_NUMBERS}
         quantiles = {"classify_p50": percentile(seconds, 0.5), "classify_p99": percentile(seconds, 0.99),
-                     "classify_max": max(seconds, default=math.nan)}  # fmt: skip
+                     "classify_max": max(seconds, default=math.nan),
+                     "photograph_p99": percentile(large, 0.99)}  # fmt: skip
         about = {"row": row, "service": service, "runs": len(chosen), "answers": len(seconds)}
         found.append(
             about | quantiles | worst | {"within_bounds": all((quantiles | worst)[k] < v for k, v in BOUNDS.items())}
@@ -255,7 +319,9 @@ def record(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
     command = shlex.join(
         ["python", "tests/attack.py", *(argument for argument in sys.argv[1:] if argument != "--again")]
     )
-    versions = {package: version(package) for package in ("uvicorn", "h11", "fastapi", "pillow", "torch", "openvino")}
+    versions = {
+        package: version(package) for package in ("uvicorn", "httptools", "fastapi", "pillow", "torch", "openvino")
+    }
     where = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
              "nice": os.nice(0)}  # fmt: skip
     results = read_results(args.output)

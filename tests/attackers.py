@@ -6,6 +6,7 @@ import io
 import json
 import random
 import struct
+import sys
 import time
 import zlib
 from collections import Counter
@@ -18,6 +19,9 @@ from functools import cache, partial
 import numpy as np
 from http_client import chunked, connect, head, post
 from PIL import Image, ImageFile
+
+# The address of attackers, so that limits per address tell them from healthy clients.
+ATTACKERS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 
 # Images
 
@@ -116,6 +120,74 @@ def many_tags() -> bytes:
     return encoded(picture(), "PNG", exif=b"II*\0\x08\0\0\0\xff\xff" + entries + bytes(4))
 
 
+def packed(bits: str) -> bytes:
+    """Bits in the order in which deflate and VP8L read them."""
+    whole = bits.ljust(-(-len(bits) // 8) * 8, "0")
+    return np.packbits(np.frombuffer(whole.encode(), np.uint8) - 48, bitorder="little").tobytes()
+
+
+def number(value: int, bits: int) -> str:
+    return f"{value:0{bits}b}"[::-1]
+
+
+def lossless_webp(side: int = 996) -> bytes:
+    """A lossless WebP with a group of five codes for each tile of 4 x 4 pixels."""
+    tiles = (side // 4) ** 2
+    lengths = "".join(number(length, 3) for length in (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1))
+    # A code of 256 symbols of 8 bits each, and one of a single symbol.
+    full, single = "0" + number(8, 4) + lengths + "0" + "0" * 256, "1000"
+    meta = "0" + full + "1" + number(13, 7) + full + 3 * single
+    meta += "".join(f"{tile & 255:08b}{tile >> 8:08b}" for tile in range(tiles))
+    header = number(0x2F, 8) + number(side - 1, 14) + number(side - 1, 14) + number(0, 4)
+    data = packed(header + "0" + "0" + "1" + number(0, 3) + meta + tiles * 5 * single)
+    data += bytes(len(data) % 2)
+    return b"RIFF" + struct.pack("<I", len(data) + 12) + b"WEBPVP8L" + struct.pack("<I", len(data)) + data
+
+
+def empty_blocks(count: int) -> bytes:
+    """So many deflate blocks, in eights, that hold nothing but their own codes."""
+    lengths = "".join(number(length, 3) for length in (0, 0, 1, *[0] * 14, 1))
+    block = number(4, 3) + number(0, 10) + number(14, 4) + lengths + "1" + number(127, 7) + "1" + number(107, 7) + "000"
+    return packed(8 * block) * (count // 8)
+
+
+def png_of_empty_blocks(size: int = 9_900_000, side: int = 64) -> bytes:
+    pixels = bytes((3 * side + 1) * side)
+    good = zlib.compress(pixels)
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = good[:2] + empty_blocks(8 * size // 90) + good[2:]
+    parts = [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")]
+    chunks = (struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def tiff_of_one_strip(count: int = 30_000) -> bytes:
+    """A TIFF of many strips, all of them the same empty deflate blocks."""
+    good = zlib.compress(bytes(8))
+    strip = good[:2] + empty_blocks(26_000) + good[2:]
+    place = 8 + 2 + 12 * 8 + 4
+    offsets, sizes = struct.pack("<I", place) * count, struct.pack("<I", len(strip)) * count
+    return tiff(
+        (256, 4, 1, 8), (257, 4, 1, count), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1),
+        (273, 4, count, place + len(strip)), (278, 4, 1, 1), (279, 4, count, place + len(strip) + len(offsets)),
+        after=strip + offsets + sizes,
+    )  # fmt: skip
+
+
+def form_in_punycode(files: int = 32, fields: int = 7) -> bytes:
+    """A form whose charset is a slow codec of Python, with names as long as they may be."""
+    name, value = ("".join(map(chr, range(5000, 5000 + k))).encode("punycode").decode() for k in (1450, 3500))
+    parts = [f'--x\r\nContent-Disposition: form-data; name="images"; filename="{name}"\r\n\r\nx\r\n'] * files
+    parts += [f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{value}\r\n' for k in range(fields)]
+    body = "".join([*parts, "--x--\r\n"]).encode()
+    return post(body, "Content-Type: multipart/form-data; boundary=x; charset=punycode", target="/v1/classify/batch")
+
+
+def form_of_semicolons(files: int = 32) -> bytes:
+    part = f'--x\r\nContent-Disposition: form-data; name="images"; filename="a"{";" * 4000}\r\n\r\nx\r\n'
+    return post((part * files + "--x--\r\n").encode(), FORM, target="/v1/classify/batch")
+
+
 def large_png() -> bytes:
     return png(7000, 7000, pixels=bytes(7001 * 7000))
 
@@ -176,6 +248,10 @@ ROWS: dict[str, Callable[[], bytes]] = {
     "5 empty headers": empty_headers,
     "6 base64 in JSON, 9.9 MB": large_json,
     "7 WebP of 49 megapixels": lambda: post(large_webp()),
+    "8 form in punycode": form_in_punycode,
+    "9 WebP of 62,001 codes": lambda: post(lossless_webp()),
+    "10 TIFF of one shared strip": lambda: post(tiff_of_one_strip()),
+    "11 PNG of empty blocks": lambda: post(png_of_empty_blocks()),
 }
 OTHERS: dict[str, Callable[[], bytes]] = {
     "trailers": lambda: chunked() + b"0\r\n" + b"".join(b"X-%d: %s\r\n" % (k, b"a" * 50) for k in range(50_000)),
@@ -194,6 +270,7 @@ OTHERS: dict[str, Callable[[], bytes]] = {
     "large PNG": lambda: post(large_png()),
     "PNG of many chunks": lambda: post(png(9, 9, *[(b"eXIf", b"")] * 30_000, pixels=bytes(90))),
     "GIF of many blocks": lambda: post(encoded(picture(), "GIF")[:-1] + b"\x21\xfe" + b"\x01a" * 130_000 + b"\0;"),
+    "form of semicolons": form_of_semicolons,
     "form of near boundaries": lambda: post(FILE + b"\r\n--" * 2_000_000, FORM),
 }  # fmt: skip
 
@@ -209,7 +286,7 @@ def attack(port: int, name: str, until: float) -> int:
     sent = 0
     while (left := until - time.monotonic()) > 0:
         data = long_method() if name.startswith("2 ") else prepared(name)
-        with suppress(OSError), connect(port, left) as connection:
+        with suppress(OSError), connect(port, left, ATTACKERS) as connection:
             connection.sendall(data)
             connection.recv(65_536)
         sent += 1

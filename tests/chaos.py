@@ -6,12 +6,16 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +132,40 @@ def state(service: ServiceProcess, checkpoints: Path) -> dict[str, float]:
     return found
 
 
-def disturb(service: ServiceProcess, over: threading.Event, every: float, done: Counter[str], seed: int) -> None:
-    """Kill a worker or stop it for a moment, now and then."""
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    """A temporary folder, on a disk of 2 MB of its own where this process may mount one."""
+    with tempfile.TemporaryDirectory() as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
+        mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+        try:
+            yield Path(folder)
+        finally:
+            if mounted:
+                subprocess.run(["umount", "--lazy", folder], capture_output=True, check=True)
+
+
+def fill(folder: Path, over: threading.Event, seconds: float, done: Counter[str]) -> None:
+    """Leave no room on a small disk for some seconds."""
+    if os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize > 10**7:
+        return
+    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    over.wait(seconds)
+    (folder / "full").unlink()
+    done["filled"] += 1
+
+
+def disturb(
+    service: ServiceProcess, folder: Path, over: threading.Event, every: float, done: Counter[str], seed: int
+) -> None:
+    """Kill a worker, stop it for up to 30 seconds, or fill the temporary folder, now and then."""
     generator = random.Random(seed)
     while not over.wait(generator.uniform(0.5 * every, 1.5 * every)):
+        if generator.random() < 0.2:
+            fill(folder, over, generator.uniform(1, 10), done)
+            continue
         alive = sorted(service.workers())
         if len(alive) < 2:  # one is being replaced
             continue
@@ -142,9 +176,9 @@ def disturb(service: ServiceProcess, over: threading.Event, every: float, done: 
                 done["killed"] += 1
             else:
                 os.kill(chosen, signal.SIGSTOP)
-                over.wait(generator.uniform(0.1, 1.0))
-                os.kill(chosen, signal.SIGCONT)
                 done["stopped"] += 1
+                over.wait(generator.choice([0.3, 3, 30]) * generator.random())
+                os.kill(chosen, signal.SIGCONT)
         except ProcessLookupError:
             continue
 
@@ -156,7 +190,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
         every: seconds between two workers that are killed or stopped, about.
     """
     flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
-    with ServiceProcess(checkpoints, *flags) as service:
+    with small_disk() as folder, ServiceProcess(checkpoints, *flags, environment={"TMPDIR": str(folder)}) as service:
         until(lambda: len(service.workers()) == 2, "two workers", 180)
         image = encoded(picture(side=100), "JPEG")
         warm(service, image)
@@ -168,7 +202,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
         attack = subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True)
         assert attack.stdout is not None
         assert attack.stdout.readline() == "begun\n"
-        disturbing = threading.Thread(target=disturb, args=(service, over, every, done, seed), daemon=True)
+        disturbing = threading.Thread(target=disturb, args=(service, folder, over, every, done, seed), daemon=True)
         for thread in (*healthy, disturbing):
             thread.start()
         sent = json.loads(attack.communicate(timeout=seconds + 120)[0])

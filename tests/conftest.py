@@ -120,7 +120,8 @@ def scatter(module):
             layer.weight.add_(0.2 * torch.randn_like(layer.weight))
             layer.bias.add_(0.1 * torch.randn_like(layer.bias))
         if isinstance(layer, BatchKalmanNorm) and layer.prior_features is not None:
-            layer.transition.normal_(0, 0.5 / math.sqrt(layer.prior_features))
+            for block in layer.transition_blocks:
+                block.normal_(0, 0.5 / math.sqrt(layer.prior_features))
             layer.raw_process_noise.add_(0.3 * torch.randn_like(layer.raw_process_noise))
             layer.raw_gain.add_(0.3 * torch.randn_like(layer.raw_gain))
 

@@ -56,8 +56,13 @@ def form(*files, **fields):
     return b"\r\n".join(parts) + b"\r\n--xyz--\r\n", "multipart/form-data; boundary=xyz"
 
 
-def connect(port, timeout=60.0):
-    return socket.create_connection(("127.0.0.1", port), timeout)
+def connect(port, timeout=60.0, source="127.0.0.1"):
+    """A connection to this machine.
+
+    Args:
+        source: the address of the client; on Linux any that begins with 127.
+    """
+    return socket.create_connection(("127.0.0.1", port), timeout, (source, 0))
 
 
 def read(connection, count=1, heads=()):

@@ -29,5 +29,5 @@ class LocalService(Running):
         self._server.should_exit = True
         self._thread.join(LONG)
 
-    def line(self, name="first"):
-        return self.service.pool._loaded[name].line
+    def queue(self, name="first"):
+        return self.service.pool._loaded[name].queue

@@ -7,7 +7,7 @@ import time
 
 import uvicorn
 
-from service.command import main
+from service import command
 
 PAUSE = 0.005  # seconds for which the task sleeps
 
@@ -32,4 +32,5 @@ def with_probe(main_loop):
 
 if __name__ == "__main__":
     uvicorn.Server.main_loop = with_probe(uvicorn.Server.main_loop)  # type: ignore[method-assign]
-    sys.exit(main())
+    # Of a checkout before or after it was renamed.
+    sys.exit(getattr(command, "serve_command", getattr(command, "main", None))())

@@ -92,6 +92,7 @@ class ServiceProcess(Running):
     """
 
     command: tuple[str, ...] = (sys.executable, "-m", "service")
+    folder = ROOT
 
     def __init__(self, checkpoints, *flags, command=(), environment=None, ready_within=3 * LONG, is_ready=None):
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
@@ -109,7 +110,7 @@ class ServiceProcess(Running):
         self._log = Path(name)
         try:
             self.process = subprocess.Popen(
-                self._command, cwd=ROOT, env=self._environment, stdout=descriptor, stderr=subprocess.STDOUT,
+                self._command, cwd=self.folder, env=self._environment, stdout=descriptor, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         finally:
@@ -153,6 +154,36 @@ class ServiceProcess(Running):
         """Those that have said that they serve, and live."""
         said = map(int, re.findall(r"by process (\d+)", self.log()))
         return {pid for pid in said if Path(f"/proc/{pid}").exists()}
+
+
+class Nginx(Running):
+    """nginx with deploy/nginx.conf in front of a service, until the block ends."""
+
+    def __init__(self, service):
+        self.port, self._service = free_port(), service
+
+    def __enter__(self):
+        self._folder = tempfile.TemporaryDirectory()
+        text = (ROOT / "deploy" / "nginx.conf").read_text()
+        for old, new in (
+            ("cpu:8000", f"127.0.0.1:{self._service.port}"), ("listen 80;", f"listen 127.0.0.1:{self.port};"),
+            ("/tmp/nginx", f"{self._folder.name}/nginx"),
+        ):  # fmt: skip
+            assert old in text
+            text = text.replace(old, new)
+        Path(self._folder.name, "nginx.conf").write_text(text)
+        # Its workers have another user, and keep uploads here.
+        Path(self._folder.name).chmod(0o755)
+        command = ["nginx", "-p", self._folder.name, "-c", "nginx.conf", "-g", "daemon off;"]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        until(lambda: self._process.poll() is not None or self.ready(), "ready")
+        assert self._process.poll() is None
+        return self
+
+    def __exit__(self, *_):
+        self._process.terminate()
+        self._process.wait(LONG)
+        self._folder.cleanup()
 
 
 def until(condition, what, seconds=LONG):

@@ -16,6 +16,7 @@ from PIL import Image
 import bkn_zoo
 from bkn_zoo import CheckpointError
 from bkn_zoo.checkpoints import locate
+from bkn_zoo.checkpoints.card import short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.publishing.cards import checkpoint_card, readdressed
@@ -26,8 +27,6 @@ NAME = "inception_cifar_bkn.cifar10"
 RECIPE = {"model": "inception_cifar_bkn", "dataset": "cifar10", "epochs": 20, "gradient_batch": 128}
 RECIPE |= {"statistics_batch": 2, "seed": 0}
 FACTS = {"command": "bkn-zoo train recipes/x.toml", "hardware": "NVIDIA H200", "seed": 0}
-
-
 MODES = {"population": 80.125, "sample": 85.5, "expected": 86.75}
 ACCURACY = {mode: {"top1": top1, "top5": 99.1, "ece": 2.5} for mode, top1 in MODES.items()}
 RUN = {"name": NAME, **RECIPE, **FACTS, "norm": "bkn", "seconds": 7200.0, "chosen_statistics": "expected"}
@@ -40,13 +39,10 @@ def original(tmp_path_factory):
     model = bkn_zoo.create_model("inception_cifar_bkn", 10)
     model.statistics_batch_size = 2
     bkn_zoo.save_pretrained(
-        model.eval(),
-        folder,
-        preprocessing=Preprocessing(32, (0.5,) * 3, (0.2,) * 3, native_size=16),
-        default_statistics="expected",
-        accuracy=ACCURACY,
+        model.eval(), folder, preprocessing=Preprocessing(32, (0.5,) * 3, (0.2,) * 3, native_size=16),
+        default_statistics="expected", accuracy=ACCURACY,
         training={"recipe": RECIPE, "init": None, "versions": {"torch": "2.15"}, **FACTS},
-    )
+    )  # fmt: skip
     return folder
 
 
@@ -103,31 +99,24 @@ def test_card_shows_all_sections(card):
         assert str(line) in card
 
 
-def test_card_examples_run_and_agree(folder, card, tmp_path, monkeypatch):
+@pytest.mark.parametrize("local", [False, True])
+def test_card_examples_run_and_agree(folder, results, tmp_path, monkeypatch, local):
+    """Those of a local card load its folder."""
     monkeypatch.setattr(locate, "SOURCE_TREE", folder.parent)
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (40, 50), "red").save("photo.jpg")
-    namespace = {}
-    for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
-        exec(code, namespace)
-    best = namespace["classify"]("photo.jpg").predictions[0]
-    assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
-
-
-def test_examples_of_a_local_card_load_its_folder(folder, results, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     mine = Path("my runs") / NAME
-    shutil.copytree(folder, mine)
-    config = Config.read(mine / "config.json")
-    text = card_of(config, NAME, results, mine)
-    (mine / "README.md").write_text(text)
-    validate(mine, NAME, results)
-    assert f"bkn-zoo serve --models './my runs/{NAME}'\n" in text
+    config = Config.read(folder / "config.json")
+    text = card_of(config, NAME, results, mine if local else None)
+    if local:
+        shutil.move(folder, mine)
+        assert f"bkn-zoo serve --models './my runs/{NAME}'\n" in text
+        assert readdressed(text, config, NAME, RUN, NAME) == card_of(config, NAME, results)
     Image.new("RGB", (40, 50), "red").save("photo.jpg")
     namespace = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, namespace)
-    assert readdressed(text, config, NAME, RUN, NAME) == card_of(config, NAME, results)
+    best = namespace["classify"]("photo.jpg").predictions[0]
+    assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -158,19 +147,18 @@ def test_accuracy_without_a_recipe_still_has_a_card(folder):
 
 @pytest.mark.parametrize("license", [None, "mit", "apache-2.0"])
 def test_cards_name_only_a_given_licence(folder, results, tmp_path, license):
-    """Publishing accepts both; apache-2.0 is what cards of earlier versions said."""
+    """Publishing accepts all; apache-2.0 is what cards of earlier versions said."""
     config = Config.read(folder / "config.json")
-    (folder / "README.md").write_text(card_of(config, NAME, results, license=license))
+    cards = card_of(config, NAME, results, license=license), short_card(config, NAME, license)
+    for text in cards:
+        assert yaml.safe_load(text.split("---\n")[1]).get("license") == license
+        (folder / "README.md").write_text(text)
+        validate(folder, NAME, results)
     model = bkn_zoo.from_pretrained(folder)
-    bkn_zoo.save_pretrained(model, tmp_path / "short", license=license)
-    bkn_zoo.save_pretrained(model, tmp_path / "short")  # a short card of any licence may be replaced
-    bkn_zoo.save_pretrained(model, tmp_path / "short", license=license)
-    for place in (folder, tmp_path / "short"):
-        data = yaml.safe_load((place / "README.md").read_text().split("---\n")[1])
-        assert data.get("license") == license
-        validate(place, NAME if place == folder else "short", results)
+    bkn_zoo.save_pretrained(model, folder, license="mit")  # a short card of any licence may be replaced
+    assert "license: mit\n" in (folder / "README.md").read_text()
     with pytest.raises(bkn_zoo.InputError, match="'My own': use an identifier of the Hub"):
-        bkn_zoo.save_pretrained(model, tmp_path / "short", license="My own")
+        bkn_zoo.save_pretrained(model, folder, license="My own")
 
 
 def test_card_of_an_untrained_network_claims_nothing(tmp_path):

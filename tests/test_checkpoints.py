@@ -503,6 +503,7 @@ DAMAGES = [
     (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
     (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
+    (weights(fc__bias=torch.full((10,), math.nan)), [WEIGHTS, "fc.bias contains infinite numbers or NaN"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
     (weights(**{COUNT: torch.tensor(1.5)}), [WEIGHTS, "num_batches_tracked is stored as torch.float32"]),
     *((file(WEIGHTS, lambda data, end=end: data[:end]), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),

@@ -312,14 +312,11 @@ def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
     assert "pip install 'bkn-zoo[serve]'" in found.err
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_an_interruption_is_silent(call, monkeypatch, twice):
+def test_an_interruption_is_silent(call, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bkn_zoo.cli.show.list_checkpoints", interrupt)
-    if twice:  # the second time while it ends
-        monkeypatch.setattr("bkn_zoo.cli.command._is_read", interrupt)
     found = call("list")
     assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
 

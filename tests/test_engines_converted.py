@@ -1,6 +1,5 @@
 """Converted networks in OpenVINO: their own code writes the graph, and graphs are kept between starts."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -33,7 +33,6 @@ LAYERS = [
 modules may import each other."""
 
 SAME_INTERFACE = {
-    "main": "what a command or process starts with",
     "forward": "the launches of a fused operator",
     "backward": "the launches of a fused operator",
     "plan_forward": "the launches of a fused operator",
@@ -42,17 +41,8 @@ SAME_INTERFACE = {
 """Names that several modules define for the same thing, and what that is."""
 
 # Both must become empty: remove what no longer holds.
-KNOWN_IMPORTS = {
-    ("bkn_zoo.conversion.operations", "bkn_zoo.conversion.plan"),
-}
-# fmt: off
-KNOWN_DUPLICATES = {
-    "Engine", "Plan", "Prediction", "Row", "_decode", "_described", "_kind", "_largest",
-    "_metadata", "_publish", "_put", "_read", "_refused", "_rows", "_run", "_seconds", "_short",
-    "_train", "_write", "build", "carry_out", "finish", "fitted", "fold", "like", "make_plan",
-    "measure", "move", "name_of", "normalize", "parse", "parser", "pool", "predict", "run", "serve", "shown",
-}
-# fmt: on
+KNOWN_IMPORTS: set[tuple[str, str]] = set()
+KNOWN_DUPLICATES = {"normalize", "pool", "predict"}
 
 
 def name_of(file):

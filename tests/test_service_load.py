@@ -175,18 +175,18 @@ def one_place(start):
 
 
 class Slow:
-    """A model that waits before each image, and remembers what ran: `with Slow(line, 0.1) as slow`."""
+    """A model that waits before each image, and remembers what ran: `with Slow(queue, 0.1) as slow`."""
 
-    def __init__(self, line, wait, note=lambda: None):
-        self.line, self.wait, self.note, self.run = line, wait, note, line.run
+    def __init__(self, queue, wait, note=lambda: None):
+        self.queue, self.wait, self.note, self.run = queue, wait, note, queue.run
         self.ran, self.notes = [], []
 
     def __enter__(self):
-        self.line.run = self
+        self.queue.run = self
         return self
 
     def __exit__(self, *_):
-        self.line.run = self.run
+        self.queue.run = self.run
         if isinstance(self.wait, threading.Event):
             self.wait.set()
 
@@ -201,11 +201,11 @@ class Slow:
 
 
 def test_statistics_never_leak_within_batches(local, monkeypatch):
-    line, sizes = local.line(), []
-    run = line.run
-    monkeypatch.setattr(line, "max_batch", 8)
-    monkeypatch.setattr(line, "max_wait", 0.004)
-    monkeypatch.setattr(line, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
+    queue, sizes = local.queue(), []
+    run = queue.run
+    monkeypatch.setattr(queue, "max_batch", 8)
+    monkeypatch.setattr(queue, "max_wait", 0.004)
+    monkeypatch.setattr(queue, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
     check_that_statistics_never_leak(local)
     assert max(sizes) > 1, "no batch formed, so nothing was shown"
 
@@ -215,21 +215,21 @@ def test_statistics_never_leak_between_streams(start, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)  # also where there is one core
     monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 2.0)
     running = start("--models", "first", "--queue-length", "256", "--engine", "openvino", "--streams", "2")
-    assert running.line().threads == 2
+    assert running.queue().threads == 2
     check_that_statistics_never_leak(running)
 
 
 def test_clients_that_leave_give_up_their_places(local):
-    line, go_on, before = local.line(), threading.Event(), local.metric(COUNTED.format(499))
-    with Slow(line, go_on) as slow:
+    queue, go_on, before = local.queue(), threading.Event(), local.metric(COUNTED.format(499))
+    with Slow(queue, go_on) as slow:
         leaving = [connect(local.port) for _ in range(40)]
         for number, connection in enumerate(leaving):
             data = request(CLASSIFY, encoded(picture(number)))
             connection.sendall(data if number % 4 else data[:-20])
-        until(lambda: line.admitted == 30, "places are taken")
+        until(lambda: queue.admitted == 30, "places are taken")
         for connection in leaving:
             reset(connection)
-        until(lambda: line.admitted == 0, "the places are free", 20)
+        until(lambda: queue.admitted == 0, "the places are free", 20)
         until(lambda: local.metric('bkn_queue_length{model="first"}') == 0, "the queue is empty", 20)
         go_on.set()
         assert local.ask(CLASSIFY, IMAGE).status == 200
@@ -245,7 +245,7 @@ def reset(connection):
 
 
 def test_request_is_given_up_at_the_deadline(local, monkeypatch):
-    with Slow(local.line(), threading.Event()):
+    with Slow(local.queue(), threading.Event()):
         monkeypatch.setattr(local.service.settings, "deadline", 0.5)
         replies = local.at_once(*[request(CLASSIFY, IMAGE)] * 2)
         monkeypatch.setattr(local.service.settings, "deadline", LONG)
@@ -257,8 +257,8 @@ def test_request_is_given_up_at_the_deadline(local, monkeypatch):
 
 
 def test_batch_keeps_a_single_image_waiting_for_its_share_only(local, pool):
-    line = local.line()
-    with Slow(line, 0.05, lambda: (line.admitted, len(line._calls))) as slow:
+    queue = local.queue()
+    with Slow(queue, 0.05, lambda: (queue.admitted, len(queue._calls))) as slow:
         many = [pool.submit(send, local.port, several(*[IMAGE] * 20)) for _ in range(2)]
         until(lambda: len(slow.ran) >= 3, "they run")
         before = len(slow.ran)
@@ -267,16 +267,16 @@ def test_batch_keeps_a_single_image_waiting_for_its_share_only(local, pool):
         for reply in (one.result(LONG) for one in many):
             assert [set(result) for result in reply.json()["results"]] == [{*single.json()}] * 20
     # What has its place is before it: two of each of the others, and what ran while it was decoded.
-    assert turn - before <= 2 * line.share + 4
+    assert turn - before <= 2 * queue.share + 4
     admitted, waiting = zip(*slow.notes, strict=True)
-    assert max(waiting) <= 2 * line.share + 1
+    assert max(waiting) <= 2 * queue.share + 1
     assert max(admitted) == 3
-    until(lambda: line.admitted == 0, "the places are free", 20)
+    until(lambda: queue.admitted == 0, "the places are free", 20)
 
 
 def test_batch_stops_at_the_deadline_and_when_its_client_leaves(local, monkeypatch):
-    line = local.line()
-    with Slow(line, 0.2) as slow:
+    queue = local.queue()
+    with Slow(queue, 0.2) as slow:
         monkeypatch.setattr(local.service.settings, "deadline", 1.0)
         reply = send(local.port, several(*[IMAGE] * 20))
         monkeypatch.setattr(local.service.settings, "deadline", LONG)
@@ -291,40 +291,9 @@ def test_batch_stops_at_the_deadline_and_when_its_client_leaves(local, monkeypat
         connection.sendall(several(*[IMAGE] * 20))
         until(lambda: slow.ran, "it runs")
         reset(connection)
-        until(lambda: line.admitted == 0, "the place is free", 20)
+        until(lambda: queue.admitted == 0, "the place is free", 20)
         time.sleep(0.5)
         assert len(slow.ran) <= 2
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_killed_engine_comes_back_and_its_request_is_answered(local, monkeypatch, pool):
-    line = local.line()
-    run, revive, thread = line.run, line.revive, next(iter(line._running))
-    wanted = local.ask(CLASSIFY, IMAGE).scores()
-    restarts = local.metric('bkn_engine_restarts_total{model="first"}')
-    running, asked, may_come_back = threading.Event(), threading.Event(), threading.Event()
-
-    def die_once(images, mode):
-        if not running.is_set():
-            running.set()
-            assert asked.wait(LONG)
-            raise SystemExit
-        return run(images, mode)
-
-    monkeypatch.setattr(line, "run", die_once)
-    # Within a tenth of a second it would be back, before one could see that it was gone.
-    monkeypatch.setattr(line, "revive", lambda: revive() if may_come_back.is_set() else None)
-    first = pool.submit(local.ask, CLASSIFY, IMAGE)
-    assert running.wait(LONG)
-    second = pool.submit(local.ask, CLASSIFY, IMAGE)
-    asked.set()
-    thread.join(LONG)
-    dead = local.ask("/health/ready")
-    may_come_back.set()
-    assert (dead.status, dead.json()) == (503, {"status": "failing"})
-    assert first.result(LONG).scores() == second.result(LONG).scores() == pytest.approx(wanted, abs=1e-6)
-    assert local.ask("/health/ready").status == 200
-    assert local.metric('bkn_engine_restarts_total{model="first"}') == restarts + 1
 
 
 def test_models_take_turns_where_only_one_has_room(one_place):
@@ -342,7 +311,7 @@ def test_models_take_turns_where_only_one_has_room(one_place):
     def in_memory():
         gc.collect()
         mine, loaded = one_place.service.metrics, [thing for thing in gc.get_objects() if type(thing) is Loaded]
-        return sum(hasattr(thing, "line") and thing.line.metrics is mine for thing in loaded)
+        return sum(hasattr(thing, "queue") and thing.queue.metrics is mine for thing in loaded)
 
     until(lambda: in_memory() == 1, "only one model is in memory", 10)
 
@@ -370,10 +339,10 @@ def test_client_that_rotates_models_disturbs_no_other(start, monkeypatch, pool):
 
 
 def test_model_that_makes_room_answers_what_it_accepted(one_place, pool):
-    line, go_on = one_place.line("first"), threading.Event()
-    with Slow(line, go_on):
+    queue, go_on = one_place.queue("first"), threading.Event()
+    with Slow(queue, go_on):
         old = [pool.submit(one_place.ask, f"{CLASSIFY}&model=first", IMAGE) for _ in range(4)]
-        until(lambda: line.admitted == 4, "they have places")
+        until(lambda: queue.admitted == 4, "they have places")
         new = pool.submit(one_place.ask, f"{CLASSIFY}&model=second", IMAGE)
         until(lambda: not one_place.service.pool._loaded, "the first has left")
         go_on.set()

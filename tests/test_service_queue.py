@@ -9,8 +9,7 @@ import torch
 from service_process import LONG, until
 
 from bkn_zoo.norms import MODES
-from service.batching import Line
-from service.errors import InternalError
+from service.batching import ModelQueue
 from service.metrics import Metrics
 
 
@@ -38,115 +37,109 @@ def engine():
 
 
 @pytest.fixture
-def make_line(engine):
-    lines = []
+def make_queue(engine):
+    queues = []
 
     def make(**limits):
-        lines.append(Line("it", engine, Metrics(), **{"length": 100, **limits}))
-        return lines[-1]
+        queues.append(ModelQueue("it", engine, Metrics(), **{"length": 100, **limits}))
+        return queues[-1]
 
     yield make
     engine.go_on.set()
-    for line in lines:
-        line.close()
+    for queue in queues:
+        queue.close()
 
 
-def submit(line, *pixels, mode="sample"):
-    return [line.submit(torch.full((3, 2, 2), float(pixel)), mode) for pixel in pixels]
+def submit(queue, *pixels, mode="sample"):
+    return [queue.submit(torch.full((3, 2, 2), float(pixel)), mode) for pixel in pixels]
 
 
 def answers(futures):
     return [float(future.result(LONG).scores[0]) for future in futures]
 
 
-def hold(engine, line):
+def hold(engine, queue):
     """Keep the engine busy with an image, until `engine.go_on` is set."""
     engine.go_on.clear()
-    submit(line, 100)
+    submit(queue, 100)
     until(lambda: engine.batches, "the engine runs")
     engine.batches.clear()
 
 
-def waiting(line):
-    return line.metrics.registry.get_sample_value("bkn_queue_length", {"model": "it"})
+def waiting(queue):
+    return queue.metrics.registry.get_sample_value("bkn_queue_length", {"model": "it"})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_threads_take_an_image_each_and_are_replaced(make_line):
-    line, together = make_line(threads=2), threading.Barrier(2)
+def test_threads_take_an_image_each_and_survive_errors(make_queue):
+    queue, together = make_queue(threads=2), threading.Barrier(2)
 
     def run(images, statistics):
         if statistics == "population":
-            raise SystemExit  # which ends a thread
+            raise SystemExit  # which would end a thread
         together.wait(LONG)
         return images.flatten(1)[:, :1]
 
-    line.run = run
+    queue.run = run
     for _ in range(3):
-        assert answers(submit(line, 1, 2)) == [1, 2]
-    (lost,) = submit(line, 3, mode="population")
-    for _ in range(2):  # an image that ends its thread runs once more, and is given up then
-        until(lambda: not line.alive, "the thread died")
-        line.revive()
-    assert isinstance(lost.exception(LONG), InternalError)
-    assert answers(submit(line, 4, 5)) == [4, 5]
+        assert answers(submit(queue, 1, 2)) == [1, 2]
+        (lost,) = submit(queue, 3, mode="population")
+        assert lost.exception(LONG).code == "internal"
 
 
-def test_batches_grow_to_the_largest_size_in_order(engine, make_line):
-    line = make_line(max_batch=4)
-    hold(engine, line)
-    futures = submit(line, *range(10))
-    assert waiting(line) == 10
+def test_batches_grow_to_the_largest_size_in_order(engine, make_queue):
+    queue = make_queue(max_batch=4)
+    hold(engine, queue)
+    futures = submit(queue, *range(10))
+    assert waiting(queue) == 10
     engine.go_on.set()
     assert answers(futures) == list(range(10))
     assert [pixels for _, pixels in engine.batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert waiting(line) == 0
+    assert waiting(queue) == 0
 
 
-def test_images_of_different_statistics_share_no_batch(engine, make_line):
-    line = make_line(max_batch=8)
-    hold(engine, line)
+def test_images_of_different_statistics_share_no_batch(engine, make_queue):
+    queue = make_queue(max_batch=8)
+    hold(engine, queue)
     modes = [random.Random(k).choice(MODES) for k in range(60)]
-    futures = [future for mode in modes for future in submit(line, MODES.index(mode), mode=mode)]
+    futures = [future for mode in modes for future in submit(queue, MODES.index(mode), mode=mode)]
     engine.go_on.set()
     assert answers(futures) == [MODES.index(mode) for mode in modes]
     assert all(set(pixels) == {MODES.index(mode)} for mode, pixels in engine.batches)
     assert len(engine.batches) <= 12, "they could have shared more"
 
 
-def test_bad_image_harms_no_neighbour(engine, make_line):
-    line = make_line(max_batch=8)
-    hold(engine, line)
-    futures = submit(line, 0, 1, 2, -1, 4, 5, 6, 7)
+def test_bad_image_harms_no_neighbour(engine, make_queue):
+    queue = make_queue(max_batch=8)
+    hold(engine, queue)
+    futures = submit(queue, 0, 1, 2, -1, 4, 5, 6, 7)
     engine.go_on.set()
     error = futures.pop(3).exception(LONG)
-    assert isinstance(error, InternalError)
+    assert error.code == "internal"
     assert "this image breaks the engine" not in str(error)
     assert answers(futures) == [0, 1, 2, 4, 5, 6, 7]
-    assert line.alive
 
 
-def test_first_of_a_batch_waits_no_longer_than_the_limit(engine, make_line):
-    line, begun = make_line(max_batch=8, max_wait=2.0), time.perf_counter()
-    (first,) = submit(line, 1)
+def test_first_of_a_batch_waits_no_longer_than_the_limit(engine, make_queue):
+    queue, begun = make_queue(max_batch=8, max_wait=2.0), time.perf_counter()
+    (first,) = submit(queue, 1)
     time.sleep(0.1)
-    (second,) = submit(line, 2)
+    (second,) = submit(queue, 2)
     assert first.result(LONG).queue_seconds >= 1.99
     assert second.result(LONG).queue_seconds < first.result(LONG).queue_seconds - 0.09
     assert engine.batches == [("sample", [1, 2])]
     assert 1.99 <= engine.at[0] - begun < 10
 
 
-def test_full_batch_waits_for_nothing(make_line):
-    futures = submit(make_line(max_batch=2, max_wait=LONG), 0, 1)
+def test_full_batch_waits_for_nothing(make_queue):
+    futures = submit(make_queue(max_batch=2, max_wait=LONG), 0, 1)
     assert max(future.result(LONG / 2).queue_seconds for future in futures) < LONG / 4
 
 
-def test_submit_after_close_is_served(make_line):
-    line = make_line()
-    line.close()
-    line.join(LONG)
-    with line.place():
-        assert answers(submit(line, 6)) == [6]
-    line.join(LONG)
-    assert not line.alive
+def test_submit_after_close_is_served(make_queue):
+    queue = make_queue()
+    queue.close()
+    queue.join(LONG)
+    with queue.place():
+        assert answers(submit(queue, 6)) == [6]
+    queue.join(LONG)
+    assert not queue._threads

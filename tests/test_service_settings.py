@@ -15,7 +15,7 @@ import bkn_zoo
 from bkn_zoo import InputError
 from bkn_zoo.images import Preprocessing
 from service.app import create_app
-from service.command import main
+from service.command import serve_command
 from service.settings import Settings, read_settings
 
 IMAGE = encoded(picture(1, side=50))
@@ -138,7 +138,7 @@ def test_port_in_use_is_named(capsys, workers):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["--models", "first", "--port", str(port), "--workers", workers]) == 1
+        assert serve_command(["--models", "first", "--port", str(port), "--workers", workers]) == 1
     assert str(port) in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded)
 )
 def test_missing_model_ends_the_command_before_it_serves(models, words, broken, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert main(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
+    assert serve_command(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
     shown = capsys.readouterr()
     assert (shown.out, words in shown.err) == ("", True)
 

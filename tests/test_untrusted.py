@@ -12,7 +12,7 @@ from service_process import save_small_checkpoint
 
 import bkn_zoo
 from bkn_zoo import CheckpointError, cli
-from bkn_zoo.regular import open_regular
+from bkn_zoo.checkpoints.files import open_regular
 from bkn_zoo.terminal import printable
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202eevil\x9b31m"

@@ -18,21 +18,25 @@ class Watch:
     """A healthy client while the block runs.
 
     Attributes:
-        live, classify: the status and the seconds of each answer, once the block has ended; status 0 where none came.
+        live, classify, photograph: the status and the seconds of each answer, once the block has ended; status 0 where
+            none came.
         pauses: by how many seconds a short sleep of that process was too long.
     """
 
-    def __init__(self, url, image=b"", *headers):
+    def __init__(self, url, image=b"", *headers, photograph=b""):
         asked = {"live": (request("/health/live", b"", *headers, method="GET"), 0.02)}
         if image:
             asked["classify"] = (request("/v1/classify", image, *headers), 0.05)
+        if photograph:
+            asked["photograph"] = (request("/v1/classify", photograph, *headers), 0.2)
         self._asked = {name: (data.hex(), pause) for name, (data, pause) in asked.items()}
         self._port = url.rpartition(":")[2]
-        self.live, self.classify, self.pauses = [], [], []  # type: Found, Found, Found
+        self.live, self.classify, self.photograph, self.pauses = [], [], [], []  # type: Found, Found, Found, Found
 
     def __enter__(self):
-        command = [sys.executable, __file__, self._port, json.dumps(self._asked)]
+        command = [sys.executable, __file__, self._port]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        print(json.dumps(self._asked), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "begun\n"
         return self
 
@@ -90,4 +94,4 @@ def main(port, asked):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), json.loads(sys.stdin.readline()))

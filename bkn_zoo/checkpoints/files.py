@@ -3,19 +3,20 @@
 Weights are always safetensors files, and config.json has the SHA-256 of each.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
 from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
 from bkn_zoo.progress import bar
-from bkn_zoo.regular import open_regular
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
 CONFIG, CARD, GOLDEN, LICENSE = "config.json", "README.md", "golden.safetensors", "LICENSE"
@@ -70,6 +71,15 @@ def reading() -> Iterator[None]:
 def unreadable(path: str | Path, error: OSError) -> CheckpointError:
     remedy = "check its permissions, or restore it from the original checkpoint"
     return CheckpointError(f"{path} cannot be read ({error.strerror or error}): {remedy}.")
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file (or a link to one) for reading; raises OSError for a FIFO or a device, which could block."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

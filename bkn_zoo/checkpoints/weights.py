@@ -10,10 +10,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, files_of_weights, read_index, unreadable, write_file
+from bkn_zoo.checkpoints.files import (
+    INDEX,
+    SHARD,
+    WEIGHTS,
+    files_of_weights,
+    open_regular,
+    read_index,
+    unreadable,
+    write_file,
+)
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
-from bkn_zoo.regular import open_regular
 
 ALIGNMENT = 64  # bytes, as in PyTorch; engines read aligned tensors fastest
 

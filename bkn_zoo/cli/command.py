@@ -6,27 +6,17 @@ PyTorch takes seconds to import, so a command checks its arguments and paths fir
 import argparse
 import logging
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.files import check_file
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
+from bkn_zoo.cli import options
 from bkn_zoo.cli.classify import FAILED, classify
-from bkn_zoo.cli.options import (
-    classify_parser,
-    compare_parser,
-    completion_parser,
-    evaluate_parser,
-    export_parser,
-    info_parser,
-    list_parser,
-    publish_parser,
-)
 from bkn_zoo.cli.parser import CHECKPOINT, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
@@ -63,46 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ended(name: str, run: Callable[[], int | None]) -> int:
     """Run a command or script and return its exit code. Errors print one sentence."""
     try:
-        return _ended(name, run)
-    except KeyboardInterrupt:  # a second Ctrl-C while it ends
+        try:
+            return run() or 0
+        except BknZooError as error:
+            print(f"{name}: {printable(error)}", file=sys.stderr)
+            return FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # also a second Ctrl-C while it ends
         return INTERRUPTED
-
-
-def _ended(name: str, run: Callable[[], int | None]) -> int:
-    try:
-        code = run() or 0
-    except BknZooError as error:
-        print(f"{name}: {printable(error)}", file=sys.stderr)
-        code = FAILED if isinstance(error, ImageError | CheckpointError | HubError) else MISUSED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # from a print, or after --help
-        if _is_read():
-            raise
-        return PIPE_CLOSED
-    return code if _is_read() else PIPE_CLOSED
-
-
-def _is_read() -> bool:
-    """Whether standard output still has a reader."""
-    try:
-        sys.stdout.flush()
-        if not _is_broken(sys.stdout):
-            return True
     except BrokenPipeError:
-        pass
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush succeeds
-    return False
+        _drop_output()
+        return PIPE_CLOSED
 
 
-def _is_broken(stream: TextIO) -> bool:
-    """Whether standard output is a pipe without a reader, which a flush would not detect."""
-    try:
-        poll = select.poll()
-        poll.register(stream.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # not available on this system, not a file, or closed
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+def _drop_output() -> None:
+    """Let the interpreter's last flush succeed, although the reader of standard output is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: list[str]) -> int:
@@ -110,8 +77,8 @@ def _run_command(arguments: list[str]) -> int:
     if name not in COMMANDS:
         main_parser().read([name, *words] if name else [])  # --help, --version, or an error
         return MISUSED
-    make_parser, run = COMMANDS[name]
-    return run(words) if name in RAW else run(make_parser().read(words))
+    command = COMMANDS[name]
+    return command.run(words if command.raw else command.make_parser().read(words))
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +112,7 @@ def main_parser() -> Parser:
     found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
     found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
     _add_log_level(found)
-    listed = "\n".join(f"{name:<12}{text}" for name, text in HELP.items())
+    listed = "\n".join(f"{name:<12}{command.text}" for name, command in COMMANDS.items())
     commands = found.add_argument_group("commands", f"{listed}\n\nbkn-zoo COMMAND --help describes its options")
     commands.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return found
@@ -217,7 +184,10 @@ def _serve(arguments: list[str]) -> int:
         code: int = _service("command").main(arguments)
     except ModuleNotFoundError as error:
         raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
-    _is_read()  # a reader of its address may be gone, which is not an error
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of its address may be gone
+        _drop_output()
     return code
 
 
@@ -240,9 +210,9 @@ def complete() -> None:
     root.add_argument("--version", action="store_true")
     _add_log_level(root)
     commands = root.add_subparsers()
-    for name, (make, _) in COMMANDS.items():
+    for name, known in COMMANDS.items():
         # Only the parser that is needed, because some take half a second to import.
-        parents = [make()] if name in words else []
+        parents = [known.make_parser()] if name in words else []
         command = commands.add_parser(name, parents=parents, add_help=False)
         for action in command._actions:
             if action.metavar == CHECKPOINT:
@@ -256,32 +226,26 @@ def _train_parser() -> Parser:
     return train_parser()
 
 
-COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[..., int]]] = {
-    "classify": (classify_parser, classify),
-    "compare": (compare_parser, compare),
-    "list": (list_parser, list_here),
-    "info": (info_parser, info),
-    "train": (_train_parser, _train_network),
-    "evaluate": (evaluate_parser, _check_and_evaluate),
-    "export": (export_parser, _export),
-    "publish": (publish_parser, _publish_folders),
-    "serve": (lambda: _service("settings").parser(), _serve),
-    "completion": (completion_parser, _print_completion),
-}
-"""The parser of each command, and what runs it."""
+class Command(NamedTuple):
+    """A command: a description, its parser, and what runs it with parsed arguments (or with words, if `raw`)."""
 
-RAW = ("train", "serve")
-"""Commands that parse their arguments themselves."""
+    text: str
+    make_parser: Callable[[], Parser]
+    run: Callable[..., int]
+    raw: bool = False
 
-HELP = {
-    "classify": "classify images",
-    "compare": "show the three statistics modes side by side",
-    "list": "list the local checkpoints",
-    "info": "describe a checkpoint, or list its classes",
-    "train": "train a network by a recipe, or fine-tune one on your images",
-    "evaluate": "measure a checkpoint on a data set",
-    "export": "write a checkpoint for ONNX Runtime or OpenVINO",
-    "publish": "publish checkpoints on the Hugging Face Hub",
-    "serve": "start the HTTP service",
-    "completion": "print a script for shell completion",
+
+COMMANDS = {
+    "classify": Command("classify images", options.classify_parser, classify),
+    "compare": Command("show the three statistics modes side by side", options.compare_parser, compare),
+    "list": Command("list the local checkpoints", options.list_parser, list_here),
+    "info": Command("describe a checkpoint, or list its classes", options.info_parser, info),
+    "train": Command(
+        "train a network by a recipe, or fine-tune one on your images", _train_parser, _train_network, raw=True
+    ),
+    "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
+    "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
+    "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
+    "serve": Command("start the HTTP service", lambda: _service("settings").parser(), _serve, raw=True),
+    "completion": Command("print a script for shell completion", options.completion_parser, _print_completion),
 }

@@ -131,12 +131,10 @@ def _slim_png(data: bytes) -> tuple[bytes, None]:
 
 def tiff_size(data: bytes) -> tuple[int, int]:
     """Width and height. Pillow itself reads them only after it has read every strip."""
-    order = "<" if data[:2] == b"II" else ">"
     sizes = {}
     for at, tag, kind, _ in _tiff_tags(data):
         if tag in (Tag.ImageWidth, Tag.ImageLength):
-            place = at + (12 if 43 in data[2:4] else 8)
-            (sizes[tag],) = struct.unpack_from(order + {3: "H", 4: "I", 16: "Q"}[kind], data, place)
+            (sizes[tag],) = _tiff_values(data, at, kind, 1)
     return sizes[Tag.ImageWidth], sizes[Tag.ImageLength]
 
 
@@ -154,12 +152,22 @@ def _tiff_tags(data: bytes) -> Iterator[tuple[int, int, int, int]]:
         yield at, *struct.unpack_from(order + entry, data, at)
 
 
+def _tiff_values(data: bytes, at: int, kind: int, numbers: int) -> tuple[int, ...]:
+    """The whole numbers of an entry, which are elsewhere in the file unless they fit into it."""
+    order, is_big = "<" if data[:2] == b"II" else ">", 43 in data[2:4]
+    form = f"{order}{numbers}{ {1: 'B', 3: 'H', 4: 'I', 16: 'Q'}[kind] }"
+    place = at + (12 if is_big else 8)
+    if struct.calcsize(form) > (8 if is_big else 4):
+        (place,) = struct.unpack_from(order + ("Q" if is_big else "I"), data, place)
+    return struct.unpack_from(form, data, place)
+
+
 def _slim_tiff(data: bytes) -> tuple[bytes, None]:
     """A TIFF without the directories of EXIF; an error if it has too many tags or values.
 
     Pillow copies the value of every tag, and makes a Python object for every strip and for every value that it reads.
     """
-    slim, size = bytearray(data), 0
+    slim, size, stored = bytearray(data), 0, 0
     for at, tag, kind, numbers in _tiff_tags(data):
         is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
         if numbers > MAX_PARTS and not is_bytes:
@@ -167,8 +175,12 @@ def _slim_tiff(data: bytes) -> tuple[bytes, None]:
         size += numbers if is_bytes else 8 * numbers
         if tag in (Tag.ExifOffset, Tag.GPSInfo, 0xA005):  # 0xA005: interoperability
             slim[at : at + 2] = b"\xff\xff"
+        if tag in (Tag.StripByteCounts, Tag.TileByteCounts):
+            stored += sum(_tiff_values(data, at, kind, numbers))
     if size > 2 * len(data) + 2**20:
         raise ValueError("repeated tags")
+    if stored > 2 * len(data):
+        raise ValueError("strips that share their bytes, so that a small file takes long")
     return bytes(slim), None
 
 

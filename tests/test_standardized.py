@@ -1,0 +1,367 @@
+"""Standardized weights, and transitions of low rank: definitions, limits, and what happens to a network afterwards."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from gpu import DEVICE, gpu_only
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import bkn_zoo
+from bkn_zoo import kernels
+from bkn_zoo.errors import ConversionError, InputError
+from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.inference.folding import frozen
+from bkn_zoo.models import registry
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief, predict
+from bkn_zoo.norms.kalman import Factors
+from bkn_zoo.norms.standardized import (
+    StandardizedConv,
+    StandardizedConv2d,
+    in_one_launch,
+    standardize,
+    standardize_convolutions,
+    standardized_convolutions,
+    standardized_once,
+)
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
+NORMS = list(registry.NORMS)
+OPTIONS = {"standardized_weights": True, "transition_rank": 4}
+
+
+def conv(*shape, **options):
+    network = nn.Sequential(nn.Conv2d(*shape, **options))
+    standardize_convolutions(network)
+    return network[0]
+
+
+def trained(name="inception_cifar_bkn", **options):
+    """A network whose norms have left their initial values, in evaluation mode."""
+    model = bkn_zoo.create_model(name, 4, **options)
+    model.statistics_batch_size = 2
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, BatchKalmanNorm2d):
+                for block in layer.transition_blocks:
+                    block.normal_(0, 0.2)
+        for _ in range(3):
+            model.train()(torch.randn(4, 3, 32, 32) * (0.5 + torch.rand(4, 3, 1, 1)))
+    return model.eval()
+
+
+def test_weight_has_mean_0_and_variance_1_over_fan_in():
+    weight = torch.randn(5, 3, 2, 4, dtype=torch.float64) * 3 + 1
+    result = standardize(weight)
+    for own, raw in zip(result, weight, strict=True):
+        assert_close(own, (raw - raw.mean()) / ((raw.var(correction=0) + 1e-4) * raw.numel()).sqrt())
+    assert_close(result.flatten(1).mean(1), torch.zeros(5, dtype=torch.float64))
+
+
+def test_shift_and_scale_of_raw_weight_change_nothing():
+    weight = torch.randn(5, 3, 2, 4, dtype=torch.float64)
+    assert_close(standardize(weight + 7.0), standardize(weight))
+    assert_close(standardize(weight * 7.0, eps=0.0), standardize(weight, eps=0.0))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_convolution_keeps_its_parameters_and_options(kind):
+    plain = kind(4, 6, 3, stride=2, padding=1, groups=2)
+    network = nn.Sequential(copy.deepcopy(plain))
+    standardize_convolutions(network)
+    assert network.state_dict().keys() == nn.Sequential(plain).state_dict().keys()
+    plain.weight.data = standardize(plain.weight.data)
+    x = torch.randn(2, 4, *[7] * (plain.weight.ndim - 2))
+    assert_close(network(x), plain(x))
+
+
+def test_depthwise_convolutions_stay_plain():
+    network = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1))
+    standardize_convolutions(network)
+    assert standardized_convolutions(network) == [network[1]]
+    assert type(network[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_convolution_of_a_network_is_standardized(norm):
+    model = bkn_zoo.create_model(f"resnet101_{norm}", 2, standardized_weights=True)
+    plain = bkn_zoo.create_model(f"resnet101_{norm}", 2)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert all(isinstance(module, StandardizedConv2d) for module in convs)
+    assert model.norm_options["standardized_weights"]
+    assert not plain.norm_options["standardized_weights"]
+
+
+def test_gain_1_and_whole_batches_equal_bn():
+    bkn, bn = (
+        bkn_zoo.create_model(f"inception_cifar_{norm}", 4, standardized_weights=True).double() for norm in ("bkn", "bn")
+    )
+    for layer in bkn.modules():
+        if isinstance(layer, BatchKalmanNorm2d) and layer.has_prior:
+            layer.set_gain(1.0)
+            nn.init.normal_(layer.transition)
+    bn.load_state_dict(bkn.state_dict(), strict=False)
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    outputs = [model(x) for model in (bkn, bn)]
+    assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(standardized_convolutions(bkn), standardized_convolutions(bn), strict=True):
+        assert_close(one.weight.grad, other.weight.grad)
+
+
+# In evaluation mode the standardized weight is kept.
+
+
+def test_kept_weight_is_dropped_when_the_raw_one_changes():
+    layer = conv(3, 4, 3).eval()
+    x = torch.randn(1, 3, 5, 5)
+
+    def check():
+        with torch.no_grad():
+            assert_close(layer(x), nn.functional.conv2d(x, standardize(layer.weight), layer.bias))
+
+    check()
+    with torch.no_grad():
+        first = layer.standardized_weight()
+        assert layer.standardized_weight() is first
+        layer.weight.normal_()
+    check()
+    layer.load_state_dict({"weight": torch.randn_like(layer.weight), "bias": torch.zeros(4)})
+    check()
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+    check()
+    layer.double()
+    x = x.double()
+    check()
+    layer.train()
+    assert layer._kept is None
+
+
+def test_frozen_convolution_has_gradients_where_asked():
+    layer = conv(3, 4, 3).eval()
+    with torch.inference_mode():
+        layer(torch.randn(1, 3, 5, 5))
+    layer(torch.randn(1, 3, 5, 5)).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+    layer.weight.requires_grad_(False)
+    x = torch.randn(1, 3, 5, 5, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_share_nothing(copied):
+    model = trained(**OPTIONS)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted = model(x, "sample")
+        other = copied(model)
+        assert_close(other(x, "sample"), wanted, atol=0, rtol=0)
+        own, others = standardized_convolutions(model), standardized_convolutions(other)
+        assert len(own) == len(others) > 0
+        others[0].weight.normal_()
+        assert_close(model(x, "sample"), wanted, atol=0, rtol=0)
+
+
+# One launch for all weights, on a GPU or by Triton's interpreter.
+
+
+@pytest.fixture
+def several():
+    layers = [
+        nn.Conv2d(3, 5, 3),
+        nn.Conv2d(40, 7, 1).to(memory_format=torch.channels_last),
+        nn.Conv2d(130, 4, 3, bias=False).to(memory_format=torch.channels_last),
+    ]
+    network = nn.ModuleList(layers).to(DEVICE)
+    standardize_convolutions(network)
+    return network
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_one_launch_equals_one_by_one(several):
+    gradients = [torch.randn_like(layer.weight) for layer in several]
+    with kernels.use("triton"):
+        assert in_one_launch(list(several))
+        with standardized_once(several):
+            results = [layer.standardized_weight() for layer in several]
+            torch.autograd.backward(results, gradients)
+    assert all(layer._ready is None for layer in several)
+    for layer, result, gradient in zip(several, results, gradients, strict=True):
+        raw = layer.weight.detach().double().requires_grad_()
+        wanted = standardize(raw)
+        wanted.backward(gradient.double())
+        assert_close(result.double(), wanted, rtol=1e-5, atol=1e-6)
+        assert_close(layer.weight.grad.double(), raw.grad, rtol=1e-4, atol=1e-5)
+        assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_checkpointed_layers_standardize_by_themselves(several):
+    layer, x = several[0], torch.randn(2, 3, 5, 5, device=DEVICE)
+    with kernels.use("triton"), standardized_once(several):
+        y = checkpoint(layer, x, use_reentrant=False)
+    y.sum().backward()
+    own = layer.weight.grad.clone()
+    layer.weight.grad = None
+    layer(x).sum().backward()
+    assert_close(own, layer.weight.grad)
+
+
+@gpu_only
+def test_training_step_agrees_with_one_by_one(monkeypatch):
+    model = bkn_zoo.create_model("inception_cifar_bkn", 4, **OPTIONS).cuda()
+    model.statistics_batch_size = 2
+    other, x = copy.deepcopy(model), torch.randn(4, 3, 32, 32, device="cuda")
+    model(x).square().sum().backward()
+    monkeypatch.setattr("bkn_zoo.norms.standardized.in_one_launch", lambda convs: False)
+    other(x).square().sum().backward()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# A = U V.
+
+
+def test_rank_equals_the_materialized_transition():
+    low = BatchKalmanNorm2d(24, 30, transition_rank=3, dtype=torch.float64)
+    full = BatchKalmanNorm2d(24, 30, dtype=torch.float64)
+    assert low.transition["left"].shape == (24, 3)
+    assert not low.transition["left"].any()
+    assert low.transition["right"].any()
+    nn.init.normal_(low.transition["left"])
+    full.transition.data = (low.transition["left"] @ low.transition["right"]).detach()
+    x = torch.randn(4, 24, 3, 3, dtype=torch.float64)
+    prior = Belief(torch.randn(2, 30, dtype=torch.float64), torch.rand(2, 30, dtype=torch.float64))
+    outputs = []
+    for layer in (low, full):
+        layer.statistics_batch_size = 2
+        y, belief = layer(x, prior)
+        (y.square().sum() + belief.mean.sum() + belief.var.square().sum()).backward()
+        outputs.append((y, *belief))
+    assert_close(outputs[0], outputs[1])
+    assert_close(low.transition["left"].grad, full.transition.grad @ low.transition["right"].T)
+    assert_close(low.transition["right"].grad, low.transition["left"].T @ full.transition.grad)
+
+
+def test_factors_predict_as_their_product():
+    left, right = torch.randn(5, 2, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
+    prior = Belief(torch.randn(3, 7, dtype=torch.float64), torch.rand(3, 7, dtype=torch.float64))
+    noise = torch.rand(5, dtype=torch.float64)
+    assert_close(predict(prior, Factors(left, right), noise), predict(prior, left @ right, noise))
+
+
+def test_rank_that_saves_nothing_gives_the_full_matrix():
+    assert BatchKalmanNorm2d(8, 8, transition_rank=4).transition.shape == (8, 8)
+    assert BatchKalmanNorm2d(8, 8, transition_shapes=[(8,)], transition_rank=1).transition.shape == (8,)
+    with pytest.raises(InputError, match="transition_rank is 0"):
+        BatchKalmanNorm2d(8, 8, transition_rank=0)
+
+
+def test_reset_draws_the_right_factor():
+    layer = BatchKalmanNorm2d(24, 30, transition_rank=3)
+    nn.init.zeros_(layer.transition["right"])
+    nn.init.ones_(layer.transition["left"])
+    layer.reset_parameters()
+    assert layer.transition["right"].any()
+    assert not layer.transition["left"].any()
+
+
+def test_factors_learn_and_decay_is_off():
+    model = bkn_zoo.create_model("inception_cifar_bkn", 4, **OPTIONS)
+    names = {name for name, _ in model.named_parameters() if "transition" in name}
+    assert any(name.endswith("transition.left") for name in names)
+    assert names <= model.no_weight_decay()
+    before = {name: value.clone() for name, value in model.named_parameters() if name in names}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):  # V moves once U is not zero
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+        optimizer.step()
+    assert [name for name in names if torch.equal(model.get_parameter(name), before[name])] == []
+
+
+# Engines, exports and checkpoints.
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_agree_with_the_network(engine, mode, whole_network):
+    if engine == "openvino":
+        pytest.importorskip("openvino")
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
+
+
+def test_engines_contain_plain_convolutions():
+    network = frozen(trained(**OPTIONS))
+    assert not any(isinstance(module, StandardizedConv) for module in network.modules())
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_export_agrees_with_the_network(format, tmp_path):
+    pytest.importorskip("onnxscript" if format == "onnx" else "openvino")
+    about = {"label_names": list("abcd"), "preprocessing": Preprocessing(32, (0.4,) * 3, (0.2,) * 3)}
+    bkn_zoo.save_pretrained(trained(**OPTIONS), tmp_path / "mine", default_statistics="sample", **about)
+    suffix = ".onnx" if format == "onnx" else ".xml"
+    # The export itself compares the file with the network.
+    assert bkn_zoo.export(tmp_path / "mine", tmp_path / f"mine{suffix}", format=format, statistics="sample").exists()
+
+
+def test_checkpoint_keeps_raw_weights_and_continues(tmp_path):
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    bkn_zoo.save_pretrained(model, tmp_path / "mine", label_names=list("abcd"), default_statistics="sample")
+    loaded = bkn_zoo.from_pretrained(tmp_path / "mine")
+    assert loaded.norm_options == model.norm_options
+    assert loaded.norm_options["transition_rank"] == 4
+    for one, other in zip(standardized_convolutions(loaded), standardized_convolutions(model), strict=True):
+        assert_close(one.weight, other.weight, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        assert_close(loaded(x), model(x, "sample"), rtol=1e-2, atol=1e-2)
+    loaded.train()(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert loaded.conv.conv.weight.grad.abs().sum() > 0
+
+
+# Converted networks.
+
+
+def small_network():
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 20, 3), nn.BatchNorm2d(20), nn.ReLU(),
+        nn.Conv2d(20, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def test_convert_standardizes_convolutions_before_norms():
+    network = bkn_zoo.convert(small_network(), standardized_weights=True, transition_rank=2, statistics_batch_size=2)
+    assert standardized_convolutions(network) == [network[0], network[3]]
+    assert network[4].transition["left"].shape == (20, 2)
+    for _ in range(2):
+        network(torch.randn(4, 3, 9, 9)).square().sum().backward()
+    assert network[3].weight.grad.abs().sum() > 0
+    with pytest.raises(ConversionError, match="standardized"):
+        bkn_zoo.start_near_population(network)
+    copied = pickle.loads(pickle.dumps(network.eval()))
+    x = torch.randn(2, 3, 9, 9)
+    nn.init.normal_(network[4].transition["left"])
+    copied.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        assert_close(copied(x, statistics="sample"), network(x, statistics="sample"))
+        assert_close(create_engine(network, "torch")(x, "sample"), network(x, statistics="sample"))
+
+
+def test_network_of_a_library_keeps_the_options(tmp_path):
+    pytest.importorskip("timm")
+    network = bkn_zoo.create_model("timm:test_resnet", 4, **OPTIONS)
+    assert standardized_convolutions(network)
+    bkn_zoo.save_pretrained(network.eval(), tmp_path / "mine", label_names=list("abcd"))
+    assert len(standardized_convolutions(bkn_zoo.from_pretrained(tmp_path / "mine"))) > 0
+    with pytest.raises(InputError, match="not standardized in their training"):
+        bkn_zoo.create_model("timm:test_resnet", 4, pretrained=True, standardized_weights=True)
