@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.files import check_file
@@ -158,10 +157,11 @@ def _publish_folders(args: argparse.Namespace) -> int:
     from bkn_zoo.publishing.publish import publish
 
     options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
-    for folder in map(Path.resolve, folders):
-        beside = folder.parent / "results"  # of its run, or of the source tree around it
-        results = args.results or (beside if beside.is_dir() else folder.parent.parent / "results")
-        publish(folder, args.name or folder.name, args.namespace, results, **options)
+    for folder in folders:
+        place = folder.resolve()
+        beside = place.parent / "results"  # of its run, or of the source tree around it
+        results = args.results or (beside if beside.is_dir() else place.parent.parent / "results")
+        publish(folder, args.name or place.name, args.namespace, results, **options)
     return 0
 
 
