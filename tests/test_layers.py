@@ -45,7 +45,7 @@ SAME_INTERFACE = {
 KNOWN_IMPORTS: set[tuple[str, str]] = set()
 # fmt: off
 KNOWN_DUPLICATES = {
-    "Prediction", "_read", "normalize", "pool", "predict", "serve",
+    "normalize", "pool", "predict",
 }
 # fmt: on
 
