@@ -11,47 +11,49 @@ from typing import Any
 
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
-from studies.full_length import FullLength, draw_full_length, full_lengths
+from studies.full_length import full_length_figure, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
-from studies.regions import filled
-from studies.runs_page import runs_page
-from studies.twins import read_runs, read_twins
-from studies.zoo_card import short_list, zoo_card
+from studies.records import read_runs, read_twins
+from studies.render import Content, frame, rendered, write
+from studies.zoo_pages import runs_page, short_list, zoo_card
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS, CHECKPOINTS, RESULTS, RECIPES = (ROOT / name for name in ("docs", "checkpoints", "results", "recipes"))
-PICTURE = DOCS / "full_length.png"
+DOCS, CHECKPOINTS, RESULTS = (ROOT / name for name in ("docs", "checkpoints", "results"))
 
 
-def pages() -> dict[Path, str]:
-    """The text of every page."""
-    benchmarks = read_benchmarks(RESULTS)
+def checkpoints() -> dict[str, Config]:
+    """The configs of all checkpoints, by name."""
     folders = sorted(path.parent for path in CHECKPOINTS.glob("*/config.json") if not path.parent.name.startswith("."))
-    configs = {folder.name: Config.read(folder / "config.json") for folder in folders}
+    return {folder.name: Config.read(folder / "config.json") for folder in folders}
+
+
+def regions() -> dict[Path, dict[str, Content]]:
+    """The contents of the marked regions of each page."""
+    benchmarks, configs = read_benchmarks(RESULTS), checkpoints()
     runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
-    regions = {
+    return {
         DOCS / "performance.md": summary(benchmarks),
         DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
-        DOCS / "runs.md": runs_page(RESULTS, CHECKPOINTS, RECIPES),
-        DOCS / "imagenet.md": {"cost": imagenet(benchmarks)},
+        DOCS / "runs.md": runs_page(RESULTS, list(configs)),
+        DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
-        ROOT / "README.md": {"checkpoints": short_list(configs)},
+        ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
     }
+
+
+def cards() -> dict[Path, str]:
+    """The cards of our own checkpoints."""
     return {
-        **{path: filled(path, contents) for path, contents in regions.items()},
-        **{
-            CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
-            for name, config in configs.items()
-        },
+        CHECKPOINTS / name / "README.md": zoo_checkpoint_card(config, name, RESULTS)
+        for name, config in checkpoints().items()
     }
 
 
-def imagenet(benchmarks: Records) -> str:
+def imagenet(benchmarks: Records) -> list[dict[str, Any]]:
     """The estimated cost of trainings on ImageNet, for docs/imagenet.md."""
     images = 90 * 1_268_355
     speeds = {
@@ -71,10 +73,10 @@ def imagenet(benchmarks: Records) -> str:
                 "8 GPUs, 32 images each": f"{hours:.1f} h ({8 * hours:.0f} GPU-hours)",
                 "8 GPUs, 256 images each": f"{hours / 8:.1f} h ({hours:.0f} GPU-hours)",
             })  # fmt: skip
-    return table(rows, list(rows[0]))
+    return rows
 
 
-def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
+def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
     """Networks that convert, by library, and those that do not, for docs/conversion.md."""
 
     def largest(rows: list[dict[str, Any]], *names: str) -> str:
@@ -95,43 +97,49 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, str]:
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
     failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
-    return {"libraries": table(shares, list(shares[0])), "unsupported": table(failed, list(failed[0]))}
+    return {"libraries": frame(shares), "unsupported": frame(failed)}
 
 
-def attacks(records: dict[str, Any]) -> str:
+def attacks(records: dict[str, Any]) -> Content:
     """What attackers cost a healthy client, for docs/service.md."""
     found, chaos, healthy = records["rows"], records["chaos"], records["throughput"]
-    rows = [
-        {
-            "attack": row["row"], "service": row["service"], "answers": row["answers"],
-            **{f"classify, {part}": f"{row[f'classify_{part}']:.2f} s" for part in ("p50", "p99", "max")},
-            "/health/live, max": f"{row['live_max']:.2f} s",
-            "pause of the loop, max": f"{1000 * row['pause_max']:.0f} ms",
-            "of which it computed": f"{1000 * row['pause_max_computing']:.0f} ms",
-            "/metrics grew by": f"{max(0, row['metrics_grew_by']) / 1000:,.0f} kB",
-        }
-        for row in found["table"]
-    ]  # fmt: skip
+    services = list(dict.fromkeys(row["service"] for row in found["table"]))
+    columns = {
+        "classify_p99": ("classify, p99", "{:.2f} s"), "photograph_p99": ("photograph, p99", "{:.2f} s"),
+        "live_max": ("/health/live, max", "{:.2f} s"), "megabytes": ("memory", "{:+.0f} MB"),
+        "pause_max": ("pause of the loop, max", "{:.3f} s"),
+    }  # fmt: skip
+    rows: dict[str, dict[str, str]] = {}
+    for row in found["table"]:
+        row_cells = rows.setdefault(row["row"], {"attack": row["row"]})
+        for key, (name, form) in columns.items():
+            if key in row:
+                row_cells[name] = " / ".join(filter(None, (row_cells.get(name), form.format(row[key]))))
     where, runs = found["hardware"], max(row["runs"] for row in found["table"])
-    fractions = ", ".join(f"{fraction:.2f}" for fraction in healthy["fraction_of_before"].values())
-    return (
-        f"{table(rows, list(rows[0]))}\n\nMeasured by `{found['command']}`: up to {runs} windows of "
-        f"{found['seconds']:g} s per line, {found['clients']} attackers, {where['cores']} cores ({where['processor']}) "
-        f"for the service and all clients together. {sum(chaos['asked']):,} healthy requests of "
-        f"{chaos['seconds'] / 60:g} minutes of chaos (`{chaos['command']}`): {len(chaos['lost'])} lost, "
-        f"{chaos['retried']} answered at the second try, {sum(chaos['workers'].values())} workers killed or stopped. "
-        f"Without attackers the service answers {fractions} times as many requests per second as before, to "
-        f"{', '.join(healthy['fraction_of_before'])} clients (`{healthy['command']}`)."
+    fractions = ", ".join(
+        f"{fraction:.2f} times to {count} clients" if count != "0" else f"{fraction:.2f} times for empty requests"
+        for count, fraction in healthy["fraction_of_before"].items()
     )
+    said = (
+        f"Each cell: {' / '.join(services)}. Measured by `{found['command']}`: up "
+        f"to {runs} windows of {found['seconds']:g} s per cell, {found['clients']} attackers, "
+        f"{where['cores']} cores ({where['processor']}) for the service and all clients together. "
+        f"{sum(chaos['asked']):,} healthy requests of {chaos['seconds'] / 60:g} minutes of chaos "
+        f"(`{chaos['command']}`): {len(chaos['lost'])} lost, {chaos['retried']} answered at the second try, "
+        f"{sum(chaos['workers'].values())} workers killed or stopped. Without attackers the service answers, compared "
+        f"with before: {fractions} (`{healthy['command']}`)."
+    )
+    return [frame(list(rows.values())), said]
 
 
-def shown() -> list[FullLength]:
-    """The rows of docs/full_length.png and of a table of docs/results.md."""
-    return full_lengths(read_twins(RESULTS))
+def figures() -> dict[str, Any]:
+    """The figures of docs/, by name."""
+    return {
+        "full_length": full_length_figure(full_lengths(read_twins(RESULTS))),
+        "performance": picture(read_benchmarks(RESULTS)),
+    }
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
-    draw_full_length(shown(), PICTURE)
-    save_figures({"performance": picture(read_benchmarks(RESULTS))}, DOCS)
+    write(rendered(regions()) | cards())
+    save_figures(figures(), DOCS)

@@ -29,9 +29,9 @@ NORMS = {"bkn": BatchKalmanNorm2d, "bn": BatchNorm2d, "brn": BatchRenorm2d, "gn"
 
 SLOW = (
     "test_engines.py", "test_conversion.py", "test_readme.py", "test_practice.py", "test_models.py",
-    "test_kernels.py", "test_service_edge.py", "test_prior.py", "test_shift.py", "test_engines_converted.py",
+    "test_kernels.py", "test_service_edge.py", "test_prior.py", "test_engines_converted.py",
     "test_page.py", "test_training.py", "test_service_strangers.py", "test_checkpoints.py", "test_hub.py",
-    "test_train.py", "test_fit.py", "test_service_workers.py", "test_pretrained.py", "test_service_load.py",
+    "test_train.py", "test_fit.py", "test_service_workers.py", "test_service_load.py",
     "test_wheel.py", "test_service_bad_input.py", "test_layer.py", "test_export.py", "test_usability.py",
     "test_service.py", "test_batch.py", "test_pooling.py", "test_graph_cache.py", "test_finetuning.py",
     "test_cards.py", "test_images.py", "test_cli.py", "test_other_systems.py", "test_running.py", "test_libraries.py",

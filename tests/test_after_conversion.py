@@ -51,7 +51,6 @@ class Segmenter(nn.Module):
         for module in self.encoder.modules() if self.frozen else ():
             if isinstance(module, nn.BatchNorm2d):
                 module.eval()
-        return self
 
     @torch.no_grad()
     def under_no_grad(self, x):
@@ -69,6 +68,11 @@ class Segmenter(nn.Module):
         for child in self.children():
             x = child(x)
         return x
+
+
+def evaluated(network):
+    network.eval()  # not chained, because a `train` of its own may return nothing
+    return network
 
 
 @pytest.mark.parametrize("way", ["method", "train"])
@@ -107,15 +111,15 @@ def test_sample_of_one_value_per_channel_is_refused(shape):
 
 @pytest.mark.parametrize("method", ["under_no_grad", "by_comprehension", "by_getattr", "by_children"])
 def test_default_statistics_apply_in_every_method(method):
-    converted = convert(Segmenter(), default_statistics="sample").eval()
+    converted = evaluated(convert(Segmenter(), default_statistics="sample"))
     torch.testing.assert_close(getattr(converted, method)(X), converted(X))
     assert not torch.allclose(converted(X), converted(X, statistics="population"))
 
 
 def test_part_called_directly_is_refused_unless_population():
-    converted = convert(Segmenter()).eval()
+    converted = evaluated(convert(Segmenter()))
     converted.encoder(X)
-    for network in (convert(Segmenter(), default_statistics="sample").eval(), converted):
+    for network in (evaluated(convert(Segmenter(), default_statistics="sample")), converted):
         network.default_statistics = "sample"
         with pytest.raises(InputError, match="outside a call of its network"):
             network.encoder(X)

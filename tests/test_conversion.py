@@ -2,7 +2,6 @@
 
 import copy
 import gzip
-import json
 import pickle
 import random
 import threading
@@ -186,34 +185,6 @@ def test_loaded_weights_start_as_converted_ones():
     torch.testing.assert_close(fresh.state_dict(), convert(original).state_dict(), rtol=0, atol=0)
 
 
-# All of them, as `scripts/check_conversion.py` found them
-
-
-@pytest.mark.parametrize(
-    ("library", "fewest", "share"),
-    [
-        ("torchvision", 58, 1.0), ("timm", 52, 1.0), ("torchvision, segmentation", 4, 1.0),
-        ("torchvision, a detector's backbone", 2, 1.0), ("torchvision, video", 4, 1.0),
-        ("torchvision, detection", 5, 0.9), ("transformers", 15, 0.9), ("ultralytics", 9, 0.9),
-        ("segmentation_models_pytorch", 11, 0.9), ("MONAI", 8, 0.9), ("open_clip", 2, 0.9),
-    ],
-)  # fmt: skip
-def test_recorded_conversions_meet_their_bounds(library, fewest, share):
-    stored = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())
-    rows = [row for row in stored["rows"] if row["library"] == library]
-    converted = [row for row in rows if row["converts"]]
-    assert len(rows) >= fewest
-    assert len(converted) >= share * len(rows)
-    for row in converted:
-        assert row["float32"] <= 1e-4, row
-        if row["parameters"] <= 100_000_000:  # larger ones were not asked in float64
-            assert row["output"] <= 1e-9, row
-            assert max(row["loss"], row["gradients"], row["averages"]) <= 1e-9, row
-        if row["parameters"] <= 300_000_000:
-            assert (row["no_gradient"], row["round_trip"]) == ([], 0), row
-    assert all(row["reason"] for row in rows if not row["converts"])
-
-
 # Plans
 
 
@@ -355,13 +326,6 @@ def test_features_seen_before_need_a_weight_per_channel():
     assert priors(converted)["n3"] == {"n2": 6}
     assert shapes(converted) == {"n1": (), "n2": ((4,), (2, 4)), "n3": ((6,), (2, 6))}
     assert converted.no_weight_decay() >= {"n2.transition.0", "n2.transition.1", "n3.raw_gain"}
-
-
-def test_densenet121_grows_by_two_thirds_on_the_meta_device():
-    with torch.device("meta"):
-        converted = convert(torchvision.models.densenet121())
-    assert converted.report.parameters_before == 7_978_856
-    assert converted.report.parameters_after < 13_100_000
 
 
 def test_a_norm_of_several_calls_has_a_belief_for_each():
@@ -1095,19 +1059,6 @@ def test_every_argument_is_the_original_s():
     assert convert(model, example={"x": images, "scale": 3.0}).report == converted.report
 
 
-def test_a_method_train_of_its_own_stays():
-    class Frozen(nn.Sequential):
-        def train(self, mode=True):
-            super().train(mode)
-            self[1].eval()
-
-    model = stir(Frozen(conv(3, 4), norm(4), conv(4, 4), norm(4)))
-    converted = convert(model)
-    prove(model, converted, torch.randn(4, 3, 6, 6))
-    converted.train()
-    assert (converted[1].training, converted[3].training) == (False, True)
-
-
 def test_parts_are_converted_alone_or_together():
     model = nn.Sequential(small(), nn.Sequential(conv(2, 4), norm(4)))
     images = torch.randn(4, 3, 8, 8)
@@ -1335,7 +1286,12 @@ def test_a_wrong_conversion_is_not_proved(change):
         with torch.no_grad():
             converted.get_submodule("4").running_var.mul_(1.01)
     else:
-        model.forward = lambda x: nn.Sequential.forward(model, x).detach() + model[6](x[:, :1].repeat(1, 8, 1, 1))
+
+        class Detached(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x).detach() + self[6](x[:, :1].repeat(1, 8, 1, 1))
+
+        model.__class__ = Detached
     with pytest.raises(ConversionError, match="differs from the original"):
         prove(model, converted, torch.randn(4, 3, 8, 8))
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu import DEVICE, GPU, capture, gpu_only
-from studies.variants import BatchKalmanVariant2d
 from torch import nn
 from torch.autograd import forward_ad
 from torch.testing import assert_close
@@ -250,7 +249,6 @@ def centered():
 
 
 VARIANTS = {
-    "a bias": lambda: BatchKalmanVariant2d(4, 3, prediction_bias=True),
     "blocks": lambda: BatchKalmanNorm2d(4, 3, transition_shapes=((2,), (2, 1))),
     "a center": centered,
 }

@@ -33,7 +33,6 @@ LAYERS = [
 modules may import each other."""
 
 SAME_INTERFACE = {
-    "main": "what a command or process starts with",
     "forward": "the launches of a fused operator",
     "backward": "the launches of a fused operator",
     "plan_forward": "the launches of a fused operator",
@@ -43,11 +42,7 @@ SAME_INTERFACE = {
 
 # Both must become empty: remove what no longer holds.
 KNOWN_IMPORTS: set[tuple[str, str]] = set()
-# fmt: off
-KNOWN_DUPLICATES = {
-    "normalize", "pool", "predict",
-}
-# fmt: on
+KNOWN_DUPLICATES = {"normalize", "pool", "predict"}
 
 
 def name_of(file):

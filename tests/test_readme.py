@@ -15,8 +15,8 @@ import torchvision
 import yaml
 from PIL import Image, ImageOps
 from shallow import shallow
-from studies.replication_cells import difference, read_records
-from studies.replication_plan import read_plan
+from studies.replication_cells import difference
+from studies.replication_plan import read_plan, read_records
 
 import bkn_zoo
 from bkn_zoo import cli

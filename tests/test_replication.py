@@ -3,14 +3,17 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
+from scipy.special import polygamma
+from scipy.stats import ttest_rel
 from studies import replication
 from studies.base import RESULTS
-from studies.chance import Deviation, Difference, between, student
-from studies.replication_cells import read_records
-from studies.replication_plan import listed, read_plan
+from studies.replication_cells import difference
+from studies.replication_plan import listed, read_plan, read_records
 from studies.runner import main
+from studies.stats import Deviation, Difference, between, inverse_trigamma, paired, typical
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.training import datasets
@@ -92,11 +95,25 @@ def test_an_arm_scatters_as_its_settings_arms_do_or_more(these, those, usual, er
     assert (found.error, found.freedom) == (error and pytest.approx(error), pytest.approx(freedom, rel=0.01))
 
 
-def test_an_interval_is_students():
-    assert Difference(4.0, 2.0, (2, 3), 4).margin == 2 * 2.78
-    exact = {0.5: 12.71, 1.06: 11.13, 1.18: 8.93, 1.35: 7.05, 1.75: 4.95, 1.9: 4.53, 2.25: 3.88, 2.59: 3.49}
-    for freedom, quantile in {**exact, 5: 2.57, 8: 2.31, 30: 2.04, 1e6: 1.96}.items():
-        assert quantile - 0.01 <= student(freedom) <= 1.02 * quantile
+def test_runs_with_the_same_seed_are_compared_in_pairs():
+    """As scipy's paired t-test does; other seeds do not count."""
+    these, those = {0: 50.0, 1: 52.0, 2: 55.0, 3: 10.0}, {0: 49.0, 1: 50.5, 2: 54.0, 4: 99.0}
+    found, test = paired(these, those), ttest_rel([50.0, 52.0, 55.0], [49.0, 50.5, 54.0])
+    assert (found.seeds, found.value, found.p_value) == ((3, 3), pytest.approx(3.5 / 3), pytest.approx(test.pvalue))
+    assert found.value + found.margin == pytest.approx(test.confidence_interval().high)
+    assert paired(these, {7: 1.0}) is None
+    records = read_records(RESULTS / "reproduce", RESULTS / "runs")
+    claim = {"this": "cifar100.bkn.128-1", "that": "cifar100.gn.128-128", "paired": True}  # of six and three seeds
+    assert difference(claim, PLANNED, records).seeds == (3, 3)
+
+
+def test_the_typical_deviation_knows_as_much_as_its_arms():
+    assert 2 * inverse_trigamma(float(polygamma(1, 3.5))) == pytest.approx(7)
+    source = np.random.default_rng(0)
+    found = typical(source.normal(70, 0.4, (200, 3)).tolist())
+    assert found.value == pytest.approx(0.4, rel=0.1)
+    assert found.freedom > 100
+    assert typical([[1.0], [5.0, 5.0]]) is None
 
 
 # A run.
@@ -121,11 +138,11 @@ def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
     path = tmp_path / "results" / f"{name}.json"
     record = json.loads(path.read_text())
     other = {"recalibrated population", "recalibrated expected", "EvalNorm", "example weighing"}
-    assert (set(record["test"]), set(record["rules"])) == (set(MODES), other | set(replication.SMALLER))
+    assert (set(record["test"]), set(record["rules"])) == (set(MODES), other)
     assert record["recipe"]["epochs"] == 1
     command = f"python scripts/study.py replication --data data --only {name} {' '.join(changes)}"
     assert record["command"] == command
-    assert {"hardware", "versions", "seed", "jobs", "seconds"} <= set(record)
+    assert {"hardware", "versions", "seed", "jobs", "seconds", "gain"} <= set(record)
     assert path.stat().st_size < 20_000
     assert not list((tmp_path / "output").rglob("state.pt"))
     assert main(words) == 0

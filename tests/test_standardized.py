@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import bkn_zoo
-from bkn_zoo import InputError, kernels
+from bkn_zoo import kernels
+from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.inference.folding import frozen
@@ -24,6 +25,7 @@ from bkn_zoo.norms.standardized import (
     in_one_launch,
     standardize,
     standardize_convolutions,
+    standardized_convolutions,
     standardized_once,
 )
 
@@ -33,8 +35,9 @@ OPTIONS = {"standardized_weights": True, "transition_rank": 4}
 
 
 def conv(*shape, **options):
-    layer = nn.Conv2d(*shape, **options)
-    return standardize_convolutions(nn.Sequential(layer))[0]
+    network = nn.Sequential(nn.Conv2d(*shape, **options))
+    standardize_convolutions(network)
+    return network[0]
 
 
 def trained(name="inception_cifar_bkn", **options):
@@ -78,7 +81,8 @@ def test_convolution_keeps_its_parameters_and_options(kind):
 
 def test_depthwise_convolutions_stay_plain():
     network = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1))
-    assert standardize_convolutions(network) == (network[1],)
+    standardize_convolutions(network)
+    assert standardized_convolutions(network) == [network[1]]
     assert type(network[0]) is nn.Conv2d
 
 
@@ -88,7 +92,6 @@ def test_every_convolution_of_a_network_is_standardized(norm):
     plain = bkn_zoo.create_model(f"resnet101_{norm}", 2)
     assert model.state_dict().keys() == plain.state_dict().keys()
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    assert model.standardized == tuple(convs)
     assert all(isinstance(module, StandardizedConv2d) for module in convs)
     assert model.norm_options["standardized_weights"]
     assert not plain.norm_options["standardized_weights"]
@@ -108,7 +111,7 @@ def test_gain_1_and_whole_batches_equal_bn():
     assert_close(*outputs)
     for output in outputs:
         output.square().sum().backward()
-    for one, other in zip(bkn.standardized, bn.standardized, strict=True):
+    for one, other in zip(standardized_convolutions(bkn), standardized_convolutions(bn), strict=True):
         assert_close(one.weight.grad, other.weight.grad)
 
 
@@ -160,9 +163,9 @@ def test_copies_share_nothing(copied):
         wanted = model(x, "sample")
         other = copied(model)
         assert_close(other(x, "sample"), wanted, atol=0, rtol=0)
-        assert [type(layer) for layer in other.standardized] == [type(layer) for layer in model.standardized]
-        assert other.standardized[0] is next(m for m in other.modules() if isinstance(m, StandardizedConv))
-        other.standardized[0].weight.normal_()
+        own, others = standardized_convolutions(model), standardized_convolutions(other)
+        assert len(own) == len(others) > 0
+        others[0].weight.normal_()
         assert_close(model(x, "sample"), wanted, atol=0, rtol=0)
 
 
@@ -176,14 +179,16 @@ def several():
         nn.Conv2d(40, 7, 1).to(memory_format=torch.channels_last),
         nn.Conv2d(130, 4, 3, bias=False).to(memory_format=torch.channels_last),
     ]
-    return standardize_convolutions(nn.ModuleList(layers).to(DEVICE))
+    network = nn.ModuleList(layers).to(DEVICE)
+    standardize_convolutions(network)
+    return network
 
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_one_launch_equals_one_by_one(several):
     gradients = [torch.randn_like(layer.weight) for layer in several]
     with kernels.use("triton"):
-        assert in_one_launch(several)
+        assert in_one_launch(list(several))
         with standardized_once(several):
             results = [layer.standardized_weight() for layer in several]
             torch.autograd.backward(results, gradients)
@@ -200,7 +205,7 @@ def test_one_launch_equals_one_by_one(several):
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_checkpointed_layers_standardize_by_themselves(several):
     layer, x = several[0], torch.randn(2, 3, 5, 5, device=DEVICE)
-    with standardized_once(several):
+    with kernels.use("triton"), standardized_once(several):
         y = checkpoint(layer, x, use_reentrant=False)
     y.sum().backward()
     own = layer.weight.grad.clone()
@@ -215,7 +220,7 @@ def test_training_step_agrees_with_one_by_one(monkeypatch):
     model.statistics_batch_size = 2
     other, x = copy.deepcopy(model), torch.randn(4, 3, 32, 32, device="cuda")
     model(x).square().sum().backward()
-    monkeypatch.setattr("bkn_zoo.models.network.in_one_launch", lambda convs: False)
+    monkeypatch.setattr("bkn_zoo.norms.standardized.in_one_launch", lambda convs: False)
     other(x).square().sum().backward()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
@@ -316,10 +321,47 @@ def test_checkpoint_keeps_raw_weights_and_continues(tmp_path):
     loaded = bkn_zoo.from_pretrained(tmp_path / "mine")
     assert loaded.norm_options == model.norm_options
     assert loaded.norm_options["transition_rank"] == 4
-    assert [type(layer) for layer in loaded.standardized] == [StandardizedConv2d] * len(model.standardized)
-    for one, other in zip(loaded.standardized, model.standardized, strict=True):
+    for one, other in zip(standardized_convolutions(loaded), standardized_convolutions(model), strict=True):
         assert_close(one.weight, other.weight, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         assert_close(loaded(x), model(x, "sample"), rtol=1e-2, atol=1e-2)
     loaded.train()(torch.randn(4, 3, 32, 32)).sum().backward()
-    assert loaded.standardized[0].weight.grad.abs().sum() > 0
+    assert loaded.conv.conv.weight.grad.abs().sum() > 0
+
+
+# Converted networks.
+
+
+def small_network():
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 20, 3), nn.BatchNorm2d(20), nn.ReLU(),
+        nn.Conv2d(20, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def test_convert_standardizes_convolutions_before_norms():
+    network = bkn_zoo.convert(small_network(), standardized_weights=True, transition_rank=2, statistics_batch_size=2)
+    assert standardized_convolutions(network) == [network[0], network[3]]
+    assert network[4].transition["left"].shape == (20, 2)
+    for _ in range(2):
+        network(torch.randn(4, 3, 9, 9)).square().sum().backward()
+    assert network[3].weight.grad.abs().sum() > 0
+    with pytest.raises(ConversionError, match="standardized"):
+        bkn_zoo.start_near_population(network)
+    copied = pickle.loads(pickle.dumps(network.eval()))
+    x = torch.randn(2, 3, 9, 9)
+    nn.init.normal_(network[4].transition["left"])
+    copied.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        assert_close(copied(x, statistics="sample"), network(x, statistics="sample"))
+        assert_close(create_engine(network, "torch")(x, "sample"), network(x, statistics="sample"))
+
+
+def test_network_of_a_library_keeps_the_options(tmp_path):
+    pytest.importorskip("timm")
+    network = bkn_zoo.create_model("timm:test_resnet", 4, **OPTIONS)
+    assert standardized_convolutions(network)
+    bkn_zoo.save_pretrained(network.eval(), tmp_path / "mine", label_names=list("abcd"))
+    assert len(standardized_convolutions(bkn_zoo.from_pretrained(tmp_path / "mine"))) > 0
+    with pytest.raises(InputError, match="not standardized in their training"):
+        bkn_zoo.create_model("timm:test_resnet", 4, pretrained=True, standardized_weights=True)

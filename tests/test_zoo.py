@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from studies.replication_plan import CLASSES
-from studies.twins import but_for_twins, read_twins
+from studies.records import CLASSES, but_for_twins, read_twins
 
 from bkn_zoo import create_model, list_models
 from bkn_zoo.checkpoints.config import Config

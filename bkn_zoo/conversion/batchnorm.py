@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.conversion.shift import group_of, measure_shift
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
 from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, BatchKalmanNorm, check_gain  # noqa: F401, also exported from here
@@ -102,6 +102,11 @@ def start_near_population(
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
+        )
+    if getattr(model, "standardized_weights", False):
+        raise ConversionError(
+            "the weights of this network were standardized after its pretraining, so that its population statistics do "
+            "not fit: convert it without standardized_weights."
         )
     check_gain(least_gain)
     gains = dict.fromkeys(norms, POPULATION_GAIN if gain is None else gain)

@@ -24,6 +24,7 @@ from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, check_gain, no_weight_decay
+from bkn_zoo.norms.standardized import standardize_convolutions, standardized_once
 from bkn_zoo.torch_internals import AnyBatchNorm, tree_leaves, tree_map
 
 CHILDREN = {"children", "named_children", "modules", "named_modules", "_modules", "getattr", "get_submodule"}
@@ -68,7 +69,11 @@ class Converted(BeliefNetwork):
             args, kwargs: the arguments of the original.
             statistics: "population", "sample" or "expected"; at inference only.
         """
-        return run_with_record(self, self._choose(statistics, (args, kwargs)), self._original.forward, args, kwargs)
+        chosen = self._choose(statistics, (args, kwargs))
+        if not self.standardized_weights or torch.compiler.is_compiling():
+            return run_with_record(self, chosen, self._original.forward, args, kwargs)
+        with standardized_once(self):
+            return run_with_record(self, chosen, self._original.forward, args, kwargs)
 
     @contextmanager
     def one_call(self, statistics: str | None = None, images: int | None = None) -> Iterator[None]:
@@ -282,6 +287,8 @@ def convert(
     default_statistics: str = "population",
     initial_gain: float = BATCHNORM_GAIN,
     images: str | int | None = None,
+    standardized_weights: bool = False,
+    transition_rank: int | None = None,
 ) -> nn.Module:
     """Convert a network: a copy of `model` in which Batch Kalman Norms replace batch norms.
 
@@ -303,6 +310,9 @@ def convert(
             do. For a pretrained network, use `bkn_zoo.conversion.start_near_population` instead.
         images: the input that contains the images, by its name or place, if it is not the first. Statistics groups
             consist of its rows.
+        standardized_weights: standardize the weights of convolutions whose output goes directly into a norm
+            (`bkn_zoo.norms.standardized`), to train from scratch. This changes the outputs of a pretrained network.
+        transition_rank: as in `BatchKalmanNorm`, for norms with one full A.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
@@ -320,7 +330,10 @@ def convert(
         check_convertible(whole, name)
         part: Any = whole.get_submodule(name)
         given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
-        _convert(part, name, given, frozen_norms(whole, part), images)
+        _convert(part, name, given, frozen_norms(whole, part), images, transition_rank)
+        if standardized_weights:
+            standardize_convolutions(part, part.foldable.values())
+            part.standardized_weights = True
         part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
         for norm in linked_norms(part):
             if norm.has_prior:
@@ -376,7 +389,9 @@ def _warn_of_missing_links(report: Report) -> None:
         warnings.warn(f"{why}. If that is wrong, pass another example to convert.", RuntimeWarning, stacklevel=3)
 
 
-def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str], images: str | int | None) -> None:
+def _convert(
+    part: Any, name: str, example: Inputs | None, left: dict[str, str], images: str | int | None, rank: int | None
+) -> None:
     """Convert a network in place: the part with this name, or the whole."""
     while True:
         norms = [n for n, m in part.named_modules() if isinstance(m, AnyBatchNorm) and n not in left]
@@ -396,7 +411,7 @@ def _convert(part: Any, name: str, example: Inputs | None, left: dict[str, str],
     prefix = f"{name}." if name else ""
     rows = tuple(_report_rows(part, plans, left, prefix))
     methods = _methods_of(part)
-    replace_norms(part, plans, prefix)
+    replace_norms(part, plans, prefix, rank)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
     part.foldable = plans[False].foldable if False in plans else {}
     part._norms, part._images = tuple(dict.fromkeys(c.name for p in plans.values() for c in p.calls)), images

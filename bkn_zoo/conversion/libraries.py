@@ -77,6 +77,9 @@ def from_library(
     """
     build, load = _builder(name)
     options = dict(options or {})
+    ours = {option: options.pop(option) for option in ("standardized_weights", "transition_rank") if option in options}
+    if pretrained and ours.get("standardized_weights"):
+        raise InputError(f"the weights of {name} were not standardized in their training: omit standardized_weights.")
     _check_options(name, options)
     classes = 1000 if num_classes is None else num_classes
     if not isinstance(classes, int) or classes < 1:
@@ -96,7 +99,8 @@ def from_library(
                 f"the weights of {name} could not be downloaded ({error}): try again later."
             ) from error
         _load(model, weights)
-    return named_network(convert(model), name, classes, options, _smallest_image(name, model))
+    converted = convert(model, **ours)
+    return named_network(converted, name, classes, options | ours, _smallest_image(name, model))
 
 
 def preprocessing_of(name: str, size: int) -> Preprocessing:

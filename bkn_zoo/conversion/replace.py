@@ -50,17 +50,19 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str) -> None:
+def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str, rank: int | None) -> None:
     """Replace every batch norm of the plans by BKN, under all of its names.
 
     Args:
         prefix: prefix of the names of norms in messages.
+        rank: of full transitions, as in `BatchKalmanNorm`.
     """
     names, network = names_of(model), secrets.token_hex(4)
     for name in dict.fromkeys(call.name for plan in plans.values() for call in plan.calls):
         norm = model.get_submodule(name)
         assert isinstance(norm, AnyBatchNorm)
-        layer = _kalman_norm(norm, next(call for plan in plans.values() for call in plan.calls if call.name == name))
+        call = next(call for plan in plans.values() for call in plan.calls if call.name == name)
+        layer = _kalman_norm(norm, call, rank)
         key = f"{network}/{name}"
         calls = {training: _links(layer, key, plan, f"order_{training}_") for training, plan in plans.items()}
         known = next(links for links in calls.values() if links)
@@ -70,7 +72,7 @@ def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: s
             model.set_submodule(place, layer)
 
 
-def _kalman_norm(norm: AnyBatchNorm, call: NormCall) -> BatchKalmanNorm:
+def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchKalmanNorm:
     """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
     kind: type[BatchKalmanNorm] = BatchKalmanNorm2d
     if isinstance(norm, nn.BatchNorm1d):
@@ -82,7 +84,8 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall) -> BatchKalmanNorm:
     below = sum(len(piece.sources) for piece in call.pieces) or None
     layer = kind(
         norm.num_features, below, norm.eps, norm.momentum, norm.affine, bias=norm.bias is not None,
-        transition_shapes=call.shapes or None, centered=True, device=like.device, dtype=like.dtype,
+        transition_shapes=call.shapes or None, transition_rank=rank, centered=True, device=like.device,
+        dtype=like.dtype,
     )  # fmt: skip
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen

@@ -11,7 +11,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.standardized import StandardizedConv, in_one_launch, standardized_once
+from bkn_zoo.norms.standardized import standardized_once
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
@@ -26,6 +26,7 @@ class BeliefNetwork(nn.Module):
         statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
             inference; None means the whole batch.
         default_statistics: the statistics mode at inference, if a call does not choose one.
+        standardized_weights: whether convolutions before norms have standardized weights.
         foldable: norms of a converted network that can be folded into a convolution at inference with population
             statistics, with its name. None for a network of the zoo: its own code shows them.
     """
@@ -33,6 +34,7 @@ class BeliefNetwork(nn.Module):
     statistics_batch_size: int | None = None
     # A plain attribute, as in earlier pickles. With a property of that name, torch.compile of torch 2.11 recurses.
     default_statistics: str = "population"
+    standardized_weights: bool = False
     foldable: Mapping[str, str] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -48,7 +50,6 @@ class Network(BeliefNetwork, OneNoise):
         name: its name in the registry.
         norm_options: all options of its norms, including defaults.
         num_classes: outputs of the classifier.
-        standardized: its convolutions with standardized weights.
         config: the configuration of the checkpoint that it was loaded from.
         revision: the commit of the repository that it was downloaded from.
     """
@@ -68,7 +69,6 @@ class Network(BeliefNetwork, OneNoise):
         self.num_classes = num_classes
         self.statistics_batch_size = None
         self.default_statistics = "population"
-        self.standardized: tuple[StandardizedConv, ...] = ()
         self.config: Any = None
         self.revision: str | None = None
 
@@ -87,9 +87,9 @@ class Network(BeliefNetwork, OneNoise):
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
-        if not in_one_launch(self.standardized):
+        if not self.standardized_weights or torch.compiler.is_compiling():
             return self.features(images, chosen)
-        with standardized_once(self.standardized):
+        with standardized_once(self):
             return self.features(images, chosen)
 
     def reset_classifier(self, num_classes: int) -> None:

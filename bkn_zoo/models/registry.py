@@ -151,6 +151,7 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     options = defaults | norm_options
     model = _networks[network](NORMS[norm](**{option: options[option] for option in own}), num_classes)
     if options["standardized_weights"]:
-        model.standardized = standardize_convolutions(model)
+        standardize_convolutions(model)
+        model.standardized_weights = True
     model.name, model.norm_options = name, options  # all options, because a later version may have other defaults
     return model

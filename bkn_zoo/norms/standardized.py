@@ -4,7 +4,7 @@ Every output channel's weight has mean 0 and a variance of about 1/fan_in. The s
 follow from those of its input, which is what the prediction of BKN assumes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -91,20 +91,21 @@ STANDARDIZED: dict[type[nn.Module], type[nn.Module]] = {
 PLAIN = {standardized: plain for plain, standardized in STANDARDIZED.items()}
 
 
-def standardize_convolutions(network: nn.Module, names: set[str] | None = None) -> tuple[StandardizedConv, ...]:
+def standardize_convolutions(network: nn.Module, names: Collection[str] | None = None) -> None:
     """Standardize the weights of convolutions, in place. Parameters and their names stay the same.
 
     Args:
         names: of the convolutions; by default all. Depthwise ones, whose fan-in is small, stay as they are.
-
-    Returns:
-        The convolutions.
     """
     for name, module in network.named_modules():
         kind = STANDARDIZED.get(type(module))
         if kind is not None and (names is None or name in names) and not is_depthwise(module):
             module.__class__ = kind
-    return tuple(module for module in network.modules() if isinstance(module, StandardizedConv))
+
+
+def standardized_convolutions(network: nn.Module) -> list[StandardizedConv]:
+    """The convolutions of a network that have standardized weights."""
+    return [module for module in network.modules() if isinstance(module, StandardizedConv)]
 
 
 def is_depthwise(conv: Any) -> bool:
@@ -126,7 +127,7 @@ def with_constant_weights(network: nn.Module) -> None:
 
 def in_one_launch(convs: Sequence[Any]) -> bool:
     """Whether a kernel can standardize the weights of these convolutions together, for a pass with gradients."""
-    if not convs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not convs or not torch.is_grad_enabled():
         return False
     first = convs[0].weight.detach()
     if not (convs[0].training and kernels.chosen(first)) or observed_by_pytorch(first):
@@ -135,8 +136,15 @@ def in_one_launch(convs: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def standardized_once(convs: Sequence[Any]) -> Iterator[None]:
-    """Standardize all weights in one launch, for the calls of these convolutions within this context."""
+def standardized_once(network: nn.Module) -> Iterator[None]:
+    """Standardize all weights of a network in one launch, if that is possible, for its calls within this context.
+
+    Not for compiled code, which launches few kernels anyway.
+    """
+    convs: list[Any] = standardized_convolutions(network)
+    if not in_one_launch(convs):
+        yield
+        return
     weights = [conv.weight for conv in convs]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
     addresses = [weight.data_ptr() for weight in weights]

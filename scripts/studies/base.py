@@ -1,6 +1,8 @@
 """The base classes of studies: `Run`, one planned training, and `Study`, a plan, its records and its pages.
 
-To add a study, add a file to this folder with a subclass of `Study` and `STUDY = ThatClass()`.
+A study is a TOML file (what to train or measure) and a module of the same name (what is special) that defines STUDY.
+Modules of studies import neither pandas nor scipy, which machines that train may lack: what makes tables and figures
+is imported when it is called.
 """
 
 import argparse
@@ -27,39 +29,27 @@ class Run:
     Attributes:
         name: name of the record's file; ends with .seed=N if there are several seeds.
         seed: seed of the training.
+        groups: names by which --only selects the run, besides its own.
+        data: the folder that the run needs inside the folder of --data.
+        like: equal for runs whose epochs take equally long.
+        epochs: number of epochs; a run may log each one as a line of log.jsonl.
     """
 
     name: str
     seed: int
+    groups: Sequence[str] = ()
+    data: str = ""
+    like: str = ""
+    epochs: int = 1
 
     @property
     def key(self) -> str:
         """Everything that determines the result: a record with the same key is the record of this run."""
         return self.name
 
-    @property
-    def groups(self) -> Sequence[str]:
-        """Names by which --only selects the run, besides its own."""
-        return ()
-
-    @property
-    def data(self) -> str:
-        """The folder that the run needs inside the folder of --data."""
-        return ""
-
-    @property
-    def like(self) -> str:
-        """Equal for runs whose epochs take equally long."""
-        return ""
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs; a run may log each one as a line of log.jsonl."""
-        return 1
-
 
 class Study:
-    """A plan of runs, and the tables and figures made from their records. Only `planned` and `train` are required.
+    """A plan of runs, and the tables and figures made from their records.
 
     Attributes:
         name: name of the study's file.
@@ -69,28 +59,19 @@ class Study:
 
     name: str
     results: Path
-    plots: Path
+    plots: Path = RESULTS / "plots"
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add options that only this study has."""
-
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> Sequence[Run]:
-        """All runs known so far, in the order of training; finished runs may lead to further ones.
+    def planned(self, changes: Mapping[str, Any]) -> Sequence[Run]:
+        """All runs, in the order of training.
 
         Args:
-            records: the records of finished runs, by key.
             changes: recipe fields overridden by --set.
         """
-        raise NotImplementedError
+        return []
 
     def records(self, folder: Path) -> dict[str, Record]:
         """The records in a folder, by key."""
-        found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
-        return {self.key(record): record for record in found}
-
-    def key(self, record: Record) -> str:
-        """The key of the run that wrote a record."""
-        return record["name"]
+        return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
     def prepare(self, runs: Sequence[Run], args: argparse.Namespace) -> None:
         """Work to do once, before several processes start: decode images, find weights."""
@@ -103,8 +84,8 @@ class Study:
         """Copy the part of the data sets in `args.data` that the study uses to the folder `args.pack`."""
         raise InputError(f"{self.name} uses the data sets as they are: remove --pack.")
 
-    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        """The contents of the marked regions of each page."""
+    def regions(self, records: Mapping[str, Record]) -> Mapping[Path, Mapping[str, Any]]:
+        """The contents of the marked regions of each page, as `render.rendered` takes them."""
         return {}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:

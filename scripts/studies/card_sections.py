@@ -10,11 +10,25 @@ from typing import Any
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
 from bkn_zoo.publishing.cards import checkpoint_card, read_record
-from bkn_zoo.publishing.results import table
 from bkn_zoo.training.recipes import read_recipe, renamed
-from studies.chance import Deviation, Difference, between, spread, typical
-from studies.records import NORMS, Record, chosen_statistics, counted, learned, measured, recipe_key
-from studies.twins import batches, but_for_twins, chosen_top1, is_plain, read_twins, sizes, to_the_end
+from studies.records import (
+    NORMS,
+    Record,
+    batches,
+    but_for_twins,
+    chosen_statistics,
+    chosen_top1,
+    counted,
+    is_plain,
+    learned,
+    measured,
+    read_twins,
+    recipe_key,
+    sizes,
+    to_the_end,
+)
+from studies.render import frame, markdown
+from studies.stats import Deviation, Difference, between, spread, typical
 
 LICENSE = "apache-2.0"  # of our own checkpoints
 
@@ -89,7 +103,7 @@ def imported_section(config: Config, name: str, record: Record) -> str:
     weights, reported = config.training["weights"], record["reported_top1"]
     facts = {key: record["learned"][key] for key in ("images", "epochs", "gain", "seed", "hardware", "command")}
     about = IMPORTED.format(weights=weights, reported=reported, name=name)
-    return "\n\n".join([about, table(rows, list(rows[0])), LEARNED.format(**facts)])
+    return "\n\n".join([about, markdown(rows), LEARNED.format(**facts)])
 
 
 def uncertain_section(name: str, results: Path) -> str:
@@ -136,7 +150,7 @@ def shift_section(folder: Path, name: str) -> str:
         for mode in MODES
     ]
     which = "of the NIPS 2017 photographs" if record["dataset"] == "imagenet" else "test images"
-    return f"{SHIFT.format(images=record['images'], which=which)}\n\n{table(rows, list(rows[0]))}"
+    return f"{SHIFT.format(images=record['images'], which=which)}\n\n{markdown(rows)}"
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
@@ -168,7 +182,7 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
         for found in evaluations[1:]
         for row in found["rows"]
     ]
-    return f"{LESS}\n\n{table(rows, list(rows[0]))}"
+    return f"{LESS}\n\n{markdown(rows)}"
 
 
 def twins_section(config: Config, runs: Sequence[Record]) -> str:
@@ -189,7 +203,7 @@ def twins_section(config: Config, runs: Sequence[Record]) -> str:
     trained = {key: members for key, members in groups.items() if _learned(members, config)}
     gain = _gain(recipe, trained, _usual(_length(next(iter(groups.values()))[0]), config, runs))
     parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
-    return "\n\n".join(filter(None, [TWINS, table(rows, list(rows[0])), gain, parts]))
+    return "\n\n".join(filter(None, [TWINS, markdown(rows), gain, parts]))
 
 
 def _counted(runs: Sequence[Record]) -> str:
@@ -338,6 +352,6 @@ def speed_section(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> st
             parts.append(
                 f"Milliseconds per image on {speed['hardware']}, of the network with untrained weights "
                 f"(`results/benchmark_infer.{kind}.json`, by `{speed['command']}`): the median over rounds, and the "
-                f"slowest round minus the fastest.\n\n{table(rows, columns)}"
+                f"slowest round minus the fastest.\n\n{markdown(frame(rows)[columns])}"
             )
     return "\n\n".join(["## Speed", *parts]) if parts else ""

@@ -1,4 +1,4 @@
-"""Writes plots as PNG files that also store the plotted values, so that a test can compare them with the records."""
+"""Figures as PNG files that also store the plotted values, so that a test can compare them with the records."""
 
 import json
 from collections.abc import Mapping
@@ -50,3 +50,10 @@ def plotted(figure: Any) -> list[dict[str, Any]]:
             "maps": [rounded(image.get_array()) for image in axes.images if image.get_array().ndim == 2],
         })  # fmt: skip
     return found
+
+
+def drawn(path: Path) -> list[dict[str, Any]]:
+    """The values that a file was drawn from."""
+    from PIL import Image
+
+    return json.loads(Image.open(path).info["Description"])

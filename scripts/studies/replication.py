@@ -1,20 +1,25 @@
 """Repeats the paper's comparisons and adds further ones: docs/results.md.
 
 DATA contains the official folders of the data sets: cifar-10-batches-py, cifar-100-python, tiny-imagenet-200. The plan
-is in replication.toml. Records in results/runs/ with the same recipe count as runs of the plan.
+is in replication.toml. A planned run and a record belong together if their recipes are equal; names do not matter.
+Records in results/runs/ with the same recipe count as runs of the plan.
 """
 
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import bkn_zoo
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
+from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, decoded_once, load_data
@@ -23,47 +28,27 @@ from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import DOCS, OFFICIAL, RESULTS, Record, Run, Study, device
-from studies.full_length import full_length_table, full_lengths
-from studies.headline import headline_figure, headline_table
-from studies.replication_cells import read_records
-from studies.replication_page import contents
-from studies.replication_plan import Plan, Training, read_plan
-from studies.replication_plots import figures
-from studies.rules import (
-    coarse,
-    evalnorm,
-    example_weighing,
-    low_rank,
-    observing_by,
-    recalibrated,
-    variance_gaps,
-    with_smaller_transitions,
-)
-from studies.twins import read_twins
-from studies.variants import create_variant
+from studies.replication_plan import PLAN, Plan, Training, read_plan, read_records
+from studies.rules import evalnorm, example_weighing, observing_by, recalibrated
 
 ASKED_BATCHES = 64  # of training images, for measurements on a trained network
-MAP = 48  # groups and channels in the plot of variance gaps
-SMALLER = {
-    "A in 8 bits": lambda a: coarse(a, 8),
-    "A of rank 16": lambda a: low_rank(a, 16),
-    "A of rank 4": lambda a: low_rank(a, 4),
-    "A set to zero": torch.zeros_like,
-}
 
 Metrics = dict[str, dict[str, float]]
 
 
 class Replication(Study):
     name = "replication"
-    results, plots = RESULTS / "reproduce", RESULTS / "plots"
+    results = RESULTS / "reproduce"
 
     @cached_property
     def plan(self) -> Plan:
-        return read_plan()
+        return self.read_plan({})
 
-    def planned(self, records: Mapping[str, Record], changes: Mapping[str, Any]) -> list[Training]:
-        return (read_plan(overrides=changes) if changes else self.plan).runs()
+    def read_plan(self, changes: Mapping[str, Any]) -> Plan:
+        return read_plan(PLAN.with_stem(self.name), overrides=changes)
+
+    def planned(self, changes: Mapping[str, Any]) -> list[Training]:
+        return (self.read_plan(changes) if changes else self.plan).runs()
 
     def records(self, folder: Path) -> dict[str, Record]:
         return read_records(folder, RESULTS / "runs")
@@ -75,18 +60,53 @@ class Replication(Study):
                 load(recipe, args.data, args.output)
 
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
+        """Train, or resume a training, then measure. Returns the record."""
         assert isinstance(run, Training)
-        return train(run, args.data, args.output, args.output / self.name / run.name, device(args))
+        recipe, where, folder = run.recipe, device(args), args.output / self.name / run.name
+        torch.manual_seed(recipe.seed)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+        data = load(recipe, args.data, args.output)
+        if run.every > 1:
+            data = dataclasses.replace(data, train=data.train[torch.arange(0, len(data.train), run.every)])
+        data = data.to(where)
+        training = begin(recipe, network_of(run, len(data.label_names)), where)
+        if (folder / STATE).exists():
+            try:
+                load_state(training, recipe, folder, where)
+            except CheckpointError as error:
+                print(f"{error} The training starts again.")
+        record: dict[str, Any] = {
+            "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
+            "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size,
+            "epochs": recipe.epochs, "width": run.width, "every": run.every,
+            "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+        }  # fmt: skip
+        try:
+            fit(training, recipe, data, folder, Runtime(where, quiet=True), save_minutes=2.0)
+            record |= self.answers(Questions(training.result, recipe, data, where), folder)
+        except NonFiniteLossError as error:
+            record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
+        (folder / STATE).unlink(missing_ok=True)
+        curve = [
+            {"epoch": line["epoch"], "step": line["step"], "loss": round(line["loss"], 4)}
+            | {"top1": {mode: metrics["top1"] for mode, metrics in rounded(line["validation"]).items()}}
+            for line in training.history
+        ]
+        return {**record, "seconds": round(training.seconds, 1), "curve": curve, "recipe": dataclasses.asdict(recipe)}
 
-    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, str]]:
-        first = {
-            "headline": headline_table(self.plan, records),
-            "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
-        }
-        return {DOCS / "results.md": contents(self.plan, records) | first}
+    def answers(self, questions: "Questions", folder: Path) -> dict[str, Any]:
+        """What is measured on a trained network."""
+        return questions.modes() | questions.rules()
+
+    def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
+        from studies.replication_page import contents
+
+        return {DOCS / "results.md": contents(self.plan, records)}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        return figures(self.plan, records) | {"group_sizes": headline_figure(self.plan, records)}
+        from studies.replication_page import headline_figure
+
+        return {"group_sizes": headline_figure(self.plan, records)}
 
 
 STUDY = Replication()
@@ -101,50 +121,21 @@ def load(recipe: Recipe, root: Path, cache: Path) -> Data:
     return decoded_once(cache, name, where, lambda: load_data(recipe.dataset, where, recipe.size, recipe.validation))
 
 
-def train(run: Training, root: Path, cache: Path, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train, or resume a training, then measure. Returns the record."""
-    recipe = run.recipe
-    torch.manual_seed(recipe.seed)
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-    data = load(recipe, root, cache)
-    if run.every > 1:
-        data = dataclasses.replace(data, train=data.train[torch.arange(0, len(data.train), run.every)])
-    data = data.to(device)
-    model = create_variant(recipe.model, len(data.label_names), run.width, **recipe.norm_options)
-    training = begin(recipe, model, device)
-    if (folder / STATE).exists():
-        try:
-            load_state(training, recipe, folder, device)
-        except CheckpointError as error:
-            print(f"{error} The training starts again.")
-    record: dict[str, Any] = {
-        "model": recipe.model, "norm": recipe.model.rpartition("_")[2], "dataset": recipe.dataset,
-        "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size,
-        "epochs": recipe.epochs, "width": run.width, "every": run.every,
-        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-    }  # fmt: skip
-    try:
-        fit(training, recipe, data, folder, Runtime(device, quiet=True), save_minutes=2.0)
-        record |= Questions(training.result, recipe, data, device).answers()
-    except NonFiniteLossError as error:
-        record["failed"] = str(error).partition(":")[0]  # a failure is a result, too
-    (folder / STATE).unlink(missing_ok=True)
-    history = [{**line, "validation": rounded(line["validation"])} for line in training.history]
-    curve = [
-        {"epoch": line["epoch"], "step": line["step"], "loss": round(line["loss"], 4)}
-        | {"top1": {mode: metrics["top1"] for mode, metrics in line["validation"].items()}}
-        for line in history
-    ]
-    return {**record, "seconds": round(training.seconds, 1), "curve": curve, "recipe": dataclasses.asdict(recipe)}
+def network_of(run: Training, classes: int) -> Network:
+    """The network of a run; only inception_cifar can be widened."""
+    if run.width == 1:
+        return bkn_zoo.create_model(run.recipe.model, classes, **run.recipe.norm_options)
+    norm = FACTORIES[run.recipe.model.removeprefix("inception_cifar_")]
+    return InceptionCifar(norm(**run.recipe.norm_options), classes, run.width)
 
 
 def rounded(measured: Metrics) -> Metrics:
     return {mode: {name: round(value, 4) for name, value in metrics.items()} for mode, metrics in measured.items()}
 
 
-@dataclasses.dataclass
+@dataclass
 class Questions:
-    """Measurements on a trained network: accuracy and calibration by mode, other rules, and variance gaps.
+    """Measurements on a trained network: accuracy and calibration by mode, other rules, and gains.
 
     The mode, and the share of example weighing, are chosen on the validation images.
     """
@@ -154,25 +145,22 @@ class Questions:
     data: Data
     device: torch.device
 
-    def answers(self) -> dict[str, Any]:
+    def modes(self) -> dict[str, Any]:
+        """Accuracy and calibration by mode, and the gains."""
         validation = self.measure(self.model, *MODES, images=self.data.validation)
         best = max(MODES, key=lambda mode: validation[mode]["top1"])
-        test = self.measure(self.model, *MODES)
-        result: dict[str, Any] = {"chosen_statistics": best, "validation": validation, "test": test}
-        norm = self.recipe.model.rpartition("_")[2]
-        if norm not in ("bn", "bkn"):
-            return result
-        rules, recalibrated_validation = self.recalibrated()
-        result["recalibrated_validation"] = recalibrated_validation
+        result = {"chosen_statistics": best, "validation": validation, "test": self.measure(self.model, *MODES)}
+        gains = {name: value for name, value in self.model.named_parameters() if name.endswith("raw_gain")}
+        return {**result, "gain": {name: round(torch.sigmoid(raw).mean().item(), 3) for name, raw in gains.items()}}
+
+    def rules(self) -> dict[str, Any]:
+        """Accuracy of BN and BKN by other rules."""
+        if self.recipe.model.rpartition("_")[2] not in ("bn", "bkn"):
+            return {}
+        rules, validation = self.recalibrated()
         if self.recipe.statistics_batch_size is not None:
             rules |= self.other_rules(self.recipe.statistics_batch_size)
-            result |= self.gaps()
-        if norm == "bkn":
-            for name, smaller in SMALLER.items():
-                rules[name] = self.measure(with_smaller_transitions(self.model, smaller), best)[best]
-            gains = {name: value for name, value in self.model.named_parameters() if name.endswith("raw_gain")}
-            result["gain"] = {name: round(torch.sigmoid(raw).mean().item(), 3) for name, raw in gains.items()}
-        return {**result, "rules": rules}
+        return {"recalibrated_validation": validation, "rules": rules}
 
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:
         """Measure on these images, by default the test images."""
@@ -204,11 +192,3 @@ class Questions:
         best = max(shares, key=lambda each: shares[each])
         with observing_by(self.model, example_weighing(best)):
             return rules | {"example weighing": {**expected(), "share": best}}
-
-    def gaps(self) -> dict[str, Any]:
-        gaps = self.in_training(variance_gaps)
-        found: dict[str, Any] = {"variance_gap": [round(layer.abs().mean().item(), 4) for layer in gaps]}
-        if self.recipe.seed == 0:
-            shown = gaps[-1][:MAP, :MAP]
-            found["variance_gap_map"] = [[round(value, 2) for value in row] for row in shown.tolist()]
-        return found

@@ -1,40 +1,18 @@
 """The results of the replication's arms, and the differences between them, from the records."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.recipes import read_recipe
 from studies.base import Record
-from studies.chance import Deviation, Difference, between, mean_of, typical
-from studies.records import best_mode, chosen_statistics, learned, measured, read_run, recipe_key
-from studies.replication_plan import CLASSES, Arm, Experiment, Plan, Training, listed
-
-
-def read_records(*folders: Path) -> dict[str, Record]:
-    """Records that can be used for planned runs, by the key of their recipes. The first folder has precedence.
-
-    Records with recomputed running averages are left out: a recipe does not show this, and the replication never
-    recomputes them.
-    """
-    records: dict[str, Record] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*.json")):
-            record = read_run(path)
-            recipe = read_recipe(None, record["recipe"])
-            shared = (
-                record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
-            )  # groups are smaller in this case
-            if record.get("statistics_anew") or shared:
-                continue
-            records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
-    return records
+from studies.records import CLASSES, best_mode, chosen_statistics, learned, measured
+from studies.replication_plan import Arm, Plan, Training, listed
+from studies.stats import Deviation, Difference, between, mean_of, paired, typical
 
 
 @dataclass(frozen=True)
@@ -59,7 +37,12 @@ class Cell:
         On the test images, a mode may also be another rule, for the networks that were measured with it, or
         "recalibrated": the better mode on validation images with recomputed running statistics.
         """
-        return [top1 for top1 in self._asked(mode, images) if top1 is not None]
+        return list(self.by_seed(mode, images).values())
+
+    def by_seed(self, mode: str | None = None, images: str = "test") -> dict[int, float]:
+        """The same, by seed."""
+        asked = zip(self.good, self._asked(mode, images), strict=True)
+        return {record["seed"]: top1 for record, top1 in asked if top1 is not None}
 
     def learned(self, mode: str | None = None) -> bool:
         """Whether all its seeds learned."""
@@ -104,7 +87,10 @@ def verdict(claim: Mapping[str, Any], found: Difference) -> str:
 
 
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
-    """The difference of a claim; None if runs are missing. Within the same runs, it is computed run by run."""
+    """The difference of a claim; None if runs are missing.
+
+    Within the same runs, it is computed run by run; of a claim that is `paired`, between runs with the same seed.
+    """
     if "this" not in claim:
         return None
     if claim.get("steps"):
@@ -114,10 +100,12 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     if this.arm is that.arm:
         gaps = this.gaps(*modes)
         return mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
-    ours, theirs = this.top1(modes[0], images), that.top1(modes[1], images)
+    ours, theirs = this.by_seed(modes[0], images), that.by_seed(modes[1], images)
     if not ours or not theirs:
         return None
-    return between(ours, theirs, deviation(this.arm.setting, plan, records, images))
+    if claim.get("paired"):
+        return paired(ours, theirs)
+    return between([*ours.values()], [*theirs.values()], deviation(this.arm.setting, plan, records, images))
 
 
 @dataclass(frozen=True)
@@ -178,19 +166,10 @@ def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Reco
     def curve(record: Record) -> list[tuple[int, float]]:
         return [(line["step"], max(line["top1"].values())) for line in record["curve"] if "top1" in line]
 
+    def share(record: Record) -> float:
+        steps = curve(record)
+        return 100 * (1 - next((step for step, top1 in steps if top1 >= goal), steps[-1][0]) / steps[-1][0])
+
     goal = mean(max(measured(record, "validation")[mode]["top1"] for mode in MODES) for record in that)
-    saved = [
-        100
-        * (
-            1
-            - next((step for step, top1 in curve(record) if top1 >= goal), curve(record)[-1][0]) / curve(record)[-1][0]
-        )
-        for record in this
-        if curve(record)
-    ]
+    saved = [share(record) for record in this if curve(record)]
     return mean_of(saved, (len(this), len(that))) if saved else None
-
-
-def cells(experiment: Experiment, records: Mapping[str, Record]) -> Iterator[Cell]:
-    for arm in experiment.arms:
-        yield cell(arm, records)

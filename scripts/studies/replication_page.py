@@ -1,59 +1,51 @@
-"""The tables of docs/results.md, from the plan of the replication and its records."""
+"""The tables of docs/results.md and its first figure, from the plan of the replication and its records."""
 
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.results import table
 from studies.base import RESULTS, Record
-from studies.chance import SAME, Difference, spread
-from studies.records import counted
-from studies.replication_cells import (
-    Cell,
-    Lead,
-    best,
-    cell,
-    cells,
-    difference,
-    leads_by_length,
-    missing,
-    verdict,
-)
+from studies.full_length import full_length_table, full_lengths
+from studies.records import counted, least_to_most, read_twins
+from studies.render import Content, frame
+from studies.replication_cells import Cell, best, cell, difference, leads_by_length, missing, verdict
 from studies.replication_plan import HELD, Arm, Experiment, Plan, listed
+from studies.stats import SAME, Difference, spread
 
 NOT_RUN = "not run yet"
 WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
 WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
 
 
-def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, str]:
-    """The regions of docs/results.md by name: one for each experiment, and those listed at the end."""
+def sections(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
+    """A region for each experiment of a plan, by its name: its arms, and the differences between them."""
+    return {each.name: _section(each, _compared(each, plan, records), plan, records) for each in plan.experiments}
+
+
+def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
+    """The regions of docs/results.md by name."""
     claims = _found(plan.claims, plan, records)
-    differences = {each.name: _found(each.differences, plan, records) for each in plan.experiments}
-    count = sum(found is not None for _, found in itertools.chain(claims, *differences.values()))
-    sections = {each.name: _section(each, differences[each.name], plan, records) for each in plan.experiments}
-    return (
-        sections
-        | _speed()
-        | {
-            "verdicts": str(count),
-            "settings": _settings(plan),
-            "state": _state(plan, records),
-            "claims": _claims(claims),
-            "failures": _failures(claims),
-            "lengths": _lengths(plan, records),
-            "gaps": _gaps(plan, records),
-            "rules": _rules(plan, records),
-            "calibration": _calibration(plan, records),
-            "smaller": _smaller(plan, records),
-        }
-    )
+    compared = [_compared(each, plan, records) for each in plan.experiments]
+    count = sum(found is not None for _, found in itertools.chain(claims, *compared))
+    return {
+        **sections(plan, records),
+        **_speed(),
+        "headline": frame(_headline(plan, records)),
+        "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
+        "verdicts": str(count),
+        "settings": frame(_settings(plan)),
+        "state": _state(plan, records),
+        "claims": frame(_claims(claims)),
+        "failures": _failures(claims),
+        "lengths": _lengths(plan, records),
+        "rules": _rules(plan, records),
+    }
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: Plan) -> list[dict[str, str]]:
     used = dict.fromkeys(experiment.setting for experiment in plan.experiments)
     lines = []
     for name in used:
@@ -62,7 +54,7 @@ def _settings(plan: Plan) -> str:
         changes = [f"{field} = {value}" for field, value in setting.items()]
         changes += [f"BRN's schedule {', '.join(f'{k} = {v}' for k, v in schedule.items())}"] if schedule else []
         lines.append({"setting": name, "recipe": f"`recipes/{recipe}.toml`", "changes": "; ".join(changes)})
-    return table(lines, ["setting", "recipe", "changes"]) + "\n"
+    return lines
 
 
 def _state(plan: Plan, records: Mapping[str, Record]) -> str:
@@ -73,7 +65,7 @@ def _state(plan: Plan, records: Mapping[str, Record]) -> str:
     rest = f" {left} {'was' if left == 1 else 'were'} not run for lack of GPU time." if left else ""
     return (
         f"Of {len(runs)} planned runs, {len(done)} are done ({'; '.join(where)}).{rest} Each record contains its "
-        "command, hardware, versions, seed and recipe.\n"
+        "command, hardware, versions, seed and recipe."
     )
 
 
@@ -97,15 +89,19 @@ def _found(claims: Iterable[Mapping[str, Any]], plan: Plan, records: Mapping[str
     return found
 
 
-def _claims(claims: Found) -> str:
-    rows = []
-    for claim, found in claims:
-        rows.append({
+def _compared(experiment: Experiment, plan: Plan, records: Mapping[str, Record]) -> Found:
+    return _found([{"paired": experiment.paired, **about} for about in experiment.differences], plan, records)
+
+
+def _claims(claims: Found) -> list[dict[str, str]]:
+    return [
+        {
             "the paper says": claim["says"], "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
             "here": str(found or ""), "seeds": "" if found is None else _seeds(found),
             "claim": f"not tested: {claim.get('untested', NOT_RUN)}" if found is None else verdict(claim, found),
-        })  # fmt: skip
-    return table(rows, list(rows[0])) + "\n" if rows else ""
+        }
+        for claim, found in claims
+    ]  # fmt: skip
 
 
 def _seeds(found: Difference) -> str:
@@ -126,21 +122,18 @@ def _failures(claims: Found) -> str:
     if untested:
         are = "is" if untested == 1 else "are"
         lines += ["", f"{untested} of the {len(claims)} claims {are} not tested."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> str:
+def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> Content:
     place = f"In the paper: {experiment.place}. " if experiment.place else ""
-    about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}.\n"
-    parts = [about]
-    found_cells = list(cells(experiment, records))
-    if not any(each.records for each in found_cells):
-        return "\n".join([*parts, f"None of the {len(found_cells)} rows has been run yet.\n"])
-    rows = [_row(each) for each in found_cells]
-    names = list(rows[0])
-    if all(not row["paper"] for row in rows):
-        names.remove("paper")
-    parts += [table(rows, names) + "\n"]
+    about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}."
+    about += " Differences are paired by seed." if experiment.paired else ""
+    cells = [cell(arm, records) for arm in experiment.arms]
+    if not any(each.records for each in cells):
+        return [about, f"None of the {len(cells)} rows has been run yet."]
+    table = frame(map(_row, cells))
+    parts: list[Any] = [about, table if table["paper"].any() else table.drop(columns="paper")]
     lines = [
         {"comparison": what, "points": "", "seeds": "", "verdict": claim.get("untested", NOT_RUN)}
         if each is None
@@ -149,15 +142,14 @@ def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[
         if each or "untested" in claim or _waits(claim, plan, records)
         for what in [claim["says"] + (", on validation images" if claim.get("images") == "validation" else "")]
     ]
-    if lines:
-        parts += [table(lines, list(lines[0])) + "\n"]
+    parts += [frame(lines)] if lines else []
     lists = [claim[side] for claim in experiment.differences for side in ("this", "that")]
     choices = {tuple(names): best(names, plan, records) for names in lists if isinstance(names, list)}
     ends = [each.arm for names, each in choices.items() if each.good and each.arm.name == names[-1]]
     last = [f"{arm.label} ({arm.batches})" for arm in ends]
     if last:
-        parts += [f"The best value is the largest that was tried, so a larger one may be better: {'; '.join(last)}.\n"]
-    return "\n".join(parts)
+        parts += [f"The best value is the largest that was tried, so a larger one may be better: {'; '.join(last)}."]
+    return parts
 
 
 def _waits(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> bool:
@@ -166,14 +158,10 @@ def _waits(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) 
     return not all(cell(plan.arms[name], records).records for name in names)
 
 
-def leads(plan: Plan, records: Mapping[str, Record]) -> list[tuple[Lead, Lead]]:
-    """After a short training and a long one, over networks that learned in both."""
+def _lengths(plan: Plan, records: Mapping[str, Record]) -> Content:
+    """The lead after a short training and a long one, over networks that learned in both."""
     pairs = leads_by_length(plan, records)
-    return [pair for pair in pairs if all(cell(lead.over, records).learned() for lead in pair)]
-
-
-def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
-    found = leads(plan, records)
+    found = [pair for pair in pairs if all(cell(lead.over, records).learned() for lead in pair)]
     rows = [
         {
             "setting": short.arm.setting, "batches": short.arm.batches, "over": short.over.label,
@@ -188,7 +176,7 @@ def _lengths(plan: Plan, records: Mapping[str, Record]) -> str:
     said = f"Of {len(gained)} gains after few epochs, {smaller} are smaller at full length and {none} are within chance"
     so = " A short training shows which norm learns faster, not how far ahead it ends."
     said += "." + (so if 2 * smaller > len(gained) else "")
-    return f"{_table_of(rows)}\n{said}\n" if gained else _table_of(rows)
+    return [frame(rows), said] if gained else frame(rows)
 
 
 def _judged(found: Difference) -> str:
@@ -224,10 +212,6 @@ def _arms(plan: Plan, records: Mapping[str, Record], field: str) -> list[Cell]:
     return sorted(found, key=lambda each: (each.arm.setting, each.arm.label, each.arm.group))
 
 
-def _table_of(rows: list[dict[str, Any]]) -> str:
-    return table(rows, list(rows[0])) + "\n" if rows else f"{NOT_RUN.capitalize()}.\n"
-
-
 def _head(each: Cell) -> dict[str, Any]:
     arm = each.arm
     return {"setting": arm.setting, "norm": arm.label, "batches": arm.batches, "seeds": len(each.records)}
@@ -243,7 +227,7 @@ def _kind(arm: Arm) -> str:
     return arm.label if arm.label == HELD else arm.label.partition(",")[0]
 
 
-def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
+def _rules(plan: Plan, records: Mapping[str, Record]) -> Content:
     rows = []
     apart: dict[str, list[str]] = {"EvalNorm": [], "example weighing": []}
     for each in _arms(plan, records, "rules"):
@@ -266,63 +250,10 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> str:
             if gaps and abs(mean(gaps)) > SAME and each.learned():
                 places.append(f"{_kind(each.arm)} at {each.arm.setting} ({each.arm.batches}) {mean(gaps):+.1f}")
     said = [f"- {rule}: {'; '.join(places) or 'nowhere'}." for rule, places in apart.items()]
-    return "\n".join([_table_of(rows), "More than one point better (+) or worse (-) than `expected`:\n", *said, ""])
+    return [frame(rows), "More than one point better (+) or worse (-) than `expected`:", "\n".join(said)]
 
 
-def _calibration(plan: Plan, records: Mapping[str, Record]) -> str:
-    rows = []
-    for each in _arms(plan, records, "test"):
-        if not each.arm.ablation:
-            errors = {mode: spread(record["test"][mode]["ece"] for record in each.records) for mode in MODES}
-            rows.append({**_head(each), **errors, "chosen for top-1": each.chosen})
-    return _table_of(rows)
-
-
-WAYS = "A in 8 bits", "A of rank 16", "A of rank 4", "A set to zero"
-
-
-def _smaller(plan: Plan, records: Mapping[str, Record]) -> str:
-    """Accuracy with smaller transitions, for each network in its own mode."""
-    rows = []
-    for each in _arms(plan, records, "rules"):
-        asked = [r for r in each.records if WAYS[0] in r["rules"] and r["chosen_statistics"] != "population"]
-        if asked and not each.arm.ablation:
-            those = Cell(each.arm, tuple(asked))
-            whole = spread(record["test"][record["chosen_statistics"]]["top1"] for record in asked)
-            row = {**_head(those), "A as trained": whole}
-            for way in WAYS:
-                found = [record["rules"][way]["top1"] for record in asked if way in record["rules"]]
-                row[way] = _of_some(found, those)
-            rows.append(row)
-    return _table_of(rows)
-
-
-def _gaps(plan: Plan, records: Mapping[str, Record]) -> str:
-    rows: list[dict[str, Any]] = []
-    gaps: dict[str, dict[str, float]] = {"BN": {}, "BKN": {}, HELD: {}}
-    for each in _arms(plan, records, "variance_gap"):
-        if not each.learned() or (each.arm.ablation and each.arm.label != HELD):
-            continue
-        gap = [mean(record["variance_gap"]) for record in each.records]
-        rows.append({**_head(each), "gap": spread(gap, 3)})
-        gaps.setdefault(_kind(each.arm), {})[f"{each.arm.setting} ({each.arm.batches})"] = mean(gap)
-
-    def compared(this: str, that: str) -> tuple[str, bool]:
-        """In how many places the first is smaller, in words, and whether it is everywhere."""
-        both = [place for place in gaps[this] if place in gaps[that]]
-        larger = [place for place in both if gaps[this][place] >= gaps[that][place]]
-        but_for = f" (not at {', '.join(larger)})" if larger else ""
-        return f"{len(both) - len(larger)} of {len(both)}{but_for}", bool(both) and not larger
-
-    (than_bn, _), (unlinked_than_bkn, everywhere) = compared("BKN", "BN"), compared(HELD, "BKN")
-    so = " So the gap shrinks because of the shrinkage, not because of the link between layers." if everywhere else ""
-    return (
-        f"{_table_of(rows)}\nThe gap of BKN is smaller than that of BN at {than_bn} pairs of batches. With A held at "
-        f"zero it is even smaller at {unlinked_than_bkn}.{so}\n"
-    )
-
-
-def _speed() -> dict[str, str]:
+def _speed() -> dict[str, Content]:
     names = "benchmark_train.json", "benchmark_train_inception.json"
     results = [json.loads((RESULTS / name).read_text()) for name in names]
     every = [row for result in results for row in result["rows"]]
@@ -346,6 +277,67 @@ def _speed() -> dict[str, str]:
     held = "held" if min(ratios) > 0.95 else "did not hold"
     said = (
         f"In a CUDA graph, BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: the claim that BKN costs "
-        f"little {held}. From Python it has {min(plain):.3f} to {max(plain):.3f}.\n"
+        f"little {held}. From Python it has {min(plain):.3f} to {max(plain):.3f}."
     )
-    return {"speed": f"{_table_of(lines)}\n{said}", "speed_hardware": results[0]["hardware"]}
+    return {"speed": [frame(lines), said], "speed_hardware": results[0]["hardware"]}
+
+
+# The first table and the first figure.
+
+GROUPS = {128: "128 images per group", 8: "8", 2: "2", 1: "1"}
+FULL, SHORT = "cifar100_full", "cifar100"
+COLOURS = {"BKN": "#1f77b4", "BN": "#d62728", "GroupNorm": "#2ca02c", "BRN": "#ff7f0e"}
+NAMES = {
+    "BKN": "Batch Kalman Normalization (BKN)",
+    "BN": "batch normalization (BN)",
+    "GroupNorm": "group normalization",
+    "BRN": "batch renormalization (BRN)",
+}
+
+
+def _headline_cells(setting: str, label: str, plan: Plan, records: Mapping[str, Record]) -> dict[int, Cell]:
+    """One norm's results in a setting, by images per group. GroupNorm has the same for every group."""
+    found = {
+        arm.group: each
+        for arm in plan.arms.values()
+        if (arm.setting, arm.label) == (setting, label) and (each := cell(arm, records)).good
+    }
+    return dict.fromkeys(GROUPS, found[128]) if label == "GroupNorm" and found else found
+
+
+def _headline(plan: Plan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Each norm by images per group, on CIFAR-100, after a full training and after a short one."""
+    rows = []
+    for setting in (FULL, SHORT):
+        for label in ("BN", "BRN", "GroupNorm", HELD, "BKN"):
+            found = _headline_cells(setting, label, plan, records)
+            if found:
+                epochs = next(iter(found.values())).arm.runs[0].recipe.epochs
+                tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in GROUPS.items()}
+                rows.append({"CIFAR-100, top-1 (%)": label, "epochs": epochs, **tops})
+    return rows
+
+
+def headline_figure(plan: Plan, records: Mapping[str, Record]) -> Any:
+    """Accuracy over images per group after a full training: a line for each norm, with the deviation over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4), layout="constrained")
+    axes = figure.subplots()
+    groups, shown = sorted(GROUPS), []
+    for label, colour in COLOURS.items():
+        found = _headline_cells(FULL, label, plan, records)
+        shown += found.values()
+        tops = {groups.index(group): found[group].top1() for group in groups if group in found}
+        means, deviations = [mean(each) for each in tops.values()], [stdev(each) for each in tops.values()]
+        style = {"marker": "" if label == "GroupNorm" else "o", "linewidth": 3 if label == "BKN" else 1.8}
+        axes.errorbar(list(tops), means, deviations, color=colour, capsize=4, label=NAMES[label], **style)
+    axes.set_xticks(range(len(groups)), list(map(str, groups)))
+    axes.set_xlabel("images that share one mean and variance in training")
+    axes.set_ylabel("top-1 accuracy (%)")
+    epochs, seeds = shown[0].arm.runs[0].recipe.epochs, least_to_most(len(each.top1()) for each in shown)
+    axes.set_title(f"CIFAR-100, {epochs} epochs, mean and deviation over {seeds} seeds", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    return figure

@@ -1,4 +1,4 @@
-"""The plan of the replication, read from replication.toml.
+"""The plan of the replication, read from replication.toml, and the records that belong to it.
 
 A planned run and a record belong together if their recipes are equal. Names do not matter.
 """
@@ -14,55 +14,54 @@ from typing import Any
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.training.recipes import Recipe, read_recipe
-from studies.base import OFFICIAL, ROOT, Run
-from studies.records import LAUNCHING, NORMS, recipe_key
+from studies.base import OFFICIAL, ROOT, Record, Run
+from studies.records import LAUNCHING, NORMS, read_run, recipe_key
 
 PLAN, RECIPES = Path(__file__).with_name("replication.toml"), ROOT / "recipes"
-CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
-"""The number of training images of a data set, by its name in a recipe."""
 WORDS = {
     "link=False": "A held at zero", "prediction_bias=True": "a bias in the prediction",
     "gain_per_channel=True": "a gain per channel", "shared_process_noise=False": "R per channel",
+    "standardized_weights=True": "standardized weights", "transition_rank=16": "A of rank 16",
 }  # fmt: skip
 HELD = f"{NORMS['bkn']}, {WORDS['link=False']}"
 """The label of an arm of BKN without the link between layers."""
+ROW = {"norm", "groups", "gradient", "options", "fields", "seeds", "width", "paper"}
+"""The fields of a row; replication.toml explains them."""
 
 
-@dataclass(frozen=True)
+def read_records(*folders: Path) -> dict[str, Record]:
+    """Records that can be used for planned runs, by the key of their recipes. The first folder has precedence.
+
+    Records with recomputed running averages are left out: a recipe does not show this, and the replication never
+    recomputes them.
+    """
+    records: dict[str, Record] = {}
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+        record = read_run(path)
+        recipe = read_recipe(None, record["recipe"])
+        # Several processes divide a batch, so that its statistics groups are smaller.
+        shared = record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
+        if not record.get("statistics_anew") and not shared:
+            records.setdefault(recipe_key(recipe, record.get("width", 1.0), record.get("every", 1)), record)
+    return records
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training(Run):
     """A recipe, with settings that a recipe does not have.
 
     Attributes:
         width: factor of the network's channels.
         every: train on every `every`-th image of the data set.
-        experiments: the experiments that show the run.
     """
 
     recipe: Recipe
     width: float = 1.0
     every: int = 1
-    experiments: tuple[str, ...] = ()
 
     @cached_property
     def key(self) -> str:
         return recipe_key(self.recipe, self.width, self.every)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return self.experiments
-
-    @property
-    def data(self) -> str:
-        return OFFICIAL[self.recipe.dataset]
-
-    @property
-    def like(self) -> str:
-        recipe = self.recipe
-        return f"{recipe.dataset}, {recipe.model.rpartition('_')[0]}, {recipe.gradient_batch}, {self.every}"
-
-    @property
-    def epochs(self) -> int:
-        return self.recipe.epochs
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table: its arms, and the differences that it compares."""
+    """A table: its arms, and the differences that it compares, by seed if they are paired."""
 
     name: str
-    title: str
     setting: str
     place: str | None
-    seeds: int
     arms: tuple[Arm, ...]
     differences: tuple[Mapping[str, Any], ...]
+    paired: bool
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Plan:
             for run in (run for arm in experiment.arms for run in arm.runs):
                 first.setdefault(run.key, run)
                 shown.setdefault(run.key, []).append(experiment.name)
-        return [dataclasses.replace(run, experiments=tuple(shown[key])) for key, run in first.items()]
+        return [dataclasses.replace(run, groups=tuple(shown[key])) for key, run in first.items()]
 
 
 def read_plan(path: Path = PLAN, recipes: Path = RECIPES, overrides: Mapping[str, Any] | None = None) -> Plan:
@@ -150,20 +148,16 @@ def _experiment(
 ) -> Experiment:
     arms = []
     for row in content["rows"]:
-        unknown = set(row) - {"norm", "groups", "gradient", "options", "fields", "seeds", "width", "paper"}
-        if unknown:
-            raise InputError(
-                f"experiment {content['name']}: a row has the unknown field {sorted(unknown)[0]!r}: remove it."
-            )
+        if unknown := sorted(set(row) - ROW):
+            raise InputError(f"experiment {content['name']}: a row has the unknown field {unknown[0]!r}: remove it.")
         options, fields, seeds = row.get("options", {}), row.get("fields", {}), row.get("seeds", content["seeds"])
         lists = [listed(row["groups"]), *map(listed, options.values()), *map(listed, fields.values())]
         for group, *values in itertools.product(*lists):
             chosen = dict(zip([*options, *fields], values, strict=True))
             own, changed = ({name: chosen[name] for name in names} for names in (options, fields))
             arms.append(_arm(row, content["setting"], settings, recipes, seeds, group, own, changed, overrides))
-    name, title, setting, seeds = (content[field] for field in ("name", "title", "setting", "seeds"))
-    about = tuple(content.get("differences", []))
-    return Experiment(name, title, setting, content.get("place"), seeds, tuple(arms), about)
+    about, paired = tuple(content.get("differences", [])), content.get("paired", False)
+    return Experiment(content["name"], content["setting"], content.get("place"), tuple(arms), about, paired)
 
 
 def _arm(
@@ -173,28 +167,31 @@ def _arm(
     setting = dict(settings[name])
     file, every, schedule = recipes / f"{setting.pop('recipe')}.toml", setting.pop("every", 1), setting.pop("brn", {})
     base = read_recipe(file)
-    gradient, width = row.get("gradient", base.gradient_batch), row.get("width", 1.0)
-    if row["norm"] == "brn":  # smaller gradient batches mean more steps
-        options_in_steps = {key: round(steps * base.gradient_batch / gradient) for key, steps in schedule.items()}
-    else:
-        options_in_steps = {}
+    network, gradient, width = base.model.rpartition("_")[0], row.get("gradient", base.gradient_batch), row.get("width")
+    # Smaller gradient batches mean more steps of BRN's schedule.
+    in_steps = {key: round(steps * base.gradient_batch / gradient) for key, steps in schedule.items()}
     changes = {
-        **setting, "model": f"{base.model.rpartition('_')[0]}_{row['norm']}", "gradient_batch": gradient,
-        "statistics_batch": None if group == gradient else group, **fields,
-        **{f"norm_options.{option}": value for option, value in (options_in_steps | options).items()}, **overrides,
+        **setting, "model": f"{network}_{row['norm']}", "gradient_batch": gradient,
+        "statistics_batch_size": None if group == gradient else group, **fields,
+        **{f"norm_options.{option}": value for option, value in in_steps.items() if row["norm"] == "brn"},
+        **{f"norm_options.{option}": value for option, value in options.items()}, **overrides,
     }  # fmt: skip
     own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items()) if key not in LAUNCHING]
-    wide = ["wide"] if width != 1 else []
-    arm = ".".join([name, row["norm"], f"{gradient}-{group}", *([",".join(own)] if own else []), *wide])
-    runs = tuple(
-        Training(f"{arm}.seed={seed}", seed, read_recipe(file, {**changes, "seed": seed}), width, every)
-        for seed in range(seeds)
-    )
-    shown = [WORDS.get(each, each.replace("=", " = ").replace("_", " ")) for each in own]
-    shown += ["widened"] if wide else []
+    wide, batches = ["wide"] * bool(width), f"{gradient}-{group}"
+    arm = ".".join([name, row["norm"], batches, *([",".join(own)] if own else []), *wide])
+
+    def run(seed: int) -> Training:
+        recipe = read_recipe(file, {**changes, "seed": seed})
+        about = {
+            "data": OFFICIAL[recipe.dataset], "like": f"{recipe.dataset}, {network}, {recipe.gradient_batch}, {every}",
+            "epochs": recipe.epochs, "recipe": recipe, "width": width or 1.0, "every": every,
+        }  # fmt: skip
+        return Training(f"{arm}.seed={seed}", seed, **about)
+
+    shown = [WORDS.get(each, each.replace("=", " = ").replace("_", " ")) for each in own] + ["widened"] * bool(width)
     label = ", ".join([NORMS[row["norm"]], *shown])
-    ablation = bool(options) or width != 1 or (bool(fields) and gradient == base.gradient_batch)
-    return Arm(arm, name, label, gradient, group, runs, row.get("paper"), ablation)
+    ablation = bool(options) or bool(width) or (bool(fields) and gradient == base.gradient_batch)
+    return Arm(arm, name, label, gradient, group, tuple(map(run, range(seeds))), row.get("paper"), ablation)
 
 
 def listed(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Further measurements on trained networks: other rules for inference, and variance gaps.
+"""Further measurements on trained networks: other rules for inference.
 
 Like the mode `expected`, the rules compute an observation from the image's own statistics and the running averages. BN
 normalizes with it, and BKN passes it through predict and update.
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bkn_zoo import kernels
 from bkn_zoo.models import Network
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm2d
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
@@ -85,7 +84,7 @@ def evalnorm(model: Network, batches: Iterable[Tensor]) -> Rule:
 
     trained, model = model, copy.deepcopy(model)  # a copy, because its running averages change
     remembered = {layer: population(layer) for layer in layers(model)}
-    _in_training(model, batches, lambda layer, x, belief: watch(layer, observe(x)))
+    _in_training(model, batches, watch)
     shares = {}
     for layer, copied in zip(layers(trained), layers(model), strict=True):
         both, alone, both_var, alone_var = sums[copied].tolist()
@@ -105,52 +104,13 @@ def recalibrated(model: Network, batches: Iterable[Tensor]) -> Network:
     return model
 
 
-@torch.no_grad()
-def with_smaller_transitions(model: Network, smaller: Callable[[Tensor], Tensor]) -> Network:
-    """A copy with `smaller` applied to each transition A."""
-    model = copy.deepcopy(model)
-    for layer in layers(model):
-        if isinstance(layer, BatchKalmanNorm2d) and layer.prior_features is not None:
-            layer.transition.copy_(smaller(layer.transition))
-    return model
+def _in_training(model: Network, batches: Iterable[Tensor], watch: Callable[[RunningNorm, Belief], None]) -> None:
+    """Run batches in training mode. `watch` is called with the statistics of the images at the input of every layer."""
 
+    def hook(layer: Any, args: tuple[Any, ...]) -> None:
+        watch(layer, observe(args[0].detach()))
 
-def coarse(transition: Tensor, bits: int) -> Tensor:
-    """The matrix rounded to `bits` bits, with one scale per row."""
-    step = transition.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    return torch.round(transition / step.clamp_min(1e-30)) * step
-
-
-def low_rank(transition: Tensor, rank: int) -> Tensor:
-    """The nearest matrix of that rank."""
-    u, s, v = torch.linalg.svd(transition.float(), full_matrices=False)
-    return (u[:, :rank] * s[:rank]) @ v[:rank]
-
-
-@torch.no_grad()
-def variance_gaps(model: Network, batches: Iterable[Tensor]) -> list[Tensor]:
-    """For each layer, log(variance of the group / running variance): (groups, channels)."""
-    model = copy.deepcopy(model)
-    running = {layer: layer.running_var.clone() for layer in layers(model)}
-    gaps: dict[RunningNorm, list[Tensor]] = {layer: [] for layer in layers(model)}
-
-    def watch(layer: RunningNorm, x: Tensor, belief: Belief | None) -> None:
-        var = pool(observe(x), model.statistics_batch_size).var if belief is None else belief.var
-        gaps[layer].append(torch.log((var + layer.eps) / (running[layer] + layer.eps)).cpu())
-
-    _in_training(model, batches, watch)
-    return [torch.cat(parts) for parts in gaps.values()]
-
-
-def _in_training(
-    model: Network, batches: Iterable[Tensor], watch: Callable[[RunningNorm, Tensor, Belief | None], None]
-) -> None:
-    """Run batches in training mode. `watch` is called with the input and belief of every layer."""
-
-    def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        watch(layer, args[0].detach(), output[1])
-
-    hooks = [layer.register_forward_hook(hook) for layer in layers(model)]
+    hooks = [layer.register_forward_pre_hook(hook) for layer in layers(model)]
     try:
         with left_in_its_modes(model):
             model.train()

@@ -1,17 +1,25 @@
-"""The command of all studies: --list, --data, --pack, --table and --plot."""
+"""The command of all studies: lists runs, trains the missing ones in parallel, and writes pages and figures.
+
+It imports neither pandas nor scipy unless pages are written, because the machines that train may lack them.
+"""
 
 import argparse
 import json
+import os
 import re
 import shlex
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from bkn_zoo.errors import InputError
-from studies.base import Record, Run, Study
-from studies.work import Work
+from studies.base import ROOT, Record, Run, Study
 
 
 def studies() -> list[str]:
@@ -24,16 +32,14 @@ def load(name: str) -> Study:
     return import_module(f"studies.{name}").STUDY
 
 
-def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, list[Study]]:
-    """The options, and the studies that they select."""
-    names = studies()
-    chosen = [load(name) for name in (arguments[:1] if arguments[:1] and arguments[0] in names else names)]
+def parse(arguments: list[str], about: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "study.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = studies()
     parser.add_argument("study", nargs="?", choices=names, help="default: all, for --list, --table and --plot")
     parser.add_argument("--list", action="store_true", help="list finished and missing runs")
-    parser.add_argument("--table", action="store_true", help="write the study's pages")
+    parser.add_argument("--table", action="store_true", help="write the study's pages, and results/tables/")
     parser.add_argument("--plot", action="store_true", help="draw the study's figures")
     parser.add_argument("--data", type=Path, help="train the missing runs on the data sets in this folder")
     parser.add_argument("--pack", type=Path, help="do not train: copy the data that the study uses to this folder")
@@ -49,8 +55,6 @@ def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, 
         "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="override recipe fields; use with another --results"
     )
     parser.add_argument("--run", help=argparse.SUPPRESS)  # used by the runner for its processes
-    for study in chosen if len(chosen) == 1 else []:
-        study.add_options(parser)
     args = parser.parse_args(arguments)
     if args.jobs < 1:
         parser.error("--jobs must be at least 1")
@@ -60,7 +64,7 @@ def parse(arguments: list[str], about: str | None) -> tuple[argparse.Namespace, 
         parser.error(f"--data and --results need one study: choose {', '.join(names)}")
     args.changes = dict(map(change, args.set))
     args.arguments = arguments
-    return args, chosen
+    return args
 
 
 def change(text: str) -> tuple[str, Any]:
@@ -75,11 +79,9 @@ def change(text: str) -> tuple[str, Any]:
 
 
 def main(arguments: list[str], about: str | None = None) -> int:
-    args, chosen = parse(arguments, about)
-    failed = 0
-    for study in chosen:
-        failed += carry_out(study, args)
-    return min(failed, 1)
+    args = parse(arguments, about)
+    failed = [carry_out(load(name), args) for name in ([args.study] if args.study else studies())]
+    return min(sum(failed), 1)
 
 
 def carry_out(study: Study, args: argparse.Namespace) -> int:
@@ -91,8 +93,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
         study.pack(args)
         return 0
     if args.run:
-        known = study.planned(study.records(results), args.changes)
-        leave_record(study, next(run for run in known if run.name == args.run), args)
+        leave_record(study, next(run for run in study.planned(args.changes) if run.name == args.run), args)
         return 0
     if args.data:
         failed = Work(study, args).through()
@@ -104,22 +105,16 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
 
         save_figures(study.figures(records), study.plots)
     if args.table:
-        for path, text in pages(study, records).items():
-            path.write_text(text, encoding="utf-8")
+        from studies.render import rendered, write
+
+        write(rendered(study.regions(records)))
     return failed
-
-
-def pages(study: Study, records: Mapping[str, Record]) -> dict[Path, str]:
-    """The text of the study's pages, with all regions filled from its records."""
-    from studies.regions import filled
-
-    return {path: filled(path, contents) for path, contents in study.regions(records).items()}
 
 
 def listing(study: Study, records: Mapping[str, Record]) -> str:
     """One line for each group of runs that differ only in their seeds."""
     arms: dict[str, list[Run]] = {}
-    planned = study.planned(records, {})
+    planned = study.planned({})
     for run in planned:
         arms.setdefault(run.name.partition(".seed=")[0], []).append(run)
     lines = [f"{study.name}:"]
@@ -135,11 +130,144 @@ def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
     from bkn_zoo.checkpoints.provenance import environment
     from bkn_zoo.publishing.results import write_record
 
-    folder = args.output / study.name / run.name
-    folder.mkdir(parents=True, exist_ok=True)
+    (args.output / study.name / run.name).mkdir(parents=True, exist_ok=True)
     found = study.train(run, args)
     words = ["python", "scripts/study.py", study.name, "--data", args.data.name, "--only", run.name]
     words += ["--set", *args.set] if args.set else []
     origin = {"jobs": args.jobs, **environment(run.seed), "command": shlex.join(words)}
     text = json.dumps({"name": run.name, **found, **origin}, separators=(",", ":"))
     write_record((args.results or study.results) / f"{run.name}.json", text)
+
+
+def selected(runs: Sequence[Run], only: Sequence[str] | None) -> list[Run]:
+    """The runs selected by --only; all runs if it is not given."""
+    if only is None:
+        return list(runs)
+    known = {name for run in runs for name in (run.name, *run.groups)}
+    for name in only:
+        if name not in known:
+            groups = ", ".join(dict.fromkeys(name for run in runs for name in run.groups))
+            raise InputError(f"unknown run or group {name!r} for --only: choose among {groups}.")
+    return [run for run in runs if not {run.name, *run.groups}.isdisjoint(only)]
+
+
+@dataclass
+class Job:
+    run: Run
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float
+
+    def failure(self) -> str:
+        """Exit code and last lines of output."""
+        tail = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-3:]
+        return f"({self.process.returncode}): {' | '.join(tail)}"
+
+
+class Work:
+    """Trains the missing runs of a study in parallel, one process per run.
+
+    Args:
+        study: the study.
+        args: the options of the command.
+    """
+
+    def __init__(self, study: Study, args: argparse.Namespace) -> None:
+        self.study, self.args = study, args
+        self.results = args.results or study.results
+        self.begun = time.monotonic()
+        self.deadline = self.begun + 60 * args.minutes
+        self.jobs: list[Job] = []
+        self.failed: set[str] = set()
+        self.lacking: set[str] = set()  # folders of data sets
+        self.pace: dict[str, float] = {}  # largest number of seconds per epoch, by Run.like
+        self.done = 0
+
+    def through(self) -> int:
+        """Train until no run is missing or the time limit is reached; returns the number of failed runs."""
+        runs = self.missing()
+        print(f"{len(runs)} runs to train", flush=True)
+        if self.lacking:
+            print(f"skipping runs without data: {self.args.data.name} has no {', '.join(sorted(self.lacking))}")
+        self.study.prepare(runs, self.args)
+        before = signal.signal(signal.SIGTERM, self.stop)
+        said = time.monotonic()
+        try:
+            while time.monotonic() < self.deadline:
+                self.gather()
+                runs = [run for run in runs if self.fits(run)]
+                while runs and len(self.jobs) < self.args.jobs:
+                    self.jobs.append(self.start(runs.pop(0)))
+                if not self.jobs:
+                    break
+                if time.monotonic() - said > 20:
+                    said = time.monotonic()
+                    epochs = sorted(self.epochs_done(job.run) for job in self.jobs)
+                    print(f"{self.clock()}{self.done} done, {len(runs)} to start; running: epochs {epochs}", flush=True)
+                time.sleep(0.1)
+        finally:
+            self.end()
+            signal.signal(signal.SIGTERM, before)
+        left = len(self.missing())
+        print(f"{self.done} runs done, {len(self.failed)} failed, {left} left,{self.clock()}", flush=True)
+        return len(self.failed)
+
+    def clock(self) -> str:
+        return f"{time.monotonic() - self.begun:5.0f} s  "
+
+    def stop(self, *_: Any) -> None:
+        self.deadline = 0.0
+
+    def missing(self) -> list[Run]:
+        """Selected runs that have data and no record, and did not fail."""
+        records = self.study.records(self.results)
+        runs = selected(self.study.planned(self.args.changes), self.args.only)
+        wanted = [run for run in runs if run.key not in records and run.name not in self.failed]
+        self.lacking = {run.data for run in wanted if not (self.args.data / run.data).is_dir()}
+        return [run for run in wanted if run.data not in self.lacking]
+
+    def folder(self, run: Run) -> Path:
+        return self.args.output / self.study.name / run.name
+
+    def epochs_done(self, run: Run) -> int:
+        log = self.folder(run) / "log.jsonl"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    def fits(self, run: Run) -> bool:
+        """Whether a run would finish before the deadline, at the pace of similar runs."""
+        rest = run.epochs - self.epochs_done(run)
+        return time.monotonic() + rest * self.pace.get(run.like, 0.0) < self.deadline
+
+    def start(self, run: Run) -> Job:
+        folder = self.folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        environ = os.environ | ({"OMP_NUM_THREADS": "1"} if self.args.jobs > 1 else {})
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(self.command(run), stdout=output, stderr=subprocess.STDOUT, env=environ)
+        return Job(run, process, folder, time.monotonic())
+
+    def command(self, run: Run) -> list[str]:
+        """The same command for one run."""
+        return [sys.executable, str(ROOT / "scripts" / "study.py"), *self.args.arguments, "--run", run.name]
+
+    def gather(self) -> None:
+        """Remove finished jobs."""
+        for job in [job for job in self.jobs if job.process.poll() is not None]:
+            self.jobs.remove(job)
+            if job.process.returncode:
+                self.failed.add(job.run.name)
+                print(f"{job.run.name} failed {job.failure()}", flush=True)
+                continue
+            self.done += 1
+            seconds = time.monotonic() - job.started
+            self.pace[job.run.like] = max(seconds / job.run.epochs, self.pace.get(job.run.like, 0.0))
+            print(f"{self.clock()}{job.run.name}: {seconds:.0f} s", flush=True)
+
+    def end(self) -> None:
+        """Stop the active jobs. Trainings that saved their state resume from it next time."""
+        self.gather()
+        for job in self.jobs:
+            job.process.terminate()
+        for job in self.jobs:
+            job.process.wait()
+            print(f"{job.run.name} stopped after {self.epochs_done(job.run)} of {job.run.epochs} epochs", flush=True)
