@@ -124,7 +124,7 @@ def files_of_weights(path: Path) -> list[Path]:
     if path.name == WEIGHTS:
         return [path]
     places = read_json(path).get("weight_map")
-    names = list(places.values()) if isinstance(places, dict) else [places]
+    names: list[Any] = list(places.values()) if isinstance(places, dict) else [places]
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"model[\w.-]*\.safetensors", name):
             raise CheckpointError(

@@ -28,8 +28,8 @@ def validate(folder: Path, name: str, results: Path) -> None:
     check_agreement(config, name, run)
     if not is_short_card(card, config) and not is_card(card, config, name, run):
         raise CheckpointError(
-            f"{folder / CARD} does not agree with config.json and {results}: pass its results with --results, put "
-            "your own sections between Accuracy and Training, or publish the folder with bkn_zoo.push_to_hub."
+            f"{folder / CARD} does not agree with config.json and {results}: pass its results with --results, "
+            "write the card again, or publish the folder with bkn_zoo.push_to_hub."
         )
 
 
@@ -55,7 +55,7 @@ def publish(
     validate(folder, own_name, results)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
     if not is_short_card(text, config):
-        text = readdressed(text, config, own_name, read_record(results, own_name), repository)
+        text = readdressed(text, config, own_name, repository)
     with TemporaryDirectory() as scratch:  # a card must not load a path of this machine
         copy = Path(scratch) / folder.resolve().name
         copy.mkdir()
@@ -83,4 +83,4 @@ def _send(folder: Path, repository: str, tag: str | None, private: bool, dry_run
     published = push_to_hub(folder, repository, private=private, tag=tag)
     for change in changes(folder, repository, published.commit):  # by the hashes that the Hub lists
         raise HubError(f"{change.file} of {repository} differs from the local file: publish again.")
-    print(f"{repository}: {tag or 'main'} is {published.commit}, verified by downloading it")
+    print(f"{repository}: {tag or 'main'} is {published.commit}, verified by the hashes of its files")
