@@ -35,7 +35,7 @@ from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm
 from bkn_zoo.publishing.cards import checkpoint_card
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL, NORM = "inception_cifar_bkn", "inception_a.branches.1.1.norm"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -293,22 +293,21 @@ def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path):
     assert loaded.get_submodule(NORM).gain == 1
 
 
-@pytest.mark.usefixtures("whole_network")
-def test_weights_beyond_the_limit_are_sharded(tmp_path, monkeypatch):
-    limit, folder = 1_200_000, tmp_path / "sharded"
-    monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
-    model = make(shared_process_noise=False)
-    save_pretrained(model, folder)
-    shards = sorted(folder.glob("model-*.safetensors"))
-    count = len(shards)
-    assert count > 2
-    assert [path.name for path in shards] == [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    assert all(path.stat().st_size <= limit for path in shards)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
-    assert not (folder / "model.safetensors").exists()
-    assert_same_tensors(from_pretrained(folder).state_dict(), rounded(model))
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    """A checkpoint with its weights in two files."""
+    monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", 220_000)
+    save_pretrained(make(), tmp_path / "sharded")
+    return tmp_path / "sharded"
+
+
+def test_weights_beyond_the_limit_are_sharded(sharded):
+    assert sorted(path.name for path in sharded.glob("model*")) == [*SHARDS, INDEX]
+    assert all((sharded / shard).stat().st_size <= 220_000 for shard in SHARDS)
+    index = json.loads((sharded / INDEX).read_text())
+    assert index["weight_map"].keys() == stored(sharded).keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(sharded).values())
+    assert_same_tensors(from_pretrained(sharded).state_dict(), rounded(make()))
 
 
 def test_golden_file_holds_an_input_and_its_outputs(folder):
@@ -458,7 +457,6 @@ def test_save_refuses_models_that_cannot_be_loaded(change, options, words, tmp_p
 
 
 # What is damaged is refused.
-INDEX = f"{WEIGHTS}.index.json"
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
@@ -548,29 +546,13 @@ def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.fixture
-def sharded(folder):
-    """The checkpoint with its weights in two files, one of which is outside and in a folder within as well."""
-    tensors = stored(folder)
-    (folder / WEIGHTS).unlink()
-    files = {name: SHARDS[name.startswith("fc")] for name in tensors}
-    for shard in SHARDS:
-        safetensors.torch.save_file({name: x for name, x in tensors.items() if files[name] == shard}, folder / shard)
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config(sha256={})(folder)
-    for copy in (folder.parent / "model-outside.safetensors", folder / "model" / "x.safetensors"):
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes((folder / SHARDS[1]).read_bytes())
-    return folder
-
-
 def index(**files):
     def edit(data):
         whole = json.loads(data)
         whole["weight_map"] |= {f"fc.{name}": file for name, file in files.items()}
         return json.dumps(whole).encode()
 
-    return file(f"{WEIGHTS}.index.json", edit)
+    return file(INDEX, edit)
 
 
 OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/x.safetensors", "model\\x.safetensors")
@@ -589,7 +571,7 @@ DAMAGED_SHARDS = [
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGED_SHARDS)
 def test_damaged_shards_and_indices_are_refused(sharded, damage, words):
-    assert from_pretrained(sharded).name == SMALL
+    config("sha256")(sharded)
     damage(sharded)
     assert_refused(sharded, *words)
 

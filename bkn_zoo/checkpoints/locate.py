@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,24 +140,19 @@ def usable_checkpoints() -> list[str]:
     First the preferred one, if it exists, then BKN networks before others, then those with more classes, then the more
     accurate ones. `bkn-zoo list` has the same order.
     """
-    ranked = sorted(
-        (name != PREFERRED_CHECKPOINT, config.norm != "bkn", -config.num_classes, -(config.top1 or 0.0), name)
-        for name, config in _usable(list_checkpoints())
-    )
-    if not ranked:
-        raise CheckpointError(
-            "no checkpoint that classifies images was found: name a folder or owner/repo on the Hub (in a shell with "
-            "--checkpoint), or set BKN_ZOO_CHECKPOINTS to a folder of checkpoints."
-        )
-    return [rank[-1] for rank in ranked]
-
-
-def _usable(names: list[str]) -> Iterator[tuple[str, Config]]:
-    for name in names:
+    ranked = []
+    for name in list_checkpoints():
         try:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError:  # loading it by name will say why
             continue
         network = config.architecture.rpartition("_")[0]
         if config.preprocessing is not None and (network in NETWORKS or is_model(config.architecture)):
-            yield name, config
+            preferred = name != PREFERRED_CHECKPOINT, config.norm != "bkn"
+            ranked.append((*preferred, -config.num_classes, -(config.top1 or 0.0), name))
+    if not ranked:
+        raise CheckpointError(
+            "no checkpoint that classifies images was found: name a folder or owner/repo on the Hub (in a shell with "
+            "--checkpoint), or set BKN_ZOO_CHECKPOINTS to a folder of checkpoints."
+        )
+    return [rank[-1] for rank in sorted(ranked)]
