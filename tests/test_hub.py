@@ -34,7 +34,7 @@ from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.publish import card_of
+from bkn_zoo.publishing.cards import checkpoint_card
 from service.app import create_app
 from service.settings import read_settings
 
@@ -67,8 +67,7 @@ def folder(tmp_path_factory):
         patch.setattr(checkpoints, "MAX_FILE_SIZE", 200_000)
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
         model.eval().save_pretrained(root / NAME, **about, license_text="Apache License\n")
-    (root / "results" / "runs").mkdir(parents=True)
-    (root / NAME / "README.md").write_text(card_of(Config.read(root / NAME / "config.json"), NAME, root / "results"))
+    (root / NAME / "README.md").write_text(checkpoint_card(Config.read(root / NAME / "config.json"), NAME))
     return root / NAME
 
 
@@ -160,7 +159,7 @@ def cached(tmp_path, name):
 
 
 def test_publishing_is_one_verified_commit(server, command, folder, files):
-    arguments = ("publish", folder, "--namespace", "new", "--results", folder.parent / "results")
+    arguments = ("publish", folder, "--namespace", "new")
     code, printed = command(*arguments, "--dry-run")
     assert code == 0
     for name, data in files.items():
@@ -246,11 +245,10 @@ def test_training_ends_on_the_hub_if_asked(server, command, tmp_path):
     local = Path("runs/photos/photos/README.md").read_text()
     assert local == card.replace('"owner/photos"', '"./runs/photos/photos"').replace("ls owner/", "ls ./runs/photos/")
 
-    # The same name again, with results elsewhere, and a Hub that refuses at the end.
+    # The same name again, and a Hub that refuses at the end.
     server.faults = [Fault("POST /api/models/owner/photos/commit", status=403)]
-    arguments = ("--name", "photos", "--seed", "1", "--output", "again", "--results", "elsewhere/runs")
-    code, printed = command(*options, *arguments)
-    assert (code, "--results elsewhere --private" in printed) == (1, True)
+    code, printed = command(*options, "--name", "photos", "--seed", "1", "--output", "again")
+    assert (code, "--namespace owner --private" in printed) == (1, True)
     advised = printed.partition("publish it with bkn-zoo publish ")[2].strip()
     assert "verified" in command("publish", *shlex.split(advised))[1]
     assert from_pretrained("owner/photos").revision != first

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.card import license_of
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.errors import CheckpointError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
@@ -77,24 +76,6 @@ def read_record(results: Path, name: str) -> Run:
     return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
-def check_agreement(config: Config, name: str, run: Run) -> None:
-    """Refuse a config whose accuracy, recipe or default statistics differ from the record of its run."""
-    ours = name, config.architecture, config.training.get("recipe"), config.default_statistics
-    theirs = tuple(run.get(field) for field in ("name", "model", "recipe", "chosen_statistics"))
-    test = run.get("test", {})
-    measured = config.accuracy.keys() == test.keys() and all(
-        round(test[mode].get(metric, -1), 3) == value
-        for mode, metrics in config.accuracy.items()
-        for metric, value in metrics.items()
-    )
-    if config.accuracy and not (ours == theirs and measured):
-        raise CheckpointError(
-            f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
-            "use both from the same run, pass the folder of its results with --results, or publish the folder "
-            "with bkn_zoo.push_to_hub."
-        )
-
-
 def checkpoint_card(
     config: Config, name: str, run: Run | None = None, sections: Sequence[str] = (), address: str | None = None,
     license: str | None = None,
@@ -125,10 +106,10 @@ def checkpoint_card(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def is_card(text: str, config: Config, name: str, run: Run) -> bool:
-    """Whether a text has the metadata, accuracy and training of a checkpoint; its owner may have added more."""
-    metadata = _card_metadata(config, name, license_of(text))
-    return all(part in text for part in (metadata, f"# {name}\n", _accuracy(config), _training(config, run), USE))
+def is_card(text: str, config: Config, name: str) -> bool:
+    """Whether a text has the metadata, accuracy and command of a checkpoint; its owner may have added more."""
+    parts = _card_metadata(config, name, license_of(text)), f"# {name}\n", _accuracy(config)
+    return all(part in text for part in (*parts, str(config.training.get("command", ""))))
 
 
 def readdressed(text: str, config: Config, name: str, address: str) -> str:
