@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bkn_zoo.checkpoints.builders import build_network
-from bkn_zoo.checkpoints.card import is_short_card, short_card
+from bkn_zoo.checkpoints.card import checkpoint_card, is_default_card
 from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, norm_of
 from bkn_zoo.checkpoints.files import (
     CARD,
@@ -92,8 +92,8 @@ def save_pretrained(
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
         default_statistics: the mode of calls that do not choose one; by default that of the model.
-        card: text of README.md; by default a short card, which never replaces another card.
-        license: the licence that the short card names, an identifier of the Hub such as "mit"; by default none.
+        card: text of README.md; by default a card from the config, which never replaces a card with more in it.
+        license: the licence that this card names, an identifier of the Hub such as "mit"; by default none.
         license_text: text of a file LICENSE, for weights with a licence of their own.
     """
     config = _make_config(
@@ -102,7 +102,7 @@ def save_pretrained(
     )  # fmt: skip
     folder = Path(folder).resolve()
     keep_card = card is None
-    card = short_card(config, folder.name, license) if card is None else card
+    card = checkpoint_card(config, folder.name, license=license) if card is None else card
     tensors = {name: to_stored(name, tensor) for name, tensor in tensors_of(model).items()}
     _check_replaceable(folder, keep_card)
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -300,9 +300,9 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
             )
     card = folder / CARD
     text = card.read_text(errors="replace") if keep_card and card.exists() else None
-    if text is not None and not is_short_card(text, Config.read(folder / CONFIG)):
+    if text is not None and not is_default_card(text, Config.read(folder / CONFIG)):
         raise CheckpointError(
-            f"{card} is more than the short card that save_pretrained writes, and would be lost: pass card=, or choose "
+            f"{card} is more than the card that save_pretrained writes, and would be lost: pass card=, or choose "
             "another folder."
         )
 
