@@ -77,7 +77,7 @@ class Metrics:
         while self.folder is not None:
             await asyncio.sleep(1)
             try:
-                await asyncio.to_thread(_save_samples, self.folder, str(os.getpid()), self._samples())
+                await asyncio.to_thread(lambda folder: _save_samples(folder, os.getpid(), self._samples()), self.folder)
             except OSError as error:
                 if self._can_share:
                     log.warning("the metrics of this process are not in the sums of the others: %s", error)
@@ -118,7 +118,7 @@ def bury(folder: Path, pid: int) -> None:
         (folder / f"{pid}.json").unlink(missing_ok=True)
 
 
-def _save_samples(folder: Path, name: str, samples: Samples) -> None:
+def _save_samples(folder: Path, name: str | int, samples: Samples) -> None:
     """Write a file at once, so that nobody reads a part of it. Mapped files would end the process on a full disk."""
     partial = folder / f"{name}.partial"
     partial.write_text(json.dumps(samples))

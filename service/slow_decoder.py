@@ -23,7 +23,7 @@ from bkn_zoo.images.reading import open_image, resized_square
 # Of processor time; an image of 50 megapixels takes less.
 MAX_SECONDS = 5
 # Bytes of memory that any image may take, and more for each of its pixels and bytes.
-MEMORY, MEMORY_PER_PIXEL, MEMORY_PER_BYTE = 2**26, 16, 3
+MEMORY, MEMORY_PER_PIXEL, MEMORY_PER_BYTE = 2**26, 24, 3
 CRASHED = "the image cannot be decoded, because it crashes the decoder or takes too long: save it again as a PNG."
 
 
@@ -116,7 +116,6 @@ def decode_images(niceness: int) -> None:
     if hasattr(os, "nice"):  # not on Windows
         os.nice(niceness)
     warnings.simplefilter("ignore")
-    Image.preinit()
     answers = os.fdopen(os.dup(1), "wb")
     # Output of libraries must not mix with responses.
     os.dup2(2, 1)

@@ -1286,7 +1286,12 @@ def test_a_wrong_conversion_is_not_proved(change):
         with torch.no_grad():
             converted.get_submodule("4").running_var.mul_(1.01)
     else:
-        model.forward = lambda x: nn.Sequential.forward(model, x).detach() + model[6](x[:, :1].repeat(1, 8, 1, 1))
+
+        class Detached(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x).detach() + self[6](x[:, :1].repeat(1, 8, 1, 1))
+
+        model.__class__ = Detached
     with pytest.raises(ConversionError, match="differs from the original"):
         prove(model, converted, torch.randn(4, 3, 8, 8))
 

@@ -98,8 +98,11 @@ def test_networks_exist_in_every_norm_and_are_listed():
 
 
 def test_forward_gives_logits_at_several_sizes(trained):
-    """Those of a square, of another shape, and of an image with few positions at the top, in every mode."""
-    for (height, width), mode in itertools.product([*sizes(trained), (2 * trained.stride, 2 * trained.stride)], MODES):
+    """Those of a square, of another shape, and of one image as small as the network's stride, in every mode."""
+    smallest = (trained.stride, trained.stride)
+    for (height, width), mode in itertools.product([*sizes(trained), smallest], MODES):
+        if (height, width) == smallest and mode == "sample" and not trained.name.startswith("resnet101_bkn"):
+            continue  # one value per channel in a layer without a prior is refused
         with torch.no_grad():
             logits = trained(photographs(1, height, width), statistics=mode)
         assert logits.shape == (1, CLASSES)

@@ -107,7 +107,7 @@ def test_underscores_and_old_names_are_accepted():
 
 def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
     asked = []
-    monkeypatch.setattr("service.command.main", lambda arguments: asked.append(arguments) or 0)
+    monkeypatch.setattr("service.command.serve_command", lambda arguments: asked.append(arguments) or 0)
     monkeypatch.setitem(sys.modules, "bkn_zoo_service.command", sys.modules["service.command"])
     assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
     assert cli.main(["serve", "--checkpoints=a,b"]) == 0

@@ -176,7 +176,8 @@ def _to_file(classifier: "Classifier", files: list[str], args: argparse.Namespac
             with open(scratch, "wb") as whole:
                 whole.writelines(map(_bytes, _texts(FORMATS[args.format], map(json.loads, file))))
             os.replace(scratch, output)
-            lines.unlink()
+    if lines != output:
+        lines.unlink()  # after it is closed, as Windows needs it
     bad = f"; {len(failures):,} could not be used" if failures else ""
     print(f"bkn-zoo: {_are(count)} in {output}{bad}", file=sys.stderr)
     return count

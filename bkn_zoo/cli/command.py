@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.files import check_file
@@ -158,10 +157,11 @@ def _publish_folders(args: argparse.Namespace) -> int:
     from bkn_zoo.publishing.publish import publish
 
     options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
-    for folder in map(Path.resolve, folders):
-        beside = folder.parent / "results"  # of its run, or of the source tree around it
-        results = args.results or (beside if beside.is_dir() else folder.parent.parent / "results")
-        publish(folder, args.name or folder.name, args.namespace, results, **options)
+    for folder in folders:
+        place = folder.resolve()
+        beside = place.parent / "results"  # of its run, or of the source tree around it
+        results = args.results or (beside if beside.is_dir() else place.parent.parent / "results")
+        publish(folder, args.name or place.name, args.namespace, results, **options)
     return 0
 
 
@@ -181,7 +181,7 @@ def _print_completion(args: argparse.Namespace) -> int:
 
 def _serve(arguments: list[str]) -> int:
     try:
-        code: int = _service("command").main(arguments)
+        code: int = _service("command").serve_command(arguments)
     except ModuleNotFoundError as error:
         raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
     try:
@@ -246,6 +246,6 @@ COMMANDS = {
     "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
     "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
     "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
-    "serve": Command("start the HTTP service", lambda: _service("settings").parser(), _serve, raw=True),
+    "serve": Command("start the HTTP service", lambda: _service("settings").settings_parser(), _serve, raw=True),
     "completion": Command("print a script for shell completion", options.completion_parser, _print_completion),
 }

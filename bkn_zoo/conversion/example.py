@@ -251,5 +251,5 @@ def _accepts(model: nn.Module, inputs: Inputs) -> bool:
 
 def reason_of(error: Exception) -> str:
     """The text of a foreign error in one line, without the middle of a long one: reasons are at the ends."""
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = " ".join(str(error).split()).rstrip(".").replace(". ", "; ") or type(error).__name__
     return text if len(text) <= 2 * REASON else f"{text[:REASON]} ... {text[-REASON:]}"

@@ -19,7 +19,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief, concatenate
 from bkn_zoo.norms.running import in_batch_norm_layout
-from bkn_zoo.norms.statistics import group_size, in_full_precision
+from bkn_zoo.norms.statistics import group_count, in_full_precision
 from bkn_zoo.torch_internals import checkpoint_frame, recomputing, tree_leaves
 
 POPULATION = Statistics("population")
@@ -250,7 +250,7 @@ class Links:
             self._report_missing(link, found)
             statistics, groups = record.statistics, x.shape[0]
             if statistics.mode == "batch":
-                groups //= group_size(groups, statistics.group)
+                groups = group_count(groups, statistics.group)
             like = in_full_precision(x.new_zeros(()))
             for place, (_, _, channels) in enumerate(link.sources):
                 if found[place] is None:

@@ -18,6 +18,7 @@ from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import (
     HALF,
     finish,
+    group_count,
     group_size,
     in_full_precision,
     normalize,
@@ -179,7 +180,7 @@ class RunningNorm(nn.Module):
         if statistics.mode != "expected":
             self.check_group(x, statistics.group if statistics.mode == "batch" else 1)
         x = in_batch_norm_layout(x)
-        if self.fused(statistics) and kernels.chosen(x, self.prior_features or 0):
+        if self.fused(x, statistics) and kernels.chosen(x, self.prior_features or 0):
             return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):
             images = observe(x)
@@ -188,12 +189,13 @@ class RunningNorm(nn.Module):
                 belief = self.believe(observed, prior)
                 weight, bias = self.scale_and_shift(belief)
                 if self.remembers():
-                    self.remember(belief, observed, images, count=x.numel() // observed.mean.numel())
+                    self.remember(belief, observed, images, statistics.group, math.prod(x.shape[2:]))
             else:
                 observed = images if statistics.mode == "sample" else self.expect(images, statistics.group)
                 belief = self.believe(observed, prior)
                 weight, bias = self.weight, self.bias
-            return normalize(x, belief, weight, bias, self.eps, residual, relu), belief
+            group = statistics.group if statistics.mode == "batch" else 1
+            return normalize(x, belief, weight, bias, self.eps, residual, relu, group), belief
 
     def choose(self, statistics: Statistics | str | None) -> Statistics:
         """The statistics of a call, with the layer's own settings as default."""
@@ -214,7 +216,7 @@ class RunningNorm(nn.Module):
 
     def population(self, images: int, group: int | None) -> Belief:
         """The running belief, for each group of a batch."""
-        groups = images // group_size(images, group)
+        groups = group_count(images, group)
         mean, var = self.averages()
         return Belief(mean.expand(groups, -1), var.expand(groups, -1))
 
@@ -229,10 +231,13 @@ class RunningNorm(nn.Module):
         weight, bias = (None if p is None else in_full_precision(p) for p in (self.weight, self.bias))
         return F.batch_norm(x, mean, var, weight, bias, training, momentum, self.eps)
 
-    def fused(self, statistics: Statistics) -> bool:
-        """Whether the kernels support this call; they have no gradients for `expected` statistics."""
-        known = self.fusible and self.affine and self.momentum is not None
-        return known and (statistics.mode != "expected" or not torch.is_grad_enabled())
+    def fused(self, x: Tensor, statistics: Statistics) -> bool:
+        """Whether the kernels support this call: equal groups, and no gradients for `expected` statistics."""
+        if not (self.fusible and self.affine) or self.momentum is None:
+            return False
+        if statistics.mode == "batch":
+            return x.shape[0] % group_size(x.shape[0], statistics.group) == 0
+        return statistics.mode != "expected" or not torch.is_grad_enabled()
 
     def _forward_fused(
         self, x: Tensor, prior: Belief | None, statistics: Statistics, residual: Tensor | None, relu: bool
@@ -319,15 +324,20 @@ class RunningNorm(nn.Module):
         return Belief(self.image_mean, self.image_var), self.image_spread
 
     @torch.no_grad()
-    def remember(self, belief: Belief, observed: Belief, images: Belief, count: int) -> None:
-        """Move the running averages by `momentum` towards this step's, averaged over its groups.
+    def remember(self, belief: Belief, observed: Belief, images: Belief, group: int | None, positions: int) -> None:
+        """Move the running averages by `momentum` towards this step's, averaged over its images.
 
-        The observed part of the variance, from `count` values per group, gets Bessel's correction, as in PyTorch's
-        batch normalization. A step with a non-finite value does not change the averages, so one bad batch cannot
-        spoil a model.
+        The observed part of the variance gets Bessel's correction, as in PyTorch's batch normalization. A step with a
+        non-finite value does not change the averages, so one bad batch cannot spoil a model.
         """
-        mean = belief.mean.mean(0)
-        var = (belief.var + self.trust() * observed.var / max(count - 1, 1)).mean(0)
+        count = images.mean.shape[0]
+        size = group_size(count, group)
+        sizes = belief.mean.new_full((len(belief.mean), 1), size)
+        if count % size:
+            sizes[-1] = count % size
+        share = sizes / count
+        mean = (share * belief.mean).sum(0)
+        var = (share * (belief.var + self.trust() * observed.var / (sizes * positions - 1).clamp_min(1))).sum(0)
         spread, image_mean = torch.var_mean(images.mean, dim=0, correction=0)
         image_var = images.var.mean(0)
         step, unrest = self._step()
@@ -403,7 +413,8 @@ class RunningNorm(nn.Module):
 
 def refuse_single_values(x: Tensor, group: int | None, training: bool) -> None:
     """Refuse statistics groups with one value per channel."""
-    if x.shape[0] == 0 or group_size(x.shape[0], group) * math.prod(x.shape[2:]) > 1:
+    size = group_size(x.shape[0], group)
+    if x.shape[0] == 0 or (x.shape[0] % size or size) * math.prod(x.shape[2:]) > 1:
         return
     advice = "statistics='population', or larger images."
     if training:

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import InputError, counted
 from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, also exported from here
 from bkn_zoo.norms.kalman import Belief
 
@@ -18,21 +17,26 @@ def observe(x: Tensor) -> Belief:
 
 
 def group_size(count: int, group: int | None) -> int:
-    """Images per statistics group in a batch of `count`."""
-    group = max(count, 1) if group is None else group  # an empty batch is zero groups of one
-    if count % group:
-        raise InputError(
-            f"a batch of {counted(count, 'image')} cannot be split into statistics groups of {group}: "
-            "make the batch a multiple of statistics_batch_size."
-        )
-    return group
+    """Images per statistics group in a batch of `count`. The last group may be smaller."""
+    whole = max(count, 1)  # an empty batch is zero groups of one
+    return whole if group is None else min(group, whole)
+
+
+def group_count(count: int, group: int | None) -> int:
+    """The number of statistics groups in a batch of `count`."""
+    return -(-count // group_size(count, group))
 
 
 def pool(images: Belief, group: int | None) -> Belief:
     """Statistics of groups of `group` consecutive images, from the statistics of the images."""
-    group = group_size(images.mean.shape[0], group)
+    count = images.mean.shape[0]
+    group = group_size(count, group)
     if group == 1:
         return images
+    rest = count % group
+    if rest:
+        whole, last = (Belief(*(rows[part] for rows in images)) for part in (slice(-rest), slice(-rest, None)))
+        return Belief(*map(torch.cat, zip(pool(whole, group), pool(last, rest), strict=True)))
     between, mean = torch.var_mean(_grouped(images.mean, group), dim=1, correction=0)
     return Belief(mean, _grouped(images.var, group).mean(1) + between)
 
@@ -52,12 +56,13 @@ def normalize(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
+    group: int | None = 1,
 ) -> Tensor:
     """gamma (x - m) / sqrt(v + eps) + beta, each group with its own belief, then the residual sum and the ReLU."""
     scale = torch.rsqrt(belief.var + eps)
     scale = scale if weight is None else weight * scale
     shift = -belief.mean * scale if bias is None else bias - belief.mean * scale
-    y = torch.addcmul(per_image(shift, x), in_full_precision(x), per_image(scale, x))
+    y = torch.addcmul(per_image(shift, x, group), in_full_precision(x), per_image(scale, x, group))
     return finish(y, residual, relu).to(x.dtype)
 
 
@@ -68,11 +73,12 @@ def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     return y.relu_() if relu else y
 
 
-def per_image(rows: Tensor, x: Tensor) -> Tensor:
+def per_image(rows: Tensor, x: Tensor, group: int | None) -> Tensor:
     """Spread (groups, C) over the images of `x` so that it broadcasts against it."""
     groups, channels = rows.shape
     if groups not in (1, x.shape[0]):
-        rows = rows.unsqueeze(1).expand(groups, x.shape[0] // groups, channels).reshape(x.shape[0], channels)
+        size = group_size(x.shape[0], group)
+        rows = rows.unsqueeze(1).expand(groups, size, channels).reshape(groups * size, channels)[: x.shape[0]]
     return rows.reshape(rows.shape + (1,) * (x.ndim - 2))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import studies.rivals  # noqa: F401, registers norms
-from studies.base import RESULTS, Record
+from studies.base import DOCS, RESULTS, Record
 from studies.replication import Questions, Replication
 
 
@@ -26,10 +26,11 @@ class Standardized(Replication):
         return questions.modes()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
-        """Every experiment as CSV files in results/tables/standardized/."""
+        """The comparison at full length on the page; every experiment as CSV files in results/tables/standardized/."""
         from studies.replication_page import sections
 
-        return {RESULTS / "tables" / self.name: sections(self.plan, records)}
+        found = sections(self.plan, records)
+        return {RESULTS / "tables" / self.name: found, DOCS / "results.md": {"standardized": found["full"]}}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
         return {}
