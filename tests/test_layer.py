@@ -490,7 +490,6 @@ BATCH = torch.randn(8, 3, 6, 6)
     ("batches", "says"),
     [
         ([], "batches is empty"),
-        ([BATCH, BATCH[:3]], "statistics groups"),
         ([BATCH, {"image": BATCH}], "a dict is not a batch of images: pass"),
         ([()], "a tuple is not a batch"),
         ([BATCH * math.nan], "no finite batch"),
