@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 from torch.testing import assert_close
 
@@ -66,37 +66,7 @@ def test_update_is_the_mixture_of_prediction_and_observation(gain):
     assert_close(belief.var, second - mean**2)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 6, None])
-def test_pooled_image_statistics_are_those_of_the_group(group):
-    x = 3 + 2 * random(6, 4, 5, 3) + random(6, 4, 1, 1)
-    pooled = pool(observe(x), group)
-    size = 6 if group is None else group
-    values = x.reshape(6 // size, size, 4, -1)
-    var, mean = torch.var_mean(values, dim=(1, 3), correction=0)
-    assert_close(pooled, Belief(mean, var))
-
-
 # Gradients
-
-
-BELIEF = [(2, 3), (2, 3)]
-STEPS = {
-    "predict": (lambda m, v, a, noise: predict(Belief(m, v.square()), a, noise.square()), [*BELIEF, (4, 3), (4,)]),
-    "update": (lambda m, v, x, s, q: update(Belief(m, v), Belief(x, s), q.sigmoid()), [*BELIEF, *BELIEF, ()]),
-    **{
-        f"normalize {n}": (
-            lambda x, m, v, gamma, beta: normalize(x, Belief(m, v.square() + 0.1), gamma, beta, eps=1e-5),
-            [(4, 3, 2, 2), (n, 3), (n, 3), (3,), (3,)],
-        )
-        for n in (1, 2, 4)
-    },
-}
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_gradients_of_each_step_are_right(step):
-    function, shapes = STEPS[step]
-    assert gradcheck(function, [random(*shape).requires_grad_() for shape in shapes])
 
 
 @pytest.mark.parametrize("group", [None, 2, 1])
@@ -119,19 +89,8 @@ def test_gradients_through_two_chained_layers_are_right(make_norm, group):
 
     inputs = [random(4, 2, 2, 2).requires_grad_(), *(p.detach().requires_grad_() for p in layers.parameters())]
     assert gradcheck(chain, inputs)
-
-
-def test_a_layer_learns_from_the_layer_above_through_its_belief(make_norm):
-    """The paper's printed gradients leave this path out: nothing but the belief links the two layers here."""
-    first, below, above = make_norm("bkn", 3), make_norm("bkn", 4, 3), make_norm("bkn", 2, 4)
-    _, belief = first(random(4, 3, 2, 2))
-    _, belief = below(random(4, 4, 2, 2), belief)
-    y, _ = above(random(4, 2, 2, 2), belief)
-    y.pow(3).sum().backward()
-    for parameter in (below.transition, below.raw_process_noise, below.raw_gain):
-        assert parameter.grad.abs().max() > 1e-6
-    assert below.weight.grad is None
-    assert below.bias.grad is None
+    if group == 2:
+        assert gradgradcheck(chain, inputs)
 
 
 # The appendix

@@ -11,14 +11,7 @@ from bkn_zoo.norms import BatchKalmanNorm2d, Belief, Statistics
 
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-groupings = pytest.mark.parametrize("group", [1, 2, 4, 8, None])
-
-
-def choice(statistics):
-    """Whether it is for training, how a call chooses it, and the groups of four images."""
-    training = statistics.startswith("batch")
-    chosen = Statistics("batch" if training else statistics, None if statistics == "batch" else 2)
-    return training, chosen, {"batch": 1, "batch of 2": 2}.get(statistics, 4)
+groupings = pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, None])
 
 
 def gradients(y, grad_y, inputs):
@@ -42,29 +35,12 @@ def test_gain_and_process_noise_keep_to_their_ranges(dtype):
         assert (layer.process_noise > 0).all()
 
 
-def test_population_statistics_need_no_prior_and_no_gain(make_norm):
-    layer = make_norm("bkn", 6, 4).eval()
-    x = torch.randn(5, 6, 4, 3).double()
-    y, belief = layer(x)
-    scale = layer.weight / torch.sqrt(layer.running_var + layer.eps)
-    assert_close(y, (x - layer.running_mean[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None])
-    assert belief is None
-
-
 @pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
-def test_sample_statistics_are_those_of_the_image_itself(make_norm, make_belief, kind):
-    layer = make_norm(kind, 6, 4).eval()
-    x, prior = 1 + 2 * torch.randn(3, 6, 4, 3).double(), make_belief(3, 4)
-    y, belief = layer(x, prior, Statistics("sample"))
-    observed = Belief(x.mean((2, 3)), x.var((2, 3), correction=0))
-    if kind == "bkn":
-        m, v = prior.mean @ layer.transition.T, prior.var @ layer.transition.T.square() + layer.process_noise
-        q, p = layer.gain, 1 - layer.gain
-        mean = p * m + q * observed.mean
-        observed = Belief(mean, p * v + q * observed.var + p * q * (observed.mean - m) ** 2)
-    assert_close(belief, observed)
-    normal = (x - observed.mean[:, :, None, None]) / torch.sqrt(observed.var + layer.eps)[:, :, None, None]
-    assert_close(y, normal * layer.weight[:, None, None] + layer.bias[:, None, None])
+def test_sample_statistics_are_those_of_groups_of_one(make_norm, make_belief, kind):
+    layer, x, prior = make_norm(kind, 6, 4), 1 + 2 * torch.randn(3, 6, 4, 3).double(), make_belief(3, 4)
+    layer.num_batches_tracked.zero_()  # BRN has no corrections yet
+    expected = layer(x, prior, Statistics("batch", 1))
+    assert_close(layer.eval()(x, prior, Statistics("sample")), expected)
 
 
 # Groups
@@ -74,10 +50,10 @@ def test_sample_statistics_are_those_of_the_image_itself(make_norm, make_belief,
 @layouts
 @pytest.mark.parametrize("kind", ["bkn", "bn", "brn"])
 def test_grouped_layers_equal_a_loop_over_the_groups(make_norm, make_belief, kind, layout, group):
-    size = 8 if group is None else group
-    layer = make_norm(kind, 6, 4)
+    """The last group may be smaller."""
+    layer, parts = make_norm(kind, 6, 4), torch.arange(8).split(group or 8)
     x = (1 + 2 * torch.randn(8, 6, 4, 3).double() + torch.randn(8, 6, 1, 1).double()).requires_grad_()
-    prior = make_belief(8 // size, 4, requires_grad=True)
+    prior = make_belief(len(parts), 4, requires_grad=True)
     grad_y = torch.randn(8, 6, 4, 3).double()
     inputs = [x, *layer.parameters(), *(prior if kind == "bkn" else ())]
     before = copy.deepcopy(layer.state_dict())
@@ -88,36 +64,42 @@ def test_grouped_layers_equal_a_loop_over_the_groups(make_norm, make_belief, kin
         return y, belief, gradients(y, grad_y, inputs), copy.deepcopy(layer.state_dict())
 
     y, belief, grads, remembered = run(x, prior, grad_y, group)
-    loop = [
-        run(x[rows], Belief(prior.mean[[g]], prior.var[[g]]), grad_y[rows], None)
-        for g, rows in enumerate(torch.arange(8).split(size))
-    ]
+    loop = [run(x[rows], Belief(prior.mean[[g]], prior.var[[g]]), grad_y[rows], None) for g, rows in enumerate(parts)]
     assert_close(y, torch.cat([part[0] for part in loop]))
     assert_close(grads, [torch.stack(parts).sum(0) for parts in zip(*(part[2] for part in loop), strict=True)])
     if belief is not None and kind == "bkn":
         assert_close(belief.mean, torch.cat([part[1].mean for part in loop]))
         assert_close(belief.var, torch.cat([part[1].var for part in loop]))
-    for name in ("running_mean", "running_var"):  # one step towards the mean over the groups
-        assert_close(remembered[name], torch.stack([part[3][name] for part in loop]).mean(0))
+    for name in ("running_mean", "running_var"):  # one step towards the mean over the images
+        each = zip(loop, parts, strict=True)
+        assert_close(remembered[name], sum(part[3][name] * len(rows) / 8 for part, rows in each))
 
 
 # Residual sum and ReLU
 
 
-@pytest.mark.parametrize("statistics", ["batch", "batch of 2", "population", "sample", "expected"])
+@pytest.mark.parametrize(
+    ("statistics", "groups"),
+    [
+        (Statistics("batch"), 1), (Statistics("batch", 2), 2), (Statistics("population"), 4),
+        (Statistics("sample"), 4), (Statistics("expected", 2), 4),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize(("with_residual", "relu"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", ["bkn", "bn", "brn", "gn"])
-def test_residual_and_relu_are_those_after_the_norm(make_norm, make_belief, kind, with_residual, relu, statistics):
-    training, chosen, groups = choice(statistics)
-    layer, prior = make_norm(kind, 8, 4).train(training), make_belief(groups, 4)
+def test_residual_and_relu_are_those_after_the_norm(
+    make_norm, make_belief, kind, with_residual, relu, statistics, groups
+):
+    layer, prior = make_norm(kind, 8, 4).train(statistics.mode == "batch"), make_belief(groups, 4)
     x, grad_y = torch.randn(4, 8, 3, 3).double().requires_grad_(), torch.randn(4, 8, 3, 3).double()
     residual = torch.randn(4, 8, 3, 3).double().requires_grad_() if with_residual else None
     inputs = [x, layer.weight, layer.bias, *([residual] if with_residual else [])]
     before = copy.deepcopy(layer.state_dict())
-    y, _ = layer(x, prior, chosen, residual=residual, relu=relu)
+    y, _ = layer(x, prior, statistics, residual=residual, relu=relu)
     grads = gradients(y, grad_y, inputs)
     layer.load_state_dict(before)
-    expected, _ = layer(x, prior, chosen)
+    expected, _ = layer(x, prior, statistics)
     if residual is not None:
         expected = expected + residual
     if relu:

@@ -35,24 +35,6 @@ def true_values(x):
 # Running averages
 
 
-SHARED = [(8, 2), (8, None), (2, 2), (1, 1)]  # by one function of all kinds, asked of one of them
-
-
-SIZES = [*(("bkn", *sizes) for sizes in SHARED), ("bn", 8, 2), ("brn", 8, 2), ("brn", 8, None)]
-
-
-@pytest.mark.parametrize(("kind", "batch", "group"), SIZES)
-def test_image_statistics_converge_to_those_of_the_population(kind, batch, group):
-    population = images_of_many_kinds(500)
-    layer = KINDS[kind](3, momentum=0.015).double()
-    for _ in range(400):
-        layer(population[torch.randint(500, (batch,))], None, Statistics("batch", group))
-    mean, var, spread = true_values(population)
-    assert_close(layer.image_mean, mean, rtol=0, atol=0.2)
-    assert_close(layer.image_var, var, rtol=0.15, atol=0)
-    assert_close(layer.image_spread, spread, rtol=0.3, atol=0)
-
-
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_spread_of_means_is_unbiased_for_small_batches(batch):
     """At momentum 0.1 each value of the buffer is noisy; its average over training must not be biased (3 %)."""
@@ -84,8 +66,7 @@ def test_32_images_of_7_by_7_are_1568_values():
     """The paper prints 7 x 7 x 256 = 1568; the count shows in the correction of the remembered variance."""
     layer, x = BatchKalmanNorm2d(2, momentum=1.0).double(), torch.randn(32, 2, 7, 7).double()
     layer(x)
-    factor = layer.running_var / x.var((0, 2, 3), correction=0)
-    assert_close(factor, torch.full((2,), 1568 / 1567, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert_close(layer.running_var, x.var((0, 2, 3), correction=0) * 1568 / 1567, rtol=1e-12, atol=0)
 
 
 def test_the_population_stands_for_partners_after_whole_batches():
@@ -140,15 +121,6 @@ def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind, images, g
     above = BatchKalmanNorm2d(3, 3)
     y, _ = above(x, Belief(torch.zeros(images, 3), torch.ones(images, 3)), Statistics("batch", 1))
     assert y.std() > 0
-
-
-def test_a_spread_that_overflows_is_not_remembered():
-    layer, x = BatchKalmanNorm2d(4, statistics_batch_size=1), torch.randn(4, 4, 3, 3)
-    x[0] = 1e20
-    for _ in range(2):
-        layer(x)
-    assert layer.num_batches_tracked == 2
-    assert layer.image_spread.isfinite().all()
 
 
 # Not BN over whole batches, which is PyTorch's own and guards nothing.
@@ -254,14 +226,3 @@ def test_expected_statistics_of_groups_of_one_are_the_image_s(make_norm, make_be
     layer, x = KINDS[kind](3).eval(), 1e3 + 1e-2 * torch.randn(4, 3, 16, 16)  # a large mean, in float32
     (_, belief), (_, own) = (layer(x, None, statistics) for statistics in (Statistics("expected", 1), "sample"))
     assert_close(belief.var, own.var, rtol=0.05, atol=0)
-
-
-def test_expected_variances_are_never_negative():
-    """Whatever was remembered: the averages need not be over the same images, and the mean may be large."""
-    layer = BatchKalmanNorm2d(3).eval()
-    layer.image_mean.copy_(torch.tensor([10.0, 1e3, -1e4]))
-    layer.image_var.fill_(1e-3)
-    layer.image_spread.copy_(torch.tensor([5.0, 0.0, 1e-3]))
-    y, belief = layer(layer.image_mean[:, None, None] + 1e-2 * torch.randn(4, 3, 4, 4), None, Statistics("expected", 2))
-    assert (belief.var >= 0).all()
-    assert y.isfinite().all()

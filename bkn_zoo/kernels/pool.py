@@ -30,8 +30,8 @@ def max_pool(x: Tensor, kernel: int, stride: int, padding: int = 0, ceil_mode: b
     if not fused(x, kernel, stride, padding):
         return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
     if learning(x):
-        return MaxPooling.apply(x, kernel, stride, padding, ceil_mode)
-    return torch.ops.bkn_zoo.max_pool(x, kernel, stride, padding, ceil_mode, False)[0]
+        return Pooling.apply(x, kernel, stride, padding, ceil_mode, True)
+    return torch.ops.bkn_zoo.pool(x, kernel, stride, padding, ceil_mode, True, False)[0]
 
 
 def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
@@ -42,7 +42,7 @@ def average_pool(x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tenso
             # github.com/pytorch/pytorch/issues/188344.
             x, padding = F.pad(x, [padding] * 4), 0
         return F.avg_pool2d(x, kernel, stride, padding)
-    return AveragePooling.apply(x, kernel, stride, padding)
+    return Pooling.apply(x, kernel, stride, padding, False, False)
 
 
 def fused(x: Tensor, kernel: int, stride: int, padding: int) -> bool:
@@ -158,7 +158,7 @@ def empty_channels_last(x: Tensor, height: int, width: int, dtype: torch.dtype |
 
 
 def pooled_like(
-    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool = False, indexed: bool = False
+    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool, maximum: bool, indexed: bool
 ) -> tuple[Tensor, Tensor]:
     """Empty tensors for the output and the winners."""
     height, width = (out_size(size, kernel, stride, padding, ceil_mode) for size in x.shape[2:])
@@ -166,9 +166,13 @@ def pooled_like(
     return empty_channels_last(x, height, width), index
 
 
-def forward(x: Tensor, y: Tensor, index: Tensor, maximum: bool, *window: int) -> None:
-    launches = plan_forward(tuple(x.shape), tuple(y.shape[2:]), maximum, index.numel() > 0, window)
+def forward(
+    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool, maximum: bool, indexed: bool
+) -> tuple[Tensor, Tensor]:
+    y, index = pooled_like(x, kernel, stride, padding, ceil_mode, maximum, indexed)
+    launches = plan_forward(tuple(x.shape), tuple(y.shape[2:]), maximum, indexed, (kernel, stride, padding))
     launches(x, y, index, alone=True)
+    return y, index
 
 
 def backward(dy: Tensor, index: Tensor, height: int, width: int, maximum: bool, *window: int) -> Tensor:
@@ -192,87 +196,36 @@ def channel_slice(dy: Tensor) -> Tensor:
 
 _library = torch.library.Library("bkn_zoo", "FRAGMENT")
 _library.define(
-    "max_pool(Tensor x, int kernel, int stride, int padding, bool ceil_mode, bool indexed) -> (Tensor y, Tensor index)"
+    "pool(Tensor x, int kernel, int stride, int padding, bool ceil_mode, bool maximum, bool indexed) "
+    "-> (Tensor y, Tensor index)"
 )
 _library.define(
-    "max_pool_backward(Tensor dy, Tensor index, SymInt height, SymInt width, int kernel, int stride, int padding) "
-    "-> Tensor"
+    "pool_backward(Tensor dy, Tensor index, SymInt height, SymInt width, bool maximum, int kernel, int stride, "
+    "int padding) -> Tensor"
 )
-_library.define("average_pool(Tensor x, int kernel, int stride, int padding) -> Tensor")
-_library.define(
-    "average_pool_backward(Tensor dy, SymInt height, SymInt width, int kernel, int stride, int padding) -> Tensor"
-)
+torch.library.impl(_library, "pool", "CompositeExplicitAutograd")(forward)
+torch.library.impl(_library, "pool_backward", "CompositeExplicitAutograd")(backward)
+torch.library.register_fake("bkn_zoo::pool", pooled_like, lib=_library)
 
 
-@torch.library.impl(_library, "max_pool", "CompositeExplicitAutograd")
-def _max_pool(
-    x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool, indexed: bool
-) -> tuple[Tensor, Tensor]:
-    y, index = pooled_like(x, kernel, stride, padding, ceil_mode, indexed)
-    forward(x, y, index, True, kernel, stride, padding)
-    return y, index
-
-
-@torch.library.impl(_library, "max_pool_backward", "CompositeExplicitAutograd")
-def _max_pool_backward(dy: Tensor, index: Tensor, height: int, width: int, *window: int) -> Tensor:
-    return backward(dy, index, height, width, True, *window)
-
-
-@torch.library.impl(_library, "average_pool", "CompositeExplicitAutograd")
-def _average_pool(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-    y, index = pooled_like(x, kernel, stride, padding)
-    forward(x, y, index, False, kernel, stride, padding)
-    return y
-
-
-@torch.library.impl(_library, "average_pool_backward", "CompositeExplicitAutograd")
-def _average_pool_backward(dy: Tensor, height: int, width: int, *window: int) -> Tensor:
-    return backward(dy, dy, height, width, False, *window)
-
-
-torch.library.register_fake("bkn_zoo::max_pool", pooled_like, lib=_library)
-
-
-@torch.library.register_fake("bkn_zoo::max_pool_backward", lib=_library)
-def _max_pool_backward_fake(dy: Tensor, index: Tensor, height: int, width: int, *window: int) -> Tensor:
+@torch.library.register_fake("bkn_zoo::pool_backward", lib=_library)
+def _pool_backward_fake(dy: Tensor, index: Tensor, height: int, width: int, *_: Any) -> Tensor:
     return empty_channels_last(dy, height, width)
 
 
-@torch.library.register_fake("bkn_zoo::average_pool", lib=_library)
-def _average_pool_fake(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-    return pooled_like(x, kernel, stride, padding)[0]
+class Pooling(torch.autograd.Function):
+    """Autograd for `bkn_zoo::pool`. A maximum needs its winners for the backward pass."""
 
-
-@torch.library.register_fake("bkn_zoo::average_pool_backward", lib=_library)
-def _average_pool_backward_fake(dy: Tensor, height: int, width: int, *window: int) -> Tensor:
-    return empty_channels_last(dy, height, width)
-
-
-class MaxPooling(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
-        launch = torch.ops.bkn_zoo.max_pool if observed_by_pytorch(x) else _max_pool
-        y, index = launch(x, kernel, stride, padding, ceil_mode, True)
+    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, ceil_mode: bool, maximum: bool) -> Tensor:
+        launch = torch.ops.bkn_zoo.pool if observed_by_pytorch(x) else forward
+        y, index = launch(x, kernel, stride, padding, ceil_mode, maximum, maximum)
         ctx.save_for_backward(index)
-        ctx.arguments = *x.shape[2:], kernel, stride, padding
+        ctx.arguments = *x.shape[2:], maximum, kernel, stride, padding
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        launch = torch.ops.bkn_zoo.max_pool_backward if observed_by_pytorch(dy) else _max_pool_backward
-        return launch(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None
-
-
-class AveragePooling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-        launch = torch.ops.bkn_zoo.average_pool if observed_by_pytorch(x) else _average_pool
-        ctx.arguments = *x.shape[2:], kernel, stride, padding
-        return launch(x, kernel, stride, padding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        launch = torch.ops.bkn_zoo.average_pool_backward if observed_by_pytorch(dy) else _average_pool_backward
-        return launch(dy, *ctx.arguments), None, None, None
+        launch = torch.ops.bkn_zoo.pool_backward if observed_by_pytorch(dy) else backward
+        return launch(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None, None

@@ -66,8 +66,6 @@ class Network(BeliefNetwork, OneNoise):
         self.name = ""
         self.norm_options: dict[str, Any] = {}
         self.num_classes = num_classes
-        self.statistics_batch_size = None
-        self.default_statistics = "population"
         self.config: Any = None
         self.revision: str | None = None
 

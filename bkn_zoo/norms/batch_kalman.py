@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.norms.kalman import Belief, Factors, predict, update
 from bkn_zoo.norms.running import KalmanArguments, RunningNorm
-from bkn_zoo.norms.statistics import Statistics, in_full_precision, without_autocast
+from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 
 INITIAL_GAIN = 0.5
 INITIAL_PROCESS_NOISE = 1.0
@@ -252,15 +252,8 @@ class BatchKalmanNorm(RunningNorm):
         """Names of the parameters to exclude from weight decay, in the form that timm expects."""
         return no_weight_decay(self)
 
-    def with_prior(
-        self,
-        x: Tensor,
-        prior: Belief | None = None,
-        statistics: Statistics | str | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:
-        y, belief = super().with_prior(x, prior, statistics, residual, relu)
+    def with_prior(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Belief | None]:
+        y, belief = super().with_prior(x, *args, **options)
         (center,) = self.own("center")
         if center is None or belief is None:
             return y, belief
