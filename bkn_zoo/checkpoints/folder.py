@@ -38,14 +38,7 @@ from bkn_zoo.checkpoints.files import (
 )
 from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub
 from bkn_zoo.checkpoints.locate import Location, find, locate
-from bkn_zoo.checkpoints.weights import (
-    copied,
-    read_tensors,
-    read_weights,
-    stored_dtype,
-    to_stored,
-    write_weights,
-)
+from bkn_zoo.checkpoints.weights import copied, read_tensors, read_weights, stored_dtype, to_stored, write_weights
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
