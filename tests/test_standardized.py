@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu import DEVICE, gpu_only
 from torch import nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -139,8 +140,31 @@ def test_kept_weight_is_dropped_when_the_raw_one_changes():
     layer.double()
     x = x.double()
     check()
-    layer.train()
-    assert layer._kept is None
+    layer.weight.data.normal_()
+    layer.eval()
+    check()
+
+
+@gpu_only
+def test_captured_graph_computes_the_weight_itself():
+    layer, x = conv(3, 4, 3).cuda().eval().requires_grad_(False), torch.randn(1, 3, 5, 5, device="cuda")
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    layer.eval()
+    layer.weight.normal_()
+    graph.replay()
+    assert_close(y, nn.functional.conv2d(x, standardize(layer.weight), layer.bias))
+
+
+def test_vmap_over_the_weights_of_several_networks():
+    layers = [conv(3, 4, 3).eval() for _ in range(2)]
+    x = torch.randn(1, 3, 5, 5)
+    weights, _ = torch.func.stack_module_state(layers)
+    with torch.no_grad():
+        y = torch.vmap(lambda each: torch.func.functional_call(layers[0], each, (x,)))(weights)
+        assert_close(y, torch.stack([layer(x) for layer in layers]))
 
 
 def test_frozen_convolution_has_gradients_where_asked():
@@ -200,6 +224,15 @@ def test_one_launch_equals_one_by_one(several):
         assert_close(result.double(), wanted, rtol=1e-5, atol=1e-6)
         assert_close(layer.weight.grad.double(), raw.grad, rtol=1e-4, atol=1e-5)
         assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_one_launch_refuses_second_derivatives(several):
+    with kernels.use("triton"), standardized_once(several):
+        total = several[0].standardized_weight().pow(3).sum()
+    (first,) = torch.autograd.grad(total, several[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
@@ -298,6 +331,25 @@ def test_engines_agree_with_the_network(engine, mode, whole_network):
     model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
+
+
+def test_openvino_takes_factors_in_16_bits(whole_network):
+    pytest.importorskip("openvino")
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.half()
+    outputs = create_engine(model, "openvino")(x, "sample")
+    with torch.no_grad():
+        assert_close(outputs, model.float()(x, "sample"), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["population", "sample"])
+def test_engine_takes_pruned_convolutions(mode):
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    prune.l1_unstructured(standardized_convolutions(model)[1], "weight", 0.5)
+    with torch.no_grad():
+        assert_close(create_engine(model, "torch")(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
 
 
 def test_engines_contain_plain_convolutions():

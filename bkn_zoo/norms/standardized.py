@@ -32,7 +32,7 @@ class StandardizedConv(nn.Module):
     """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
 
     In evaluation mode without gradients, the standardized weight is kept until the raw one changes. PyTorch counts
-    these changes, except those by a replayed CUDA graph: call `eval()` after replays.
+    these changes, except those of a tensor's `.data` or by a replayed CUDA graph: call `eval()` after them.
     """
 
     weight: Tensor
@@ -52,7 +52,7 @@ class StandardizedConv(nn.Module):
         if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
             return self._ready
         constant = not (self.training or (torch.is_grad_enabled() and raw.requires_grad))
-        if not constant or torch.compiler.is_compiling() or raw.is_inference():
+        if not constant or observed_by_pytorch(raw.detach()) or raw.is_inference() or _is_captured(raw):
             return standardize(raw)
         seen = (raw, raw._version, raw.data_ptr())
         kept = self._kept
@@ -69,6 +69,11 @@ class StandardizedConv(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which would refer to a kept weight after its memory is freed."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class StandardizedConv1d(StandardizedConv, nn.Conv1d):
@@ -117,7 +122,8 @@ def with_constant_weights(network: nn.Module) -> None:
     """Replace convolutions with standardized weights by plain ones with the same result, in place."""
     for module in network.modules():
         kind = PLAIN.get(type(module))
-        if kind is not None:
+        # Pruning, for example, computes the weight in a hook: such a convolution standardizes it by itself.
+        if kind is not None and "weight" in module._parameters:
             weight: Any = module.weight
             # A new parameter: other networks may share the old one.
             constant = standardize(weight).to(weight.dtype)
