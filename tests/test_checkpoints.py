@@ -327,6 +327,13 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
             verify_golden(folder)
 
 
+def test_golden_file_lacks_modes_that_the_network_refuses(tmp_path):
+    model = make("inception_cifar_bn").eval()
+    small = Preprocessing(model.stride, (0.5,) * 3, (0.2,) * 3)  # leaves one value per channel
+    bkn_zoo.save_pretrained(model, tmp_path / "small", preprocessing=small)
+    assert verify_golden(tmp_path / "small").keys() == {"population", "expected"}
+
+
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
 def test_training_metadata_may_hold_anything(folder, training):
     save_pretrained(make(), folder, training=training, card="# mine\n")
@@ -705,6 +712,16 @@ def test_resnet101_takes_the_weights_of_torchvision():
     with torch.inference_mode():
         wanted = theirs(images)
         torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_low_rank_transitions_start_from_bn():
+    twin, model = make("inception_cifar_bn").eval(), make(transition_rank=4).eval()
+    images = torch.randn(2, 3, 32, 32)
+    load_batchnorm_weights(model, twin.state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), twin(images), rtol=1e-5, atol=1e-5)
+    for layer in kalman(model):
+        assert not any(block.any() for block in layer.transition_blocks)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])

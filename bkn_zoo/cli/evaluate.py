@@ -65,7 +65,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         except OSError as error:
             raise InputError(f"{args.output} cannot be written ({error.strerror}): choose another file.") from None
     if args.report:
-        mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
+        mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
         with waiting("drawing"):
             paths = draw(args.report, images, logits[mode], labels, data.label_names, title)

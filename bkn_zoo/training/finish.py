@@ -174,7 +174,7 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     left.set(ylabel="loss", ylim=(0, 1.05 * highest))  # space for the marker at the top
     left.legend(loc="upper right")
     # Modes often agree, so lower lines are drawn wider.
-    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
+    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=False)
     for mode, colour, width, marker in looks:
         lines = [line["validation"][mode] for line in history]
         right.plot(
