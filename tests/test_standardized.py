@@ -81,20 +81,6 @@ def test_every_convolution_of_a_network_is_standardized():
     assert not plain.norm_options["standardized_weights"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_share_nothing(copied):
-    model = trained(**OPTIONS)
-    x = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        wanted = model(x, "sample")
-        other = copied(model)
-        assert_close(other(x, "sample"), wanted, atol=0, rtol=0)
-        own, others = standardized_convolutions(model), standardized_convolutions(other)
-        assert len(own) == len(others) > 0
-        others[0].weight.normal_()
-        assert_close(model(x, "sample"), wanted, atol=0, rtol=0)
-
-
 # One launch for all weights, on a GPU or by Triton's interpreter.
 
 
