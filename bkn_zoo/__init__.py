@@ -7,7 +7,6 @@ checkpoints does not import PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.checkpoints.builders import LIBRARY_MODULES
 from bkn_zoo.errors import (
     BknZooError,
     CheckpointError,
@@ -16,6 +15,7 @@ from bkn_zoo.errors import (
     TrainingError,
     UnknownNameError,
 )
+from bkn_zoo.upper import UPPER_MODULES
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ LAZY_NAMES = {
 PACKAGES = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
 """Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""
 
-LIBRARY_MODULES.update(dict.fromkeys(("torchvision", "timm"), "bkn_zoo.conversion.libraries"))
+UPPER_MODULES.update(checkpoints="bkn_zoo.checkpoints.folder", libraries="bkn_zoo.conversion.libraries")
 
 
 def __getattr__(name: str) -> Any:

@@ -51,11 +51,7 @@ def checkpoint_of(architecture: str) -> str:
     """The name of a network's default checkpoint; without one, that of its only checkpoint on this machine."""
     if architecture in DEFAULT_CHECKPOINTS:
         return DEFAULT_CHECKPOINTS[architecture]
-
-    def trained(name: str) -> str:
-        return Config.read(find(name) / CONFIG).architecture
-
-    names = [name for name in list_checkpoints() if trained(name) == architecture]
+    names = [name for name in list_checkpoints() if Config.read(find(name) / CONFIG).architecture == architecture]
     if not names:
         available = ", ".join(list_checkpoints()) or "(none)"
         raise UnknownNameError(

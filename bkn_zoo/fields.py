@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
@@ -35,17 +36,11 @@ Amount = Annotated[float, Rule(lambda value: value >= 0, "a number of at least 0
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 
 
-def refuse_unknown(name: str) -> NoReturn:
-    raise InputError(f"the field {name} is unknown: correct or remove it.")
-
-
-def make(
-    kind: type[Made], data: dict[str, Any], prefix: str = "", *, unknown: Callable[[str], object] = refuse_unknown
-) -> Made:
+def make(kind: type[Made], data: dict[str, Any], prefix: str = "", *, newer: str | None = None) -> Made:
     """Build a dataclass, and those inside, from the content of a file; a missing required field is an error.
 
     Args:
-        unknown: called with the name of each unknown field, which is then ignored.
+        newer: the name of a file that a newer version may have written: unknown fields only cause a warning.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, field in fields.items():
@@ -55,11 +50,14 @@ def make(
     made = {}
     for name, value in data.items():
         if name not in fields:
-            unknown(f"{prefix}{name}")
+            if newer is None:
+                raise InputError(f"the field {prefix}{name} is unknown: correct or remove it.")
+            reason = "because this bkn_zoo does not know it: upgrade bkn_zoo"
+            warnings.warn(f"{newer}: the field {prefix}{name[:80]} is ignored, {reason}", stacklevel=2)
             continue
         inner = next((hint for hint in (fields[name].type, *get_args(fields[name].type)) if _is_dataclass(hint)), None)
         if inner is not None and isinstance(value, dict):
-            value = make(inner, value, f"{prefix}{name}.", unknown=unknown)
+            value = make(inner, value, f"{prefix}{name}.", newer=newer)
         made[name] = value
     return kind(**made)
 

@@ -15,8 +15,7 @@ import torch
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.folder import load_checkpoint
-from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate
-from bkn_zoo.checkpoints.preferred import usable_checkpoints
+from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate, usable_checkpoints
 from bkn_zoo.cores import keep_to_quota
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import image_files

@@ -1,9 +1,8 @@
 """A small Hugging Face Hub on a loopback port, for the unmodified client, with faults that a test can order.
 
-It speaks what huggingface_hub 2.x asks for to create, fill, tag, list and download model repositories, and keeps files
-in a folder. Files that end in .safetensors are listed as LFS files, as on the Hub, and are served from another origin
-("localhost" instead of "127.0.0.1"), as from the Hub's storage, where a token must not arrive. Uploads differ: here all
-files are part of the commit, whereas the client sends large files to the real Hub through Xet or LFS.
+Files that end in .safetensors are listed as LFS files, as on the Hub, and are served from another origin ("localhost"
+instead of "127.0.0.1"), as from the Hub's storage, where a token must not arrive. Uploads differ: here all files are
+part of the commit, whereas the client sends large files to the real Hub through Xet or LFS.
 
 huggingface_hub reads HF_ENDPOINT when it is imported; tests in one process set it in `constants`.
 """
@@ -12,10 +11,13 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
 MAIN = "main"
 
@@ -39,6 +41,12 @@ class Repository:
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+
+    def commit_of(self, revision):
+        commit = revision if revision in self.commits else (self.branches | self.tags).get(revision)
+        if commit is None:
+            raise Refusal(404, X_Error_Code="RevisionNotFound")
+        return commit
 
 
 @dataclass
@@ -65,43 +73,36 @@ class Fault:
     move: str | None = None
 
 
-class Answer(Exception):  # noqa: N818 - not an error: how a handler answers, from any depth
-    """An HTTP answer."""
-
-    def __init__(self, status=200, body=b"", **headers):
-        self.status = status
-        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+class Refusal(Exception):  # noqa: N818 - an answer of the server, not an error
+    def __init__(self, status, **headers):
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-class HubServer(ThreadingHTTPServer):
+class HubServer:
     """A Hub for one user, who owns every namespace; repositories are public unless made private."""
 
-    daemon_threads = True
-
     def __init__(self, root, token):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.root, self.token = root, token
         self.repositories = {}
         self.faults = []
         self.log = []  # "METHOD /path", with " +token" where one came
-        self.lock = threading.Lock()
-        self.endpoint = f"http://127.0.0.1:{self.server_port}"
-        self.storage = f"http://localhost:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.endpoint, self.storage = f"http://127.0.0.1:{port}", f"http://localhost:{port}"
+        self.server = uvicorn.Server(uvicorn.Config(routes(self), log_level="critical"))
+        threading.Thread(target=self.server.run, args=([listener],), daemon=True).start()
 
-    def handle_error(self, request, client_address):
-        """Ignore clients that disconnect."""
+    def shutdown(self):
+        self.server.should_exit = True
 
     def take_fault(self, request):
-        with self.lock:
-            for fault in self.faults:
-                if re.search(fault.pattern, request):
-                    if fault.after > 0:
-                        fault.after -= 1
-                    elif fault.times > 0:
-                        fault.times -= 1
-                        return fault
+        for fault in self.faults:
+            if re.search(fault.pattern, request):
+                if fault.after > 0:
+                    fault.after -= 1
+                elif fault.times > 0:
+                    fault.times -= 1
+                    return fault
         return Fault("")
 
     def store(self, path, data):
@@ -140,175 +141,131 @@ class HubServer(ThreadingHTTPServer):
         """A file of the main branch."""
         return (self.root / self.repositories[name].commits[self.head(name)][path].etag).read_bytes()
 
-
-class Handler(BaseHTTPRequestHandler):
-    """One method per kind of request; ROUTES says which."""
-
-    protocol_version = "HTTP/1.1"
-    server: HubServer
-
-    def log_message(self, format, *args):
-        pass
-
-    def do_GET(self):
-        self.url = urlsplit(self.path)
-        request = f"{self.command} {unquote(self.url.path)}"
-        self.server.log.append(request + (" +token" if "Authorization" in self.headers else ""))
-        self.fault = self.server.take_fault(request)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        try:
-            if self.fault.status is not None:
-                raise Answer(self.fault.status, {"error": "ordered"}, **self.fault.headers)
-            for method, pattern, handler in ROUTES:
-                match = re.fullmatch(pattern, self.url.path)
-                if match and (self.command == method or (self.command == "HEAD" and method == "GET")):
-                    handler(self, *map(unquote, match.groups()))
-            raise Answer(404, {"error": f"no route for {request}"})
-        except Answer as answer:
-            self.send(answer)
-        if self.fault.move is not None:
-            repository = self.server.repositories[self.fault.move]
-            repository.branches[MAIN] = next(iter(repository.commits))
-
-    do_HEAD = do_POST = do_GET  # noqa: N815
-
-    def send(self, answer):
-        body = bytearray(answer.body)
-        if self.fault.flip is not None and body:
-            body[self.fault.flip] ^= 1
-        self.send_response(answer.status)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: self.fault.cut])
-            self.close_connection = self.close_connection or self.fault.cut is not None
-
-    # What requests share.
-
-    def check_token(self, needed):
-        given = self.headers.get("Authorization")
-        if given not in (None, f"Bearer {self.server.token}"):
-            raise Answer(401, X_Error_Message="Invalid credentials in Authorization header")
+    def allowed(self, request, needed=False):
+        """Whether a request has the token; a wrong one is refused, and a missing one if it is needed."""
+        given = request.headers.get("Authorization")
+        if given not in (None, f"Bearer {self.token}"):
+            raise Refusal(401, X_Error_Message="Invalid credentials in Authorization header")
         if needed and given is None:
-            raise Answer(401, X_Error_Message="Unauthorized")
+            raise Refusal(401, X_Error_Message="Unauthorized")
         return given is not None
 
-    def repository(self, name, write=False):
-        allowed = self.check_token(write)
-        repository = self.server.repositories.get(name)
+    def repository(self, request, name, write=False):
+        allowed = self.allowed(request, needed=write)
+        repository = self.repositories.get(name)
         if repository is None or (repository.private and not allowed):
-            raise Answer(404 if allowed else 401, {"error": "not found"}, X_Error_Code="RepoNotFound")
+            raise Refusal(404 if allowed else 401, X_Error_Code="RepoNotFound")
         return repository
 
-    def revision(self, repository, name):
-        commit = name if name in repository.commits else (repository.branches | repository.tags).get(name)
-        if commit is None:
-            raise Answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
-        return commit
 
-    # Questions.
+def routes(hub):
+    """What huggingface_hub 2.x asks for to create, fill, tag, list and download model repositories."""
+    app = FastAPI()
 
-    def info(self, name, revision=MAIN):
-        repository = self.repository(name)
-        commit = self.revision(repository, revision)
-        siblings = [{"rfilename": path} for path in repository.commits[commit]]
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal):
+        return JSONResponse({"error": "refused"}, refusal.status, refusal.headers)
+
+    @app.middleware("http")
+    async def faulty(request: Request, answer):
+        line = f"{request.method} {request.url.path}"
+        hub.log.append(line + (" +token" if "Authorization" in request.headers else ""))
+        fault = hub.take_fault(line)
+        if fault.status is not None:
+            return JSONResponse({"error": "ordered"}, fault.status, fault.headers)
+        response = await answer(request)
+        body = bytearray([byte async for part in response.body_iterator for byte in part])
+        if fault.flip is not None and body:
+            body[fault.flip] ^= 1
+        if fault.move is not None:
+            repository = hub.repositories[fault.move]
+            repository.branches[MAIN] = next(iter(repository.commits))
+        # The length stays that of the whole body, so uvicorn closes the connection after a part.
+        return Response(bytes(body[: fault.cut]), response.status_code, dict(response.headers))
+
+    model = "/api/models/{owner}/{repo}"
+
+    @app.get(model)
+    @app.get(model + "/revision/{revision}")
+    async def info(request: Request, owner, repo, revision=MAIN):
+        name = f"{owner}/{repo}"
+        repository = hub.repository(request, name)
+        commit = repository.commit_of(revision)
         about = {"_id": "0", "id": name, "modelId": name, "sha": commit, "private": repository.private, "tags": []}
-        raise Answer(body=about | {"siblings": siblings, "downloads": 0, "likes": 0})
+        siblings = [{"rfilename": path} for path in repository.commits[commit]]
+        return about | {"siblings": siblings, "downloads": 0, "likes": 0}
 
-    def tree(self, name, revision):
-        repository = self.repository(name)
-        entries, deep = [], "recursive=true" in self.url.query.lower()
-        for path, blob in sorted(repository.commits[self.revision(repository, revision)].items()):
-            if deep or "/" not in path:
+    @app.get(model + "/tree/{revision}")
+    async def tree(request: Request, owner, repo, revision, recursive: bool = False):
+        repository = hub.repository(request, f"{owner}/{repo}")
+        entries = []
+        for path, blob in sorted(repository.commits[repository.commit_of(revision)].items()):
+            if recursive or "/" not in path:
                 lfs = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
                 entries.append({"type": "file", "oid": blob.oid, "size": blob.size, "path": path} | lfs)
-        raise Answer(body=entries)
+        return entries
 
-    def refs(self, name):
-        tags = self.repository(name).tags.items()
+    @app.get(model + "/refs")
+    async def refs(request: Request, owner, repo):
+        tags = hub.repository(request, f"{owner}/{repo}").tags.items()
         shown = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": commit} for tag, commit in tags]
-        raise Answer(body={"branches": [], "converts": [], "tags": shown})
+        return {"branches": [], "converts": [], "tags": shown}
 
-    # Downloads.
-
-    def resolve(self, name, revision, path):
-        repository = self.repository(name)
-        commit = self.revision(repository, revision)
+    @app.api_route("/{owner}/{repo}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+    async def resolve(request: Request, owner, repo, revision, path):
+        repository = hub.repository(request, f"{owner}/{repo}")
+        commit = repository.commit_of(revision)
         blob = repository.commits[commit].get(path)
         if blob is None:
-            raise Answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+            raise Refusal(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        about = {"X-Repo-Commit": commit, "ETag": f'"{blob.etag}"', "X-Linked-ETag": f'"{blob.etag}"'}
+        about |= {"X-Linked-Size": str(blob.size)}
         if blob.sha256 is None:
-            # The Hub sends small files on to a cache of its own, by a relative path.
-            raise Answer(307, X_Repo_Commit=commit, Location=f"/api/resolve-cache/models/{name}/{commit}/{path}")
-        linked = {"X-Linked-Size": str(blob.size), "X-Linked-ETag": f'"{blob.sha256}"'}
-        location = f"{self.server.storage}/storage/{blob.sha256}"
-        raise Answer(302, X_Repo_Commit=commit, ETag='"storage"', Location=location, **linked)
+            return Response((hub.root / blob.oid).read_bytes(), headers=about)
+        return Response(status_code=302, headers=about | {"Location": f"{hub.storage}/storage/{blob.sha256}"})
 
-    def resolve_cache(self, name, commit, path):
-        blob = self.repository(name).commits[commit][path]
-        data = (self.server.root / blob.etag).read_bytes()
-        raise Answer(200, data, X_Repo_Commit=commit, ETag=f'"{blob.etag}"')
+    @app.api_route("/storage/{key}", methods=["GET", "HEAD"])
+    async def storage(key):
+        return Response((hub.root / key).read_bytes(), headers={"ETag": f'"{key}"'})
 
-    def storage(self, key):
-        raise Answer(200, (self.server.root / key).read_bytes(), ETag=f'"{key}"')
-
-    # Uploads.
-
-    def create(self):
-        self.check_token(needed=True)
-        asked = json.loads(self.body)
+    @app.post("/api/repos/create")
+    async def create(request: Request):
+        hub.allowed(request, needed=True)
+        asked = await request.json()
         name = f"{asked['organization'] or 'owner'}/{asked['name']}"
-        answer = {"url": f"{self.server.endpoint}/{name}", "name": name, "id": "0"}
-        if name in self.server.repositories:
-            raise Answer(409, answer | {"error": "You already created this model repo"})
-        self.server.create(name, asked.get("visibility") == "private")
-        raise Answer(body=answer)
+        status = 409 if name in hub.repositories else 200
+        if status == 200:
+            hub.create(name, asked.get("visibility") == "private")
+        return JSONResponse({"url": f"{hub.endpoint}/{name}", "name": name, "id": "0"}, status)
 
-    def validate_yaml(self):
-        raise Answer(body={"errors": [], "warnings": []})
+    @app.post("/api/validate-yaml")
+    async def validate_yaml():
+        return {"errors": [], "warnings": []}
 
-    def preupload(self, name, revision):
-        self.repository(name, write=True)
+    @app.post(model + "/preupload/{revision}")
+    async def preupload(request: Request, owner, repo):
+        hub.repository(request, f"{owner}/{repo}", write=True)
         about = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
-        raise Answer(body={"files": [{"path": file["path"]} | about for file in json.loads(self.body)["files"]]})
+        return {"files": [{"path": file["path"]} | about for file in (await request.json())["files"]]}
 
-    def make_commit(self, name, revision):
-        repository = self.repository(name, write=True)
-        tree = dict(repository.commits[self.revision(repository, revision)])
-        for item in map(json.loads, self.body.splitlines()):
+    @app.post(model + "/commit/{revision}")
+    async def make_commit(request: Request, owner, repo, revision, create_pr: bool = False):
+        repository = hub.repository(request, f"{owner}/{repo}", write=True)
+        files = dict(repository.commits[repository.commit_of(revision)])
+        for item in map(json.loads, (await request.body()).splitlines()):
             value = item["value"]
             if item["key"] == "file":
-                tree[value["path"]] = self.server.store(value["path"], base64.b64decode(value["content"]))
+                files[value["path"]] = hub.store(value["path"], base64.b64decode(value["content"]))
             elif item["key"] == "deletedFile":
-                del tree[value["path"]]
-        as_request = "create_pr" in parse_qs(self.url.query)
-        commit = self.server.commit(repository, tree, "refs/pr/1" if as_request else revision)
-        answer = {"success": True, "commitOid": commit, "hookOutput": ""}
-        answer["commitUrl"] = f"{self.server.endpoint}/{name}/commit/{commit}"
-        if as_request:
-            answer["pullRequestUrl"] = f"{self.server.endpoint}/{name}/discussions/1"
-        raise Answer(body=answer)
+                del files[value["path"]]
+        commit = hub.commit(repository, files, "refs/pr/1" if create_pr else revision)
+        page = f"{hub.endpoint}/{owner}/{repo}"
+        answer = {"success": True, "commitOid": commit, "hookOutput": "", "commitUrl": f"{page}/commit/{commit}"}
+        return answer | ({"pullRequestUrl": f"{page}/discussions/1"} if create_pr else {})
 
-    def tag(self, name, revision):
-        repository = self.repository(name, write=True)
-        repository.tags[json.loads(self.body)["tag"]] = self.revision(repository, revision)
-        raise Answer()
+    @app.post(model + "/tag/{revision}")
+    async def tag(request: Request, owner, repo, revision):
+        repository = hub.repository(request, f"{owner}/{repo}", write=True)
+        repository.tags[(await request.json())["tag"]] = repository.commit_of(revision)
 
-
-NAME, REVISION = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
-ROUTES = [
-    ("POST", "/api/repos/create", Handler.create),
-    ("POST", "/api/validate-yaml", Handler.validate_yaml),
-    ("GET", f"/api/models/{NAME}", Handler.info),
-    ("GET", f"/api/models/{NAME}/revision/{REVISION}", Handler.info),
-    ("GET", f"/api/models/{NAME}/tree/{REVISION}", Handler.tree),
-    ("GET", f"/api/models/{NAME}/refs", Handler.refs),
-    ("POST", f"/api/models/{NAME}/preupload/{REVISION}", Handler.preupload),
-    ("POST", f"/api/models/{NAME}/commit/{REVISION}", Handler.make_commit),
-    ("POST", f"/api/models/{NAME}/tag/{REVISION}", Handler.tag),
-    ("GET", f"/api/resolve-cache/models/{NAME}/{REVISION}/(.+)", Handler.resolve_cache),
-    ("GET", f"/{NAME}/resolve/{REVISION}/(.+)", Handler.resolve),
-    ("GET", r"/storage/(\w+)", Handler.storage),
-]
+    return app

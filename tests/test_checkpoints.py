@@ -6,9 +6,11 @@ import math
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -33,7 +35,7 @@ from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm
 from bkn_zoo.publishing.cards import checkpoint_card
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
 SMALL, NORM = "inception_cifar_bkn", "inception_a.branches.1.1.norm"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -135,6 +137,11 @@ def weights(**changes):
     return edit
 
 
+def weights_bytes(end):
+    """Cut the file of weights."""
+    return lambda folder: (file(WEIGHTS, lambda data: data[:end])(folder), config("sha256")(folder))
+
+
 def file(name, change):
     """Write a file, or change its bytes."""
 
@@ -225,6 +232,14 @@ def test_new_classifier_is_saved_without_the_old_labels(name, tmp_path):
             model.reset_classifier(0)
 
 
+@pytest.mark.usefixtures("whole_network")
+def test_unpickled_network_is_saved_in_a_new_process(tmp_path):
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer).save_pretrained('saved')"
+    model = make("inception_cifar_gn")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, input=pickle.dumps(model), timeout=120)
+    assert_same_tensors(from_pretrained(tmp_path / "saved").state_dict(), rounded(model))
+
+
 def test_accuracy_and_card_are_added_to_a_saved_folder(tmp_path):
     folder = tmp_path / "checkpoint"
     save_pretrained(make(), folder)
@@ -278,22 +293,21 @@ def test_a_gain_of_one_is_stored_and_read_as_old_ones_too(tmp_path):
     assert loaded.get_submodule(NORM).gain == 1
 
 
-@pytest.mark.usefixtures("whole_network")
-def test_weights_beyond_the_limit_are_sharded(tmp_path, monkeypatch):
-    limit, folder = 1_200_000, tmp_path / "sharded"
-    monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", limit)
-    model = make(shared_process_noise=False)
-    save_pretrained(model, folder)
-    shards = sorted(folder.glob("model-*.safetensors"))
-    count = len(shards)
-    assert count > 2
-    assert [path.name for path in shards] == [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    assert all(path.stat().st_size <= limit for path in shards)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
-    assert not (folder / "model.safetensors").exists()
-    assert_same_tensors(from_pretrained(folder).state_dict(), rounded(model))
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    """A checkpoint with its weights in two files."""
+    monkeypatch.setattr(checkpoints, "MAX_FILE_SIZE", 220_000)
+    save_pretrained(make(), tmp_path / "sharded")
+    return tmp_path / "sharded"
+
+
+def test_weights_beyond_the_limit_are_sharded(sharded):
+    assert sorted(path.name for path in sharded.glob("model*")) == [*SHARDS, INDEX]
+    assert all((sharded / shard).stat().st_size <= 220_000 for shard in SHARDS)
+    index = json.loads((sharded / INDEX).read_text())
+    assert index["weight_map"].keys() == stored(sharded).keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(sharded).values())
+    assert_same_tensors(from_pretrained(sharded).state_dict(), rounded(make()))
 
 
 def test_golden_file_holds_an_input_and_its_outputs(folder):
@@ -305,7 +319,7 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
     assert max(verify_golden(folder).values()) < 1e-4
     for damaged, words in [
         ({"input": golden["input"]}, "contains input instead of"),
-        (golden | {"sample": torch.zeros(1, 3)}, r"sample is \(1"),
+        (golden | {"sample": torch.zeros(1, 3)}, "sample output differs by inf"),
         (golden | {"expected": -golden["expected"]}, "expected output"),
     ]:
         safetensors.torch.save_file(damaged, folder / "golden.safetensors")
@@ -335,52 +349,34 @@ def test_a_checkpoint_replaces_an_older_one_entirely(folder, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def killed_at(step, model, folder):
-    """Whether a process that writes a checkpoint was killed at a step: a call of fsync or rename."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    steps = itertools.count()
+@pytest.mark.parametrize(("renames", "left"), [(0, "old"), (1, "absent"), (2, "new")])
+def test_a_killed_process_leaves_a_folder_complete_or_absent(folder, monkeypatch, renames, left):
+    """The first rename moves the old folder away, the second one puts the new folder in its place."""
+    model, threads, real, steps = make("inception_cifar_gn"), torch.get_num_threads(), os.rename, itertools.count()
 
-    def dying(function, *arguments):
-        if next(steps) == step:
+    def die(*paths):
+        if next(steps) == renames:
             os.kill(os.getpid(), signal.SIGKILL)
-        function(*arguments)
+        real(*paths)
 
-    os.fsync, os.rename = partial(dying, os.fsync), partial(dying, os.rename)
-    try:
-        save_pretrained(model, folder)
-    finally:
-        os._exit(0)
-
-
-@pytest.mark.parametrize("situation", ["absent", "old"])
-def test_a_killed_process_leaves_a_folder_complete_or_absent(situation, tmp_path, monkeypatch):
-    model, outcomes, threads = make("inception_cifar_gn", num_classes=2), [], torch.get_num_threads()
-    monkeypatch.setattr(checkpoints, "golden_outputs", lambda model, images: {"population": torch.zeros(1, 2)})
     torch.set_num_threads(1)  # a fork would wait for ever for threads that it does not have
-    for step in itertools.count():
-        folder = tmp_path / f"step_{step}"
-        if situation == "old":
-            save_pretrained(model, folder, training={"old": True})
-        killed = killed_at(step, model, folder)
-        loads = folder.exists() and "input" in safetensors.torch.load_file(folder / "golden.safetensors")
-        outcomes.append(("old" if from_pretrained(folder).config.training else "new") if loads else "absent")
-        if not killed:
-            break
+    child = os.fork()
+    if not child:
+        os.rename = die
+        save_pretrained(model, folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     torch.set_num_threads(threads)
-    assert set(outcomes[: len(list(folder.iterdir()))]) == {situation}
-    assert outcomes[-2:] == ["new", "new"]
-    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(tmp_path))
-    complete = [f"step_{step}" for step, outcome in enumerate(outcomes) if outcome != "absent"]
-    assert [name for name in list_checkpoints() if name.startswith("step_")] == sorted(complete)
+    monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(folder.parent))
+    assert (folder.name in list_checkpoints()) == (left != "absent")
+    if left != "absent":
+        assert from_pretrained(folder).name == (SMALL if left == "old" else "inception_cifar_gn")
 
 
 @pytest.mark.parametrize(
     ("name", "error"),
     [
         ("fsync", OSError(28, "No space left")),
-        ("rename", OSError(28, "No space left")),
         ("rename", KeyboardInterrupt()),
     ],
 )
@@ -461,7 +457,6 @@ def test_save_refuses_models_that_cannot_be_loaded(change, options, words, tmp_p
 
 
 # What is damaged is refused.
-INDEX = f"{WEIGHTS}.index.json"
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
@@ -492,7 +487,7 @@ DAMAGES = [
     (config(preprocessing=PIXELS | {"size": 4097}), ["size is 4097, but must be a whole number of 1 to 4096"]),
     (config(format_version=2, new_field=1), ["config.json", "format_version is 2", "upgrade"]),
     *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
-    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b'{"a": NaN}', b"[" * 10**5)),
+    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
     *(
         (lambda folder, name=name: ((folder / name).unlink(), (folder / name).mkdir()), [name, "restore it"])
@@ -506,12 +501,8 @@ DAMAGES = [
     (weights(fc__bias=torch.full((10,), math.nan)), [WEIGHTS, "fc.bias contains infinite numbers or NaN"]),
     (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
     (weights(**{COUNT: torch.tensor(1.5)}), [WEIGHTS, "num_batches_tracked is stored as torch.float32"]),
-    *((file(WEIGHTS, lambda data, end=end: data[:end]), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
-    *(  # in the header, or in a tensor, where nothing else would notice it
-        (file(WEIGHTS, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at:][1:]), [WEIGHTS])
-        for at in (8, 200, -1)
-    ),
-    (file(WEIGHTS, lambda data: data + b"more"), [WEIGHTS]),
+    (file(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), [WEIGHTS, "SHA-256"]),
+    *((weights_bytes(end), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
 ]
 
 
@@ -530,19 +521,8 @@ def test_fields_that_a_newer_version_wrote_are_warned_of(folder):
     assert any(text.startswith(f"{folder}/config.json: the field colour is ignored") for text in told)
 
 
-def test_weights_of_another_checkpoint_are_refused(folder, tmp_path):
-    save_pretrained(bkn_zoo.create_model(SMALL), tmp_path / "other", preprocessing=CIFAR)
-    file(WEIGHTS, (tmp_path / "other" / WEIGHTS).read_bytes())(folder)
-    assert_refused(folder, str(folder / WEIGHTS), "SHA-256", "config.json")
-    config("sha256")(folder)  # one that keeps no hashes
-    assert from_pretrained(folder).config.sha256 == {}
-
-
 def test_a_network_that_memory_does_not_hold_is_refused(folder, monkeypatch):
-    def allocate(*_, **__):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. Error code 12 (Cannot allocate memory)")
-
-    monkeypatch.setattr(checkpoints, "build_network", allocate)
+    monkeypatch.setattr(checkpoints, "build_network", Mock(side_effect=RuntimeError("Cannot allocate memory")))
     assert_refused(folder, "config.json", "does not fit into memory: load it on a larger machine")
 
 
@@ -560,25 +540,10 @@ class Exploit:
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
 def test_pickle_is_refused_and_not_run(folder, tmp_path, name, write):
     (folder / WEIGHTS).unlink()
+    config("sha256")(folder)
     write({"fc.weight": Exploit(tmp_path / "ran")}, folder / name)
     assert_refused(folder, name, "pickle", "convert it with safetensors")
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.fixture
-def sharded(folder):
-    """The checkpoint with its weights in two files, one of which is outside and in a folder within as well."""
-    tensors = stored(folder)
-    (folder / WEIGHTS).unlink()
-    files = {name: SHARDS[name.startswith("fc")] for name in tensors}
-    for shard in SHARDS:
-        safetensors.torch.save_file({name: x for name, x in tensors.items() if files[name] == shard}, folder / shard)
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config(sha256={})(folder)
-    for copy in (folder.parent / "model-outside.safetensors", folder / "model" / "x.safetensors"):
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes((folder / SHARDS[1]).read_bytes())
-    return folder
 
 
 def index(**files):
@@ -587,7 +552,7 @@ def index(**files):
         whole["weight_map"] |= {f"fc.{name}": file for name, file in files.items()}
         return json.dumps(whole).encode()
 
-    return file(f"{WEIGHTS}.index.json", edit)
+    return file(INDEX, edit)
 
 
 OUTSIDE = ("../model-outside.safetensors", "/model-outside.safetensors", "model/x.safetensors", "model\\x.safetensors")
@@ -597,9 +562,8 @@ DAMAGED_SHARDS = [
         for name in (*OUTSIDE, "pytorch_model.bin", "..", "")
     ),
     (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
-    (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "does not exist"]),
+    (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "cannot be read", "No such file"]),
     (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-    (index(bias=SHARDS[0]), [SHARDS[0], "does not contain the tensors"]),
     *((file(INDEX, text), [INDEX]) for text in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
     (file(WEIGHTS, b""), [f"contains both {WEIGHTS} and {INDEX}"]),
 ]
@@ -607,7 +571,7 @@ DAMAGED_SHARDS = [
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGED_SHARDS)
 def test_damaged_shards_and_indices_are_refused(sharded, damage, words):
-    assert from_pretrained(sharded).name == SMALL
+    config("sha256")(sharded)
     damage(sharded)
     assert_refused(sharded, *words)
 
@@ -645,11 +609,9 @@ def test_names_are_found_in_the_tree_and_in_named_folders(places, tmp_path, fold
 
 @pytest.mark.usefixtures("places")
 def test_unreadable_place_is_not_taken_for_empty(monkeypatch):
-    def forbid(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "scandir", forbid)  # root, as which tests may run, may read everything
-    with pytest.raises(CheckpointError, match=r"named cannot be read \(Permission denied\): check its permissions"):
+    error = PermissionError(13, "Permission denied", "FOLDER")
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=error))  # root, as which tests may run, may read everything
+    with pytest.raises(CheckpointError, match=r"FOLDER cannot be read \(Permission denied\): check its permissions"):
         list_checkpoints()
 
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import bkn_zoo
 from bkn_zoo import CheckpointError, InputError, UnknownNameError
-from bkn_zoo.checkpoints.preferred import PREFERRED_CHECKPOINT, default_checkpoint, usable_checkpoints
+from bkn_zoo.checkpoints.locate import PREFERRED_CHECKPOINT, default_checkpoint, usable_checkpoints
 from bkn_zoo.errors import BrokenImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing, open_image, preprocess
 from bkn_zoo.inference.classifier import Classification, Classifier, Prediction

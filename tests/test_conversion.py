@@ -867,14 +867,39 @@ def test_a_distributed_step_is_the_plain_one(reentrant):
     torch.testing.assert_close(dict(inner.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_initial_gain_is_the_gain_of_every_prior():
+@pytest.mark.parametrize(
+    ("chosen", "gain", "mode"),
+    [
+        ({}, BATCHNORM_GAIN, "population"),
+        ({"initial_gain": 0.5}, 0.5, "population"),
+        ({"start": "scratch"}, 0.5, "population"),
+        ({"start": "scratch", "statistics_batch_size": 1}, 0.5, "sample"),
+        ({"start": "scratch", "statistics_batch_size": 2, "standardized_weights": True}, 0.1, "expected"),
+        ({"start": "scratch", "statistics_batch_size": 2, "default_statistics": "sample"}, 0.5, "sample"),
+        ({"start": "pretrained", "statistics_batch_size": 1}, 0.01, "population"),
+    ],
+)
+def test_start_chooses_gain_and_mode(chosen, gain, mode):
     model = FAMILIES["resnet"]()
-    for gain, chosen in ((BATCHNORM_GAIN, {}), (0.5, {"initial_gain": 0.5})):
-        norms = [norm for norm in convert(model, **chosen).modules() if isinstance(norm, BatchKalmanNorm)]
-        assert all(norm.gain.item() == pytest.approx(gain) for norm in norms if norm.has_prior)
-        assert sum(norm.has_prior for norm in norms) == len(norms) - 1
+    with torch.no_grad():
+        model.train()(torch.randn(4, 3, 32, 32))
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            converted = convert(model, **chosen)
+    norms = [norm for norm in converted.modules() if isinstance(norm, BatchKalmanNorm)]
+    assert all(norm.gain.item() == pytest.approx(gain) for norm in norms if norm.has_prior)
+    assert sum(norm.has_prior for norm in norms) == len(norms) - ("pretrained" not in chosen.values())
+    assert converted.default_statistics == mode
+    assert f"a gain of {gain:g}, and {mode!r} statistics at inference" in str(converted.report)
+
+
+def test_impossible_starts_are_refused():
+    model = FAMILIES["resnet"]()
     with pytest.raises(InputError, match="the gain is 2: choose a number from 0 to 1"):
         convert(model, initial_gain=2)
+    with pytest.raises(ConversionError, match="choose 'scratch' or 'pretrained'"):
+        convert(model, start="new")
+    with pytest.raises(ConversionError, match="not standardized in their training"):
+        convert(model, start="pretrained", standardized_weights=True)
 
 
 @gpu_only

@@ -34,12 +34,12 @@ from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.publish import card_of
+from bkn_zoo.publishing.cards import checkpoint_card
 from service.app import create_app
 from service.settings import read_settings
 
 TOKEN = "hf_aVerySecretTokenOfTheTests"
-SECRETS = (TOKEN, "hf_wrongwrongwrong", "hf_illegal", "fünf", "not-like-a-token")
+SECRETS = (TOKEN, "hf_wrongwrongwrong", "fünf", "not-like-a-token")
 NAME, ZOO_NAME = "shallow_bkn.test", "inception_cifar_bkn.cifar10"
 REPOSITORY, TAG = f"owner/{NAME}", "v1"
 NOWHERE = "http://127.0.0.1:9"
@@ -67,8 +67,7 @@ def folder(tmp_path_factory):
         patch.setattr(checkpoints, "MAX_FILE_SIZE", 200_000)
         about = {"preprocessing": Preprocessing(32, (0.5,) * 3, (0.2,) * 3), "default_statistics": "expected"}
         model.eval().save_pretrained(root / NAME, **about, license_text="Apache License\n")
-    (root / "results" / "runs").mkdir(parents=True)
-    (root / NAME / "README.md").write_text(card_of(Config.read(root / NAME / "config.json"), NAME, root / "results"))
+    (root / NAME / "README.md").write_text(checkpoint_card(Config.read(root / NAME / "config.json"), NAME))
     return root / NAME
 
 
@@ -95,7 +94,8 @@ def started(tmp_path_factory):
 @pytest.fixture
 def server(started, files, tmp_path, monkeypatch):
     """The Hub with one checkpoint, for a client with an empty cache. Waiting takes no time."""
-    address = {"ENDPOINT": started.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": started.endpoint + TEMPLATE}
+    template = started.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    address = {"ENDPOINT": started.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template}
     home = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token")}
     for name, value in (address | home | {"HF_HUB_DISABLE_XET": True}).items():
         monkeypatch.setattr(constants, name, value)
@@ -109,9 +109,6 @@ def server(started, files, tmp_path, monkeypatch):
     started.repositories[REPOSITORY].tags[TAG] = started.head(REPOSITORY)
     yield started
     assert not [request for request in started.log if "/storage/" in request and "+token" in request], "a token left"
-
-
-TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
 
 
 @pytest.fixture
@@ -162,7 +159,7 @@ def cached(tmp_path, name):
 
 
 def test_publishing_is_one_verified_commit(server, command, folder, files):
-    arguments = ("publish", folder, "--namespace", "new", "--results", folder.parent / "results")
+    arguments = ("publish", folder, "--namespace", "new")
     code, printed = command(*arguments, "--dry-run")
     assert code == 0
     for name, data in files.items():
@@ -216,9 +213,7 @@ def test_other_files_replace_the_old_ones_and_tags_stay(server, folder, assert_l
     assert "LICENSE" in server.repositories[REPOSITORY].commits[second.commit]
     both = {"tag": "v3", "create_pr": True}
     assert_refused("InputError", ["cannot be tagged"], hub.push_to_hub, "whole", REPOSITORY, **both)
-    hub.verify_published("whole", REPOSITORY, second.commit)
-    arguments = ("whole", REPOSITORY, first)
-    assert_refused("DamagedFileError", ["differs from the local file"], hub.verify_published, *arguments)
+    assert hub.changes("whole", REPOSITORY, second.commit) == []
     for name, commit in ((REPOSITORY, second.commit), (f"{REPOSITORY}@v1", first)):
         assert_loads(name, commit)
     assert server.repositories[REPOSITORY].tags == {"v1": first, "v2": second.commit}
@@ -250,11 +245,10 @@ def test_training_ends_on_the_hub_if_asked(server, command, tmp_path):
     local = Path("runs/photos/photos/README.md").read_text()
     assert local == card.replace('"owner/photos"', '"./runs/photos/photos"').replace("ls owner/", "ls ./runs/photos/")
 
-    # The same name again, with results elsewhere, and a Hub that refuses at the end.
+    # The same name again, and a Hub that refuses at the end.
     server.faults = [Fault("POST /api/models/owner/photos/commit", status=403)]
-    arguments = ("--name", "photos", "--seed", "1", "--output", "again", "--results", "elsewhere/runs")
-    code, printed = command(*options, *arguments)
-    assert (code, "--results elsewhere --private" in printed) == (1, True)
+    code, printed = command(*options, "--name", "photos", "--seed", "1", "--output", "again")
+    assert (code, "--namespace owner --private" in printed) == (1, True)
     advised = printed.partition("publish it with bkn-zoo publish ")[2].strip()
     assert "verified" in command("publish", *shlex.split(advised))[1]
     assert from_pretrained("owner/photos").revision != first
@@ -316,9 +310,7 @@ def test_unknown_names_say_what_the_hub_answered(server):
 
 def test_a_token_opens_private_repositories_and_a_bad_one_is_named(server, monkeypatch, assert_loads):
     server.repositories[REPOSITORY].private = True
-    for token, words in (
-        ("hf_wrongwrongwrong", "valid token"), ("hf_illegal\x07token", "valid token"), ("hf_fünf", "characters"),
-    ):  # fmt: skip
+    for token, words in (("hf_wrongwrongwrong", "valid token"), ("hf_fünf", "characters")):
         monkeypatch.setenv("HF_TOKEN", token)
         assert_refused("HubAccessError", [words, "HF_TOKEN"], from_pretrained, REPOSITORY)
     monkeypatch.setenv("HF_TOKEN", "")
@@ -401,17 +393,6 @@ def test_nothing_of_a_repository_is_executed(server, tmp_path, assert_loads):
     assert_refused("CheckpointError", [f"{REPOSITORY} has no config.json"], from_pretrained, REPOSITORY)
 
 
-def test_files_outside_the_checkpoint_are_refused(server, files, tmp_path):
-    index = json.loads(files["model.safetensors.index.json"])
-    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../../outside.safetensors")
-    server.add(REPOSITORY, {"model.safetensors.index.json": json.dumps(index).encode()})
-    words = ["'../../../outside.safetensors'", "not a file of weights"]
-    assert_refused("CheckpointError", words, from_pretrained, REPOSITORY)
-    server.add(REPOSITORY, {"model-/../../../../../outside.safetensors": b"x"})
-    assert_refused("HubError", [REPOSITORY, "'..'"], from_pretrained, REPOSITORY)
-    assert list(tmp_path.rglob("outside.safetensors")) == []
-
-
 def test_all_files_are_of_one_commit_even_if_the_revision_moves(server, assert_loads):
     second = server.add(REPOSITORY, {"notes.txt": b"a further commit"})
     server.faults = [Fault(f"GET /api/models/{REPOSITORY}/revision/main", move=REPOSITORY)]
@@ -475,12 +456,11 @@ def test_ids_are_split_at_the_first_at_sign(monkeypatch):
         locate.locate("not a name")
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_service_names_the_commit_of_a_repository(server, offline, monkeypatch):
+def test_service_names_the_commit_of_a_repository(server, monkeypatch):
     name, photo, deadline = f"{REPOSITORY}@{TAG}", io.BytesIO(), time.monotonic() + 100
     Image.radial_gradient("L").save(photo, "PNG")
     wanted = bkn_zoo.Classifier.from_pretrained(name, engine="torch")(photo.getvalue()).predictions
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with TestClient(create_app(read_settings(["--models", name, "--engine", "torch"]))) as client:
         while client.get("/health/ready").status_code != 200:
             assert time.monotonic() < deadline

@@ -14,7 +14,7 @@ from bkn_zoo.norms import BatchKalmanNorm2d, BatchNorm2d, Statistics
 
 def test_converted_network_trains_with_a_last_batch_of_three():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
-    network = bkn_zoo.convert(network, statistics_batch_size=2, initial_gain=0.5)
+    network = bkn_zoo.convert(network, statistics_batch_size=2, start="scratch")
     loader = torch.utils.data.DataLoader(torch.randn(7, 3, 8, 8), batch_size=4)
     for images in loader:
         network(images).square().sum().backward()

@@ -146,10 +146,7 @@ def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
         assert published.code == 0  # without a Hub
         assert f"me/{name}: to send model.safetensors" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")
-    apart = commands("publish", "./renamed", "--name", "first", *publish)
-    assert "pass the folder of its results with --results" in apart.output
-    together = commands("publish", "./renamed", "--name", "first", *publish, "--results", "runs/first/results")
-    assert "reproduces its outputs" in together.output
+    assert "reproduces its outputs" in commands("publish", "./renamed", "--name", "first", *publish).output
 
 
 def test_folder_of_images_is_all_that_fine_tuning_needs(commands, place):

@@ -585,7 +585,6 @@ def test_only_the_first_process_prints(rank, tree, checkpoint, capsys, monkeypat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--publish me --results mine", "must be in a folder called runs: use --results mine/runs"),
         ("--statistics_batch 3", "statistics_batch_size is 3, but 16 images at a time cannot be split"),
         ("--statistics_batch 3 --gradient_batch 8 --micro_batch 4", "but 4 images at a time cannot"),
         ("--device cuda:99", "device 'cuda:99' is not available"),

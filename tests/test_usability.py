@@ -16,7 +16,7 @@ from image_trees import write_noise
 
 import bkn_zoo
 from bkn_zoo import cli
-from bkn_zoo.checkpoints.preferred import NETWORKS, default_checkpoint
+from bkn_zoo.checkpoints.locate import NETWORKS, default_checkpoint
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli import options
 from bkn_zoo.cli.command import COMMANDS

@@ -60,6 +60,9 @@ def test_default_checkpoints_are_of_their_networks():
 def test_checkpoint_follows_from_recipe_and_record(folder):
     """Its recipe is in the repository, its classes are the data set's, its default was best on validation images."""
     config, run = Config.read(folder / "config.json"), read_record(RESULTS, folder.name)
+    assert config.accuracy.keys() == run["test"].keys()
+    for mode, metrics in config.accuracy.items():
+        assert metrics == {metric: round(run["test"][mode][metric], 3) for metric in metrics}
     assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == read_recipe(None, config.recipe)
     assert CLASSES[config.recipe["dataset"]] == config.num_classes
     validation = run.get("validation") or run["curve"][-1]["validation"]

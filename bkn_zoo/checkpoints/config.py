@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,14 +117,7 @@ class Config:
             raise CheckpointError(
                 f"{path}: format_version is {version}, but this bkn_zoo reads up to {FORMAT_VERSION}: upgrade bkn_zoo."
             )
-
-        def warn(name: str) -> None:
-            message = (
-                f"{path}: the field {name[:80]} is ignored, because this bkn_zoo does not know it: upgrade bkn_zoo"
-            )
-            warnings.warn(message, stacklevel=4)
-
         try:
-            return make(cls, data, unknown=warn)
+            return make(cls, data, newer=str(path))
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -7,16 +7,17 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any
 
 from bkn_zoo.errors import CheckpointError, DamagedFileError, InputError
-from bkn_zoo.progress import bar
+from bkn_zoo.progress import waiting
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-{:05}-of-{:05}.safetensors"
 CONFIG, CARD, GOLDEN, LICENSE = "config.json", "README.md", "golden.safetensors", "LICENSE"
@@ -24,7 +25,6 @@ OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, LICENSE, "model*.safetensors")
 NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
 """Patterns of the files that loading needs."""
 
-CHUNK = 2**22  # bytes hashed at a time
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
@@ -35,14 +35,14 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync(folder: Path) -> None:
-    if os.name == "nt":  # Windows does not open folders
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+def replace_file(path: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    scratch = path.with_name(f".{path.name}.tmp")
     try:
-        os.fsync(descriptor)
+        write_file(scratch, text.encode())
+        os.replace(scratch, path)
     finally:
-        os.close(descriptor)
+        scratch.unlink(missing_ok=True)
 
 
 def put_in_place(new: Path, folder: Path) -> None:
@@ -52,7 +52,6 @@ def put_in_place(new: Path, folder: Path) -> None:
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
-        sync(folder.parent)
     finally:  # after Ctrl-C, too
         if old.exists() and not folder.exists():
             os.rename(old, folder)
@@ -65,15 +64,13 @@ def reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unreadable(error.filename or "a file", error) from None
+        raise CheckpointError(
+            f"{error.filename or 'a file'} cannot be read ({error.strerror or error}): check its permissions, or "
+            "restore it from the original checkpoint."
+        ) from None
 
 
-def unreadable(path: str | Path, error: OSError) -> CheckpointError:
-    remedy = "check its permissions, or restore it from the original checkpoint"
-    return CheckpointError(f"{path} cannot be read ({error.strerror or error}): {remedy}.")
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file (or a link to one) for reading; raises OSError for a FIFO or a device, which could block."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -82,27 +79,22 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
+@reading()
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's file."""
     remedy = "restore it from the original checkpoint"
     try:
         with open_regular(path) as file:
-            data = json.loads(file.read(), parse_constant=_refuse_constant)
+            data = json.loads(file.read())
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist, so {path.parent} is not a complete checkpoint: choose another folder, or {remedy}."
         ) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): {remedy}.") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} contains a JSON {type(data).__name__} instead of an object: {remedy}.")
     return data
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 @reading()
@@ -127,32 +119,26 @@ def no_weights(where: str, names: Collection[str]) -> CheckpointError:
     return CheckpointError(f"{where} has no {WEIGHTS}: restore it from the original checkpoint.")
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. An index that names files outside the folder is refused."""
-    files = read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise CheckpointError(f"{path}: weight_map must give a file for each tensor: restore the original index.")
-    for file in sorted(set(files.values())):
-        if not fnmatch(file, "model*.safetensors") or "/" in file or "\\" in file:
+def files_of_weights(path: Path) -> list[Path]:
+    """All files of weights, for the result of `weights_file`; an index that names files elsewhere is refused."""
+    if path.name == WEIGHTS:
+        return [path]
+    places = read_json(path).get("weight_map")
+    names: list[Any] = list(places.values()) if isinstance(places, dict) else [places]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"model[\w.-]*\.safetensors", name):
             raise CheckpointError(
-                f"{path}: weight_map names {file!r}, which is not a file of weights in this folder: "
+                f"{path}: weight_map names {name!r}, which is not a file of weights in this folder: "
                 "restore the original index."
             )
-    return files
-
-
-def files_of_weights(path: Path) -> list[Path]:
-    """All files of weights, for the result of `weights_file`."""
-    names = {WEIGHTS} if path.name == WEIGHTS else set(read_index(path).values())
-    return [path.parent / name for name in sorted(names)]
+    return [path.parent / name for name in sorted(set(names))]
 
 
 def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
     """Refuse weights whose SHA-256 is not the one in config.json. A config without SHA-256 is accepted."""
-    files = files_of_weights(path) if hashes else []
-    with bar(sum(file.stat().st_size for file in files), "checking weights", "B") as done:
-        for file in files:
-            if sha256(file, done) != hashes.get(file.name):
+    with waiting("checking weights"):
+        for file in files_of_weights(path) if hashes else []:
+            if sha256(file) != hashes.get(file.name):
                 raise DamagedFileError(
                     f"{file} is damaged or belongs to another checkpoint (its SHA-256 is not the one in config.json): "
                     "restore both from the original checkpoint.",
@@ -161,14 +147,9 @@ def check_hashes(path: Path, hashes: Mapping[str, str]) -> None:
 
 
 @reading()
-def sha256(path: Path, done: Callable[[int], object] = lambda size: None) -> str:
-    """The SHA-256 of a file. `done` is called with the size of each part that was read."""
-    digest = hashlib.sha256()
+def sha256(path: Path) -> str:
     with open_regular(path) as file:
-        while part := file.read(CHUNK):
-            digest.update(part)
-            done(len(part))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @reading()

@@ -4,6 +4,7 @@ A folder contains config.json, model.safetensors (or shards with an index), READ
 on the Hub. It is complete or absent, even if the process that writes it dies.
 """
 
+import math
 import os
 import secrets
 import shutil
@@ -31,11 +32,11 @@ from bkn_zoo.checkpoints.files import (
     check_hashes,
     put_in_place,
     reading,
-    sync,
+    replace_file,
     weights_file,
     write_file,
 )
-from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub, remove_damaged
+from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import (
     copied,
@@ -95,8 +96,10 @@ def save_pretrained(
         license: the licence that the short card names, an identifier of the Hub such as "mit"; by default none.
         license_text: text of a file LICENSE, for weights with a licence of their own.
     """
-    about = {"label_names": label_names, "preprocessing": preprocessing, "training": training, "accuracy": accuracy}
-    config = _make_config(model, default_statistics, **about, uncertain_below=uncertain_below)
+    config = _make_config(
+        model, default_statistics, label_names=label_names, preprocessing=preprocessing, training=training,
+        accuracy=accuracy, uncertain_below=uncertain_below,
+    )  # fmt: skip
     folder = Path(folder).resolve()
     keep_card = card is None
     card = short_card(config, folder.name, license) if card is None else card
@@ -110,12 +113,13 @@ def save_pretrained(
             hashes = write_weights(scratch, tensors, MAX_FILE_SIZE)
             config = replace(config, sha256=hashes)
             write_file(scratch / CONFIG, config.to_json().encode())
-            write_file(scratch / GOLDEN, safetensors.torch.save(_try(scratch, folder)))
+            write_file(scratch / GOLDEN, safetensors.torch.save(_make_golden(scratch)))
         write_file(scratch / CARD, card.encode())
         if license_text is not None:
             write_file(scratch / LICENSE, license_text.encode())
-        sync(scratch)
         put_in_place(scratch, folder)
+    except BknZooError as error:
+        raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
     except OSError as error:
         raise CheckpointError(
             f"{folder} could not be written ({error}): free space there, or choose another folder."
@@ -127,22 +131,13 @@ def save_pretrained(
 def add_accuracy(folder: Path, accuracy: dict[str, dict[str, float]]) -> Config:
     """Write the accuracy of a stored network into its config.json. Returns the new config."""
     config = replace(Config.read(folder / CONFIG), accuracy=accuracy)
-    _replace_file(folder / CONFIG, config.to_json())
+    replace_file(folder / CONFIG, config.to_json())
     return config
 
 
 def write_card(folder: Path, text: str) -> None:
     """Replace the README.md of a checkpoint."""
-    _replace_file(folder / CARD, text)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.tmp")
-    try:
-        write_file(scratch, text.encode())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    replace_file(folder / CARD, text)
 
 
 def from_pretrained(
@@ -167,29 +162,14 @@ def from_pretrained(
     return load_checkpoint(locate(name, revision=revision, token=token, cache_dir=cache_dir))
 
 
-def publish_network(
-    model: Network,
-    repository: str,
-    *,
-    private: bool = False,
-    tag: str | None = None,
-    create_pr: bool = False,
-    **about: Any,
-) -> Publication:
-    """Save a network, and publish it on the Hub; `about` are arguments of `save_pretrained`, such as `label_names`.
-
-    The other arguments are those of `bkn_zoo.push_to_hub`, which publishes a checkpoint folder.
-    """
+def publish_network(model: Network, repository: str, **options: Any) -> Publication:
+    """Save a network, and publish it on the Hub; see `Network.push_to_hub`."""
     check_repository(repository)
+    of_hub = {name: options.pop(name) for name in ("private", "tag", "create_pr") if name in options}
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, repository.partition("/")[2])
-        save_pretrained(model, folder, **about)
-        return push_to_hub(folder, repository, private=private, tag=tag, create_pr=create_pr)
-
-
-# Methods of all networks. They are added here because models do not import checkpoints.
-Network.save_pretrained = save_pretrained
-Network.push_to_hub = publish_network
+        save_pretrained(model, folder, **options)
+        return push_to_hub(folder, repository, **of_hub)
 
 
 def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
@@ -202,14 +182,16 @@ def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
     name, folder, revision = location
     try:
         model = load_folder(folder, as_stored)
-    except CheckpointError:
-        file = remove_damaged(folder) if revision is not None else None
-        if file is None:
+    except DamagedFileError as error:
+        if revision is None:
             raise
+        damaged = folder / error.file
+        damaged.resolve().unlink(missing_ok=True)  # the file that the link points to
+        damaged.unlink(missing_ok=True)
         raise DamagedFileError(
-            f"{file} of {name} at {revision} was damaged and is removed from the cache: load it again. "
+            f"{error.file} of {name} at {revision} was damaged and is removed from the cache: load it again. "
             "If it is refused again, tell the owner of the repository.",
-            file,
+            error.file,
         ) from None
     model.revision = revision
     return model
@@ -219,8 +201,8 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
     """The network of a checkpoint folder; see `load_checkpoint`."""
     config = Config.read(folder / CONFIG)
     path = weights_file(folder)
-    weights = read_weights(path)
     check_hashes(path, config.sha256)
+    weights = read_weights(path)
     # Before building, so that a config which would need a petabyte is refused with this error on every system.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
     if config.num_classes > rows:
@@ -261,16 +243,12 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
         raise CheckpointError(
             f"{path} contains {few(golden)} instead of input, {', '.join(MODES)}: save the model again."
         )
-    outputs = golden_outputs(load_folder(folder), golden["input"])
     differences = {}
-    for mode, output in outputs.items():
-        if output.shape != golden[mode].shape:
-            raise CheckpointError(
-                f"{path}: {mode} is {tuple(golden[mode].shape)}, but the network's output is {tuple(output.shape)}: "
-                "save the model again."
-            )
-        scale = golden[mode].abs().max().clamp_min(1e-6)
-        differences[mode] = ((output - golden[mode]).abs().max() / scale).item()
+    for mode, output in golden_outputs(load_folder(folder), golden["input"]).items():
+        wanted = golden[mode]
+        same = output.shape == wanted.shape
+        scale = wanted.abs().max().clamp_min(1e-6)
+        differences[mode] = ((output - wanted).abs().max() / scale).item() if same else math.inf
         if not differences[mode] <= GOLDEN_TOLERANCE:
             raise CheckpointError(
                 f"{path}: the {mode} output differs by {differences[mode]:.1e} of its largest value: "
@@ -321,27 +299,17 @@ def _check_replaceable(folder: Path, keep_card: bool) -> None:
                 "move it or choose another folder."
             )
     card = folder / CARD
-    if (
-        keep_card
-        and card.exists()
-        and not is_short_card(card.read_text(errors="replace"), Config.read(folder / CONFIG))
-    ):
+    text = card.read_text(errors="replace") if keep_card and card.exists() else None
+    if text is not None and not is_short_card(text, Config.read(folder / CONFIG)):
         raise CheckpointError(
             f"{card} is more than the short card that save_pretrained writes, and would be lost: pass card=, or choose "
             "another folder."
         )
 
 
-def _try(scratch: Path, folder: Path) -> dict[str, Tensor]:
-    """The golden outputs of the network as stored; an error if it would not load."""
-    try:
-        return _make_golden(load_folder(scratch))
-    except BknZooError as error:
-        raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
-
-
-def _make_golden(model: Network) -> dict[str, Tensor]:
-    """One input and its output per mode."""
+def _make_golden(folder: Path) -> dict[str, Tensor]:
+    """One input, and the output per mode of the network as stored."""
+    model = load_folder(folder)
     preprocessing = model.config.preprocessing
     size = max(GOLDEN_SIZE, model.stride) if preprocessing is None else preprocessing.size
     generator = torch.Generator().manual_seed(0)

@@ -9,26 +9,15 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bkn_zoo.checkpoints.builders import is_model
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import (
-    CONFIG,
-    INDEX,
-    NEEDED_FILES,
-    WEIGHTS,
-    check_hashes,
-    files_of,
-    no_weights,
-    sha256,
-    weights_file,
-)
+from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of, no_weights, sha256
 from bkn_zoo.checkpoints.hub_errors import hub_errors
-from bkn_zoo.errors import CheckpointError, DamagedFileError, HubError, HubNotFoundError, InputError
+from bkn_zoo.errors import CheckpointError, HubError, HubNotFoundError, InputError
 from bkn_zoo.progress import bars_like
 from bkn_zoo.version import __version__
 
@@ -97,22 +86,7 @@ def _snapshot(
     return Path(folder)
 
 
-def remove_damaged(folder: Path) -> str | None:
-    """Remove a damaged file of weights from the cache, so that it can be downloaded again."""
-    try:
-        check_hashes(weights_file(folder), Config.read(folder / CONFIG).sha256)
-    except DamagedFileError as error:
-        path = folder / error.file
-        path.resolve().unlink(missing_ok=True)  # the file that the link points to
-        path.unlink(missing_ok=True)
-        return error.file
-    except CheckpointError:
-        return None
-    return None
-
-
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """The change of one file: "added", "changed" or "removed", and its new size in bytes."""
 
     file: str
@@ -120,8 +94,7 @@ class Change:
     size: int
 
 
-@dataclass(frozen=True)
-class Publication:
+class Publication(NamedTuple):
     """The result of publishing: the commit, its changes (none if all files existed), and the pull request, if any."""
 
     commit: str
@@ -138,12 +111,11 @@ def changes(folder: str | os.PathLike[str], repository: str, revision: str | Non
         entries = _api().list_repo_tree(repository, revision=revision)
         there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
     local = {path.name: path for path in files_of(Path(folder))}
-    found = []
-    for name, path in local.items():
-        if name not in there:
-            found.append(Change(name, "added", path.stat().st_size))
-        elif not _is_same(path, there[name]):
-            found.append(Change(name, "changed", path.stat().st_size))
+    found = [
+        Change(name, "changed" if name in there else "added", path.stat().st_size)
+        for name, path in local.items()
+        if name not in there or not _is_same(path, there[name])
+    ]
     weights = [name for name in there if name == INDEX or fnmatch(name, "model*.safetensors")]
     return found + [Change(name, "removed", 0) for name in sorted(weights) if name not in local]
 
@@ -165,6 +137,8 @@ def push_to_hub(
         tag: a tag for the commit; an existing tag must already be at it.
         create_pr: open a pull request instead of committing to the main branch.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
     check_repository(repository)
     if tag is not None and create_pr:
         raise InputError("a pull request cannot be tagged: leave out the tag until it is merged.")
@@ -173,9 +147,19 @@ def push_to_hub(
     with hub_errors(repository):
         api.create_repo(repository, private=private, exist_ok=True)
         tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repository).tags}
-        if tag in tags and changes(folder, repository):
+        wanted = changes(folder, repository)
+        if tag in tags and wanted:
             raise HubError(f"{repository} already has a tag {tag} for other files: choose another tag.")
-        published = _commit(api, Path(folder), repository, create_pr)
+        if wanted:
+            operations = [
+                CommitOperationDelete(file) if kind == "removed" else CommitOperationAdd(file, Path(folder) / file)
+                for file, kind, _ in wanted
+            ]
+            message = f"Publish {Path(folder).resolve().name} with bkn_zoo {__version__}"
+            info = api.create_commit(repository, operations, commit_message=message, create_pr=create_pr)
+            published = Publication(info.oid, wanted, info.pr_url)
+        else:
+            published = Publication(api.repo_info(repository).sha or "", [], None)
         if tag is not None and tags.get(tag, published.commit) != published.commit:
             raise HubError(f"{repository} already has a tag {tag} at another commit: choose another tag.")
         if tag is not None and tag not in tags:
@@ -196,32 +180,6 @@ def check_repository(repository: str) -> None:
             f"{repository!r} cannot be a repository: use owner/repo with letters from a to z, digits and -_. "
             "(in a shell, --name sets the name)."
         )
-
-
-def verify_published(folder: str | os.PathLike[str], repository: str, revision: str) -> None:
-    """Refuse a publication whose files, by the hashes that the Hub lists, differ from those of the folder."""
-    for change in changes(folder, repository, revision):
-        raise DamagedFileError(
-            f"{change.file} of {repository} differs from the local file: publish again.", change.file
-        )
-
-
-def _commit(api: "HfApi", folder: Path, repository: str, create_pr: bool) -> Publication:
-    """Upload the files. After a failure, a repeated call sends only the missing ones."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    wanted = changes(folder, repository)
-    if not wanted:
-        return Publication(api.repo_info(repository).sha or "", [], None)
-    operations = [
-        CommitOperationDelete(change.file)
-        if change.kind == "removed"
-        else CommitOperationAdd(change.file, folder / change.file)
-        for change in wanted
-    ]
-    message = f"Publish {folder.resolve().name} with bkn_zoo {__version__}"
-    info = api.create_commit(repository, operations, commit_message=message, create_pr=create_pr)
-    return Publication(info.oid, wanted, info.pr_url)
 
 
 def _is_same(path: Path, there: "RepoFile") -> bool:

@@ -1,12 +1,15 @@
-"""Finds the checkpoint of a name: a folder, a local checkpoint, or a repository on the Hub."""
+"""Finds checkpoints: by the path of a folder, by a name on this machine or on the Hub, or the default one."""
 
 import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
+from bkn_zoo.checkpoints.builders import is_model
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, reading
 from bkn_zoo.checkpoints.hub import REPOSITORY, download
+from bkn_zoo.defaults import NETWORKS, PREFERRED_CHECKPOINT
 from bkn_zoo.errors import CheckpointError, HubError, InputError, UnknownNameError, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -46,10 +49,14 @@ def locate(
 
     The arguments are those of `from_pretrained`.
     """
-    if revision is not None:
-        name = _at(name, revision)
     text = os.fspath(name)
-    repository, _, revision = text.partition("@")
+    repository, _, named = text.partition("@")
+    if revision is not None:
+        if is_folder(name):
+            raise InputError(f"{text} is a folder and has no revision {revision!r}: omit the revision.")
+        if named not in ("", revision):
+            raise InputError(f"{text} and revision={revision!r} are two different revisions: omit one of them.")
+        name = text = f"{repository}@{revision}"
     unknown = ""
     if is_folder(name) or "/" not in repository:
         try:
@@ -63,7 +70,7 @@ def locate(
                 raise
             unknown = str(error).rstrip(".")
     try:  # outside the handler above, so that errors of the client are not chained to that error
-        folder, commit = download(repository, revision or None, token, cache_dir)
+        folder, commit = download(repository, revision or named or None, token, cache_dir)
         log.info("%s is commit %s of %s on the Hub", text, commit, repository)
         return Location(text, folder, commit)
     except HubError as error:
@@ -72,17 +79,6 @@ def locate(
         if os.path.isdir(text.partition("/")[0]):
             raise type(error)(f"there is no folder {text}; on the Hub: {error}") from None
         raise
-
-
-def _at(name: str | os.PathLike[str], revision: str) -> str:
-    """The name with its revision after an "@"."""
-    text = os.fspath(name)
-    if is_folder(name):
-        raise InputError(f"{text} is a folder and has no revision {revision!r}: omit the revision.")
-    repository, at, named = text.partition("@")
-    if at and named != revision:
-        raise InputError(f"{text} and revision={revision!r} are two different revisions: omit one of them.")
-    return f"{repository}@{revision}"
 
 
 @reading()
@@ -131,3 +127,32 @@ def _roots() -> list[Path]:
     for root in filter(Path.is_dir, roots):
         os.scandir(root).close()  # otherwise a folder without read permission would seem empty
     return list(dict.fromkeys([*roots, *([SOURCE_TREE] if SOURCE_TREE.is_dir() else [])]))
+
+
+def default_checkpoint() -> str:
+    """The name of the default checkpoint."""
+    return usable_checkpoints()[0]
+
+
+def usable_checkpoints() -> list[str]:
+    """The names of all checkpoints that classify images, in order of preference; an error if there is none.
+
+    First the preferred one, if it exists, then BKN networks before others, then those with more classes, then the more
+    accurate ones. `bkn-zoo list` has the same order.
+    """
+    ranked = []
+    for name in list_checkpoints():
+        try:
+            config = Config.read(find(name) / CONFIG)
+        except CheckpointError:  # loading it by name will say why
+            continue
+        network = config.architecture.rpartition("_")[0]
+        if config.preprocessing is not None and (network in NETWORKS or is_model(config.architecture)):
+            preferred = name != PREFERRED_CHECKPOINT, config.norm != "bkn"
+            ranked.append((*preferred, -config.num_classes, -(config.top1 or 0.0), name))
+    if not ranked:
+        raise CheckpointError(
+            "no checkpoint that classifies images was found: name a folder or owner/repo on the Hub (in a shell with "
+            "--checkpoint), or set BKN_ZOO_CHECKPOINTS to a folder of checkpoints."
+        )
+    return [rank[-1] for rank in sorted(ranked)]

@@ -2,8 +2,10 @@
 
 import os
 import platform
+import re
 import shlex
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,28 +17,17 @@ from bkn_zoo.cores import allowed_cores
 from bkn_zoo.version import __version__
 
 PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "triton",
-    "openvino",
-    "numpy",
-    "safetensors",
-    "fastapi",
-    "uvicorn",
-    "litserve",
-    "ray",
-)
+    "torch", "torchvision", "timm", "triton", "openvino", "numpy", "safetensors", "fastapi", "uvicorn",
+    "litserve", "ray",
+)  # fmt: skip
 
 
 def environment(seed: int | None = None) -> dict[str, Any]:
     """The command, hardware and versions of the running script."""
     installed = {"bkn-zoo": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     # Paths of this machine mean nothing to others, so keep only their last part, and scripts/ for a script. Drop
     # --resume, because it continues a run that others do not have.
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv if word != "--resume"]
@@ -82,8 +73,6 @@ def hardware() -> str:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")  # Linux only
-    lines = info.read_text().splitlines() if info.exists() else []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {key.strip(): value.strip() for key, value in fields.items()}
+    named = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
     return named.get("model name") or arm.get(named.get("CPU part", ""), platform.machine())

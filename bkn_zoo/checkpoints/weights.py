@@ -10,16 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bkn_zoo.checkpoints.files import (
-    INDEX,
-    SHARD,
-    WEIGHTS,
-    files_of_weights,
-    open_regular,
-    read_index,
-    unreadable,
-    write_file,
-)
+from bkn_zoo.checkpoints.files import INDEX, SHARD, WEIGHTS, files_of_weights, open_regular, reading, write_file
 from bkn_zoo.errors import CheckpointError
 from bkn_zoo.norms.batch_kalman import RAW_GAIN_OF_ONE
 
@@ -78,18 +69,8 @@ def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tens
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors, for the result of `weights_file`. They must be finite."""
-    places = read_index(path) if path.name == INDEX else None
-    weights: dict[str, Tensor] = {}
-    for file in files_of_weights(path):
-        shard = read_tensors(file)
-        if places is not None and shard.keys() != {name for name, place in places.items() if place == file.name}:
-            raise CheckpointError(f"{file} does not contain the tensors that {INDEX} lists: restore both files.")
-        weights |= {name: of_today(name, tensor) for name, tensor in shard.items()}
-        _check_finite({name: weights[name] for name in shard}, file)
-    return weights
-
-
-def _check_finite(weights: dict[str, Tensor], path: Path) -> None:
+    shards = [read_tensors(file) for file in files_of_weights(path)]
+    weights = {name: of_today(name, tensor) for shard in shards for name, tensor in shard.items()}
     for name, tensor in weights.items():
         # Minimum and maximum are NaN if any number is. Other ways take many times as long for 16 bits.
         if tensor.is_floating_point() and tensor.numel() and not all(x.isfinite() for x in tensor.aminmax()):
@@ -97,6 +78,7 @@ def _check_finite(weights: dict[str, Tensor], path: Path) -> None:
                 f"{path}: {name} contains infinite numbers or NaN: "
                 "restore the file from the original checkpoint, or save the model as it was before it diverged."
             )
+    return weights
 
 
 def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,14 +97,11 @@ def of_today(name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(1).clamp(max=RAW_GAIN_OF_ONE) if is_gain else tensor
 
 
+@reading()
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         open_regular(path).close()  # safetensors reports a file without read permission as missing
         return safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist: restore it from the original checkpoint.") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
     except SafetensorError as error:
         with path.open("rb") as file:
             start = file.read(4)

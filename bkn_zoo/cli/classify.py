@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from bkn_zoo.checkpoints.files import lock
-from bkn_zoo.checkpoints.preferred import default_checkpoint
+from bkn_zoo.checkpoints.locate import default_checkpoint
 from bkn_zoo.cli.parser import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError, counted
 from bkn_zoo.terminal import printable

@@ -158,10 +158,7 @@ def _publish_folders(args: argparse.Namespace) -> int:
 
     options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
     for folder in folders:
-        place = folder.resolve()
-        beside = place.parent / "results"  # of its run, or of the source tree around it
-        results = args.results or (beside if beside.is_dir() else place.parent.parent / "results")
-        publish(folder, args.name or place.name, args.namespace, results, **options)
+        publish(folder, args.name or folder.resolve().name, args.namespace, **options)
     return 0
 
 

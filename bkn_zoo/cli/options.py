@@ -66,10 +66,10 @@ Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOL
     bkn-zoo publish runs/NAME/NAME --namespace me
     bkn-zoo publish checkpoints/* --namespace me --tag v1.2.3                # a release
 
-Each folder is validated first: it must load, reproduce its golden outputs, and agree with results/ and with its card.
+Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card.
 The short card of save_pretrained is accepted, too. To publish a folder with another card, use `bkn_zoo.push_to_hub`.
-Then the Hub must respond within seconds; a dry run works without it. Published files are downloaded into an empty cache
-and compared. Publishing again changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
+Then the Hub must respond within seconds; a dry run works without it. The hashes of the published files are compared
+with those of the local ones. Publishing again changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
 """
 COMPLETION = """\
 Prints a script that completes commands, options, their values and the names of checkpoints.
@@ -176,8 +176,6 @@ def publish_parser() -> Parser:
     parser.add_argument("--tag", help="tag of the commit, such as v1.2.3; an existing tag is never moved")
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--dry-run", action="store_true", help="validate and show what would change; change nothing")
-    what = "the folder of results (default: results beside the checkpoint or above)"
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
     return parser
 
 

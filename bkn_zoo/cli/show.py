@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, files_of_weights, open_regular, reading, weights_file
-from bkn_zoo.checkpoints.locate import find, list_checkpoints, locate
-from bkn_zoo.checkpoints.preferred import default_checkpoint, usable_checkpoints
+from bkn_zoo.checkpoints.locate import default_checkpoint, find, list_checkpoints, locate, usable_checkpoints
 from bkn_zoo.cli.classify import FAILED, STDIN, find_images, load_classifier
 from bkn_zoo.cli.parser import announce
 from bkn_zoo.errors import CheckpointError, ImageError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.parser import check_folder
 from bkn_zoo.cli.train_options import parse_training
-from bkn_zoo.errors import HubError, InputError
+from bkn_zoo.errors import HubError
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.plan import TrainingPlan, plan_training
@@ -67,10 +67,6 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan
     plan = plan_training(args.recipe, args.data, overrides, init=args.checkpoint, **options)
     check_folder(args.data)
     if args.publish:
-        if plan.results.resolve().name != "runs":
-            raise InputError(
-                f"the record of a published run must be in a folder called runs: use --results {plan.results}/runs."
-            )
         check_repository(f"{args.publish}/{plan.name}")
         check_reachable(f"{args.publish}/{plan.name}")
     return plan
@@ -79,10 +75,12 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan
 def write_long_card(result: "TrainingResult", plan: TrainingPlan) -> None:
     """Replace the short card by one with the record of the run."""
     from bkn_zoo.checkpoints.folder import write_card
-    from bkn_zoo.publishing.publish import card_of
+    from bkn_zoo.publishing.cards import checkpoint_card
 
-    config = result.model.config
-    write_card(result.folder, card_of(config, plan.name, plan.results.parent, result.folder, plan.license))
+    # A relative path begins with "./", so that it is not taken for the id of a repository.
+    address = str(result.folder) if result.folder.is_absolute() else f"./{result.folder.as_posix()}"
+    card = checkpoint_card(result.model.config, plan.name, result.record, address=address, license=plan.license)
+    write_card(result.folder, card)
 
 
 def report(result: "TrainingResult", plan: TrainingPlan) -> None:
@@ -106,13 +104,11 @@ def publish_result(result: "TrainingResult", plan: TrainingPlan, args: argparse.
     """Publish the result on the Hub; if that fails, say how to do it later."""
     from bkn_zoo.publishing.publish import publish
 
-    results = plan.results.parent
     try:
-        publish(result.folder, plan.name, args.publish, results, private=args.private)
+        publish(result.folder, plan.name, args.publish, private=args.private)
     except HubError as error:
-        where = ["--namespace", args.publish, "--results", str(results)]
         private = ["--private"] if args.private else []
-        command = shlex.join(["bkn-zoo", "publish", str(result.folder), *where, *private])
+        command = shlex.join(["bkn-zoo", "publish", str(result.folder), "--namespace", args.publish, *private])
         raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
 
 

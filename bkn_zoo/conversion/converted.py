@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, start_near_population
 from bkn_zoo.conversion.checks import OWN_NAMES, check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
 from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan
@@ -23,7 +24,7 @@ from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, check_gain, no_weight_decay
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, INITIAL_GAIN, check_gain, no_weight_decay
 from bkn_zoo.norms.standardized import standardize_convolutions, standardized_once
 from bkn_zoo.torch_internals import AnyBatchNorm, tree_leaves, tree_map
 
@@ -284,8 +285,9 @@ def convert(
     example: Any = None,
     only: str | Sequence[str] | None = None,
     statistics_batch_size: int | None = None,
-    default_statistics: str = "population",
-    initial_gain: float = BATCHNORM_GAIN,
+    start: str | None = None,
+    default_statistics: str | None = None,
+    initial_gain: float | None = None,
     images: str | int | None = None,
     standardized_weights: bool = False,
     transition_rank: int | None = None,
@@ -305,9 +307,12 @@ def convert(
         only: the name of a part, such as "backbone", or several names. The rest stays unchanged, and each part takes
             `statistics` and has the attributes of a `Converted`. None, or an empty name, is the whole network.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
-        default_statistics: the statistics mode at inference, if a call does not choose one.
-        initial_gain: the gain q that training starts with. Choose 0.5 to train from scratch, as the networks of the zoo
-            do. For a pretrained network, use `bkn_zoo.conversion.start_near_population` instead.
+        start: what the network was trained on so far, from which gain and statistics mode follow. "scratch": nothing;
+            the gain is 0.5, or 0.1 with standardized weights, and the mode is `sample` for groups of one image,
+            `expected` for larger ones and `population` for whole batches. "pretrained": `start_near_population` with a
+            gain of 0.01, and `population`. None: nearly batch normalization, and `population`.
+        default_statistics: the statistics mode at inference, if a call does not choose one, instead of that of `start`.
+        initial_gain: the gain q that training starts with, instead of that of `start`.
         images: the input that contains the images, by its name or place, if it is not the first. Statistics groups
             consist of its rows.
         standardized_weights: standardize the weights of convolutions whose output goes directly into a norm
@@ -317,8 +322,13 @@ def convert(
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
     parts = [only or ""] if only is None or isinstance(only, str) else list(only)
-    choose_statistics(False, default_statistics, statistics_batch_size)
-    check_gain(initial_gain)
+    gain, mode = _start(start, statistics_batch_size, standardized_weights)
+    gain = gain if initial_gain is None else initial_gain
+    mode = mode if default_statistics is None else default_statistics
+    choose_statistics(False, mode, statistics_batch_size)
+    check_gain(gain)
+    if start == "pretrained" and standardized_weights:
+        raise ConversionError("pretrained weights were not standardized in their training: omit standardized_weights.")
     for name in parts:
         check_convertible(model, name)
     whole: Any = copy_of(model)
@@ -334,21 +344,40 @@ def convert(
         if standardized_weights:
             standardize_convolutions(part, part.foldable.values())
             part.standardized_weights = True
-        part.statistics_batch_size, part.default_statistics = statistics_batch_size, default_statistics
+        part.statistics_batch_size, part.default_statistics = statistics_batch_size, mode
         for norm in linked_norms(part):
             if norm.has_prior:
-                norm.set_gain(initial_gain)
-        if default_statistics != "population":
-            part._warn_if_untrained(default_statistics)
+                norm.set_gain(gain)
+        if start == "pretrained":
+            start_near_population(part, gain)
+        if mode != "population":
+            part._warn_if_untrained(mode)
         reports.append(part.report)
         _warn_of_missing_links(part.report)
     report = Report(
         tuple(row for each in reports for row in each.rows), tuple(guess for each in reports for guess in each.guesses),
-        earlier.parameters_before, _count(whole),
+        earlier.parameters_before, _count(whole), _describe_start(start, gain, mode),
     )  # fmt: skip
     for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
         module.report = report
     return whole
+
+
+def _start(start: str | None, group: int | None, standardized_weights: bool) -> tuple[float, str]:
+    """The gain that training starts with, and the statistics mode at inference."""
+    if start == "scratch":
+        mode = "population" if group is None else "sample" if group == 1 else "expected"
+        return 0.1 if standardized_weights else INITIAL_GAIN, mode
+    if start == "pretrained":
+        return LEARNING_GAIN, "population"
+    if start is not None:
+        raise ConversionError(f"start is {start!r}: choose 'scratch' or 'pretrained'.")
+    return BATCHNORM_GAIN, "population"
+
+
+def _describe_start(start: str | None, gain: float, mode: str) -> str:
+    found = f"a gain of {gain:g}, and {mode!r} statistics at inference"
+    return f"{start}: {found}" if start else f"{found}; start='scratch' or start='pretrained' chooses both for you"
 
 
 def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:

@@ -44,12 +44,14 @@ class Report:
         rows: the converted norms in the order of their calls, then the unchanged ones.
         guesses: operations without a rule, and what was assumed.
         parameters_before, parameters_after: parameters of the whole network.
+        start: the gain that training starts with, and the statistics mode at inference.
     """
 
     rows: tuple[NormRow, ...]
     guesses: tuple[str, ...]
     parameters_before: int
     parameters_after: int
+    start: str = ""
 
     def __str__(self) -> str:
         table = [("norm", "prior (channels)", "over", "A")]
@@ -63,6 +65,7 @@ class Report:
         added = self.parameters_after - self.parameters_before
         share = added / max(self.parameters_before, 1)
         lines.append(f"parameters: {self.parameters_before:,} before, {self.parameters_after:,} after (+{share:.1%})")
+        lines += [f"start: {self.start}"] if self.start else []
         return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import GOLDEN, check_file, sync
+from bkn_zoo.checkpoints.files import GOLDEN, check_file
 from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
@@ -157,7 +157,6 @@ def _put_in_place(scratch: Path, path: Path) -> None:
         path.unlink(missing_ok=True)
     for file in files:
         os.replace(file, path.with_name(file.name))
-    sync(path.absolute().parent)
 
 
 def _write_onnx(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """The base class of all networks, and the convolution with its norm."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.standardized import standardized_once
+from bkn_zoo.upper import upper
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
@@ -58,9 +60,6 @@ class Network(BeliefNetwork, OneNoise):
     # Subclasses define these two. They are not defined here: a converted network may have modules of these names.
     features: Callable[[Tensor, Statistics], Tensor]  # images to the last feature map
     head: Callable[[Tensor], Tensor]  # last feature map to logits
-    # bkn_zoo.checkpoints, which this package does not import, adds these two methods.
-    save_pretrained: Callable[..., None]
-    push_to_hub: Callable[..., Any]
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -101,6 +100,19 @@ class Network(BeliefNetwork, OneNoise):
         self.num_classes = num_classes
         if self.config is not None:
             self.config = self.config.for_classes(num_classes)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **about: Any) -> None:
+        """Write a checkpoint folder. The arguments are those of `bkn_zoo.save_pretrained`."""
+        upper("checkpoints").save_pretrained(self, folder, **about)
+
+    def push_to_hub(self, repository: str, **options: Any) -> Any:
+        """Save the network, and publish it on the Hub.
+
+        Args:
+            repository: "owner/repo".
+            options: those of `bkn_zoo.push_to_hub`, and those of `bkn_zoo.save_pretrained`, such as `label_names`.
+        """
+        return upper("checkpoints").publish_network(self, repository, **options)
 
     def reset_parameters(self) -> None:
         """Initialize all weights, for example after `to_empty` of a network on the meta device."""

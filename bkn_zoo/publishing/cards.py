@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.card import license_of
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.errors import CheckpointError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.publishing.results import table
 
@@ -77,27 +76,6 @@ def read_record(results: Path, name: str) -> Run:
     return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
-def check_agreement(config: Config, name: str, run: Run) -> None:
-    """Refuse a config whose accuracy, recipe or default statistics differ from the record of its run."""
-    ours = name, config.architecture, config.training.get("recipe"), config.default_statistics
-    theirs = tuple(run.get(field) for field in ("name", "model", "recipe", "chosen_statistics"))
-    if config.accuracy and not (ours == theirs and _measured(config, run)):
-        raise CheckpointError(
-            f"the accuracy in the config.json of {name} is not that in results/runs/{name}.json, or there is none: "
-            "use both from the same run, pass the folder of its results with --results, or publish the folder "
-            "with bkn_zoo.push_to_hub."
-        )
-
-
-def _measured(config: Config, run: Run) -> bool:
-    """Whether the accuracy in a config, rounded to three decimals, is that of a run."""
-    return config.accuracy.keys() == run["test"].keys() and all(
-        round(run["test"][mode].get(metric, -1), 3) == value
-        for mode, measured in config.accuracy.items()
-        for metric, value in measured.items()
-    )
-
-
 def checkpoint_card(
     config: Config, name: str, run: Run | None = None, sections: Sequence[str] = (), address: str | None = None,
     license: str | None = None,
@@ -110,47 +88,37 @@ def checkpoint_card(
         address: what loads it in the examples: a path, or its id on the Hub; by default the name, as for the zoo's own.
         license: the licence to name, an identifier of the Hub; None names none.
     """
-    first, last = _parts(config, name, run or {}, address or name, license)
-    return "\n\n".join([first, *sections, last]) + "\n"
-
-
-def is_card(text: str, config: Config, name: str, run: Run) -> bool:
-    """Whether a text is the card of a checkpoint, with any address, licence and sections of its owner."""
-    first, last = (f"{part}\n" for part in _parts(config, name, run, _address(text, name), license_of(text)))
-    between = text[len(first) : -len(last)]
-    return text == first + between + last and (between == "\n" or between.startswith("\n#"))
-
-
-def readdressed(text: str, config: Config, name: str, run: Run, address: str) -> str:
-    """The card of a checkpoint with another address in its examples. A card with the zoo's own name keeps it."""
-    before = _address(text, name)
-    if before == name:
-        return text
-    old, new = (_parts(config, name, run, each, license_of(text))[0] for each in (before, address))
-    return new + text.removeprefix(old)
-
-
-def _address(text: str, name: str) -> str:
-    """What a card passes to from_pretrained; the name if it has no such call."""
-    call = re.search(r'from_pretrained\((".*?")\)', text)
-    return json.loads(call[1]) if call else name
-
-
-def _parts(config: Config, name: str, run: Run, address: str, license: str | None) -> tuple[str, str]:
-    """The parts of a card before and after the sections of its owner."""
     data = dataset_name(config)
     on = f", trained on {data}" if data else ""
     if isinstance(weights := config.training.get("weights"), str):  # imported
         on = f" and the weights of {weights.partition(';')[0]}"
-    first = [
+    parts = [
         f"---\n{_card_metadata(config, name, license)}\n---",
         f"# {name}",
         f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
         "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
-        _how_to_use(config, name, address),
+        _how_to_use(config, name, address or name),
         _accuracy(config),
+        *sections,
+        _training(config, run or {}),
+        USE,
     ]
-    return "\n\n".join(filter(None, first)), "\n\n".join(filter(None, [_training(config, run), USE]))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def is_card(text: str, config: Config, name: str) -> bool:
+    """Whether a text has the metadata, accuracy and command of a checkpoint; its owner may have added more."""
+    parts = _card_metadata(config, name, license_of(text)), f"# {name}\n", _accuracy(config)
+    return all(part in text for part in (*parts, str(config.training.get("command", ""))))
+
+
+def readdressed(text: str, config: Config, name: str, address: str) -> str:
+    """The card of a checkpoint with another address in its examples. A card with the zoo's own name keeps it."""
+    call = re.search(r'from_pretrained\((".*?")\)', text)
+    before = json.loads(call[1]) if call else name
+    if before == name:
+        return text
+    return text.replace(_how_to_use(config, name, before), _how_to_use(config, name, address))
 
 
 def dataset_name(config: Config) -> str | None:

@@ -8,44 +8,32 @@ from bkn_zoo.checkpoints.card import is_short_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
-from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub, verify_published
-from bkn_zoo.errors import CheckpointError, HubUnavailableError
-from bkn_zoo.publishing.cards import check_agreement, checkpoint_card, is_card, read_record, readdressed
+from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub
+from bkn_zoo.errors import CheckpointError, HubError, HubUnavailableError
+from bkn_zoo.publishing.cards import is_card, readdressed
 
 
-def card_of(
-    config: Config, name: str, results: Path, folder: Path | None = None, license: str | None = None
-) -> str:  # fmt: skip
-    """The card of a checkpoint, from its config and the folder of results; with `folder`, its examples load that."""
-    # A relative path begins with "./", so that it is not taken for the id of a repository.
-    address = None if folder is None else str(folder) if folder.is_absolute() else f"./{folder.as_posix()}"
-    return checkpoint_card(config, name, read_record(results, name), address=address, license=license)
-
-
-def validate(folder: Path, name: str, results: Path) -> None:
-    """Refuse a folder that does not load, has other outputs than stored, or disagrees with its card or results."""
+def validate(folder: Path, name: str) -> None:
+    """Refuse a folder that does not load, has other outputs than stored, or disagrees with its card."""
     files_of(folder)
     verify_golden(folder)
-    config, card, run = Config.read(folder / CONFIG), (folder / CARD).read_text(), read_record(results, name)
-    check_agreement(config, name, run)
-    if not is_short_card(card, config) and not is_card(card, config, name, run):
+    config, card = Config.read(folder / CONFIG), (folder / CARD).read_text()
+    if not is_short_card(card, config) and not is_card(card, config, name):
         raise CheckpointError(
-            f"{folder / CARD} does not agree with config.json and {results}: pass its results with --results, put "
-            "your own sections between Accuracy and Training, or publish the folder with bkn_zoo.push_to_hub."
+            f"{folder / CARD} does not agree with config.json: write the card again, or publish the folder with "
+            "bkn_zoo.push_to_hub."
         )
 
 
 def publish(
-    folder: Path, name: str, namespace: str, results: Path, *, tag: str | None = None, private: bool = False,
-    dry_run: bool = False,
-) -> None:  # fmt: skip
+    folder: Path, name: str, namespace: str, *, tag: str | None = None, private: bool = False, dry_run: bool = False
+) -> None:
     """Validate a checkpoint, show the changes and, unless it is a dry run, publish and verify it.
 
     Args:
         folder: the folder of the checkpoint.
         name: name of the repository; the card keeps the checkpoint's name.
         namespace: the user or organization that owns the repository.
-        results: the folder with the record of the run.
         tag: a tag for the commit, or None.
         private: whether a new repository is private.
         dry_run: whether to change nothing.
@@ -53,11 +41,11 @@ def publish(
     repository = f"{namespace}/{name}"
     check_repository(repository)
     config, text = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    own_name = str(config.training.get("name") or folder.resolve().name)  # in its card and record
-    validate(folder, own_name, results)
-    print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card and its record", flush=True)
+    own_name = str(config.training.get("name") or folder.resolve().name)  # in its card
+    validate(folder, own_name)
+    print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card", flush=True)
     if not is_short_card(text, config):
-        text = readdressed(text, config, own_name, read_record(results, own_name), repository)
+        text = readdressed(text, config, own_name, repository)
     with TemporaryDirectory() as scratch:  # a card must not load a path of this machine
         copy = Path(scratch) / folder.resolve().name
         copy.mkdir()
@@ -83,5 +71,6 @@ def _send(folder: Path, repository: str, tag: str | None, private: bool, dry_run
     if dry_run:
         return
     published = push_to_hub(folder, repository, private=private, tag=tag)
-    verify_published(folder, repository, published.commit)
-    print(f"{repository}: {tag or 'main'} is {published.commit}, verified by downloading it")
+    for change in changes(folder, repository, published.commit):  # by the hashes that the Hub lists
+        raise HubError(f"{change.file} of {repository} differs from the local file: publish again.")
+    print(f"{repository}: {tag or 'main'} is {published.commit}, verified by the hashes of its files")

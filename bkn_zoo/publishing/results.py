@@ -1,19 +1,17 @@
 """Writes files under results/, with the command, the hardware, the versions and the seed."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from bkn_zoo.checkpoints.files import replace_file
 from bkn_zoo.checkpoints.provenance import environment
 
 
 def write_record(path: Path, text: str) -> None:
     """Write a run's file completely or not at all, because an existing file means that the run is done."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text + "\n")
-    os.replace(scratch, path)
+    replace_file(path, text + "\n")
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:

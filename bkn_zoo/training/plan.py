@@ -13,8 +13,7 @@ from bkn_zoo.checkpoints.builders import of_library
 from bkn_zoo.checkpoints.card import check_license
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG
-from bkn_zoo.checkpoints.locate import is_folder, locate
-from bkn_zoo.checkpoints.preferred import default_checkpoint
+from bkn_zoo.checkpoints.locate import default_checkpoint, is_folder, locate
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.progress import speaks

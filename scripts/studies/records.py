@@ -56,9 +56,14 @@ def read_twins(results: Path) -> list[Record]:
 def but_for_twins(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that twins share, without fields at their defaults, because older records lack newer fields."""
     own = "model", "norm_options", "statistics_batch", "statistics_batch_size", "seed", *LAUNCHING
-    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    missing = dataclasses.MISSING
-    return {name: value for name, value in recipe.items() if name not in own and value != defaults.get(name, missing)}
+    shared = {name: value for name, value in recipe.items() if name not in own}
+    return _changed(Recipe, shared) | {"augmentation": _changed(Augmentation, shared.get("augmentation", {}))}
+
+
+def _changed(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not the defaults of a dataclass."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value != defaults.get(name, dataclasses.MISSING)}
 
 
 def is_plain(run: Record, recipe: Mapping[str, Any]) -> bool:
