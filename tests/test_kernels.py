@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import bkn_zoo
 from bkn_zoo import kernels
+from bkn_zoo.kernels.conditions import CHANNELS_LAST
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, BatchNorm2d, Belief, Statistics
 from bkn_zoo.norms.batch_kalman import new_process_noise
 
@@ -465,7 +466,7 @@ def test_shapes_beyond_32_bits_are_left_to_pytorch():
 @pytest.mark.parametrize("size", [(2**8, 2**8), (2**8, 1, 2**8)], ids=str)
 def test_a_slice_whose_offsets_do_not_fit_32_bits_is_copied(size):
     def channels(whole):
-        layout = norm_launch.CHANNELS_LAST[2 + len(size)]
+        layout = CHANNELS_LAST[2 + len(size)]
         return torch.empty(2, whole, *size, device="meta").to(memory_format=layout)[:, :4]
 
     for whole, step in [(2**15 - 1, 2**15 - 1), (2**15, 4)]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo import kernels
-from bkn_zoo.kernels.conditions import observed_by_pytorch, saved_tensors_are_hooked
+from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
+from bkn_zoo.torch_internals import saved_tensors_are_hooked
 
 EPS = 1e-4
 """Added to the variance of a channel's weight."""
