@@ -32,6 +32,7 @@ FIRST, *SMALL = [
     (4, 5, (3, 3), 2, 3), (2, 3, (1, 1), 1, 4), (8, 33, (7, 7), 4, 20), (1, 16, (5, 6), 1, 40),
     (4, 16, (2, 2), 4, None), (4, 6, (3, 3), 2, ((6,),)), (3, 6, (3, 3), 1, ((2, 3, 4),)),
     (33, 3, (1, 1), 1, 70),  # more groups and inputs than a tile has
+    (5, 4, (2, 2), 2, 3),  # a smaller last group, which is left to PyTorch
     (4, 33, (5, 5), 4, ((20, 7), (13,))),
 ]  # fmt: skip
 LARGE = [
@@ -84,7 +85,7 @@ def run(implementation, shape, dtype=torch.float32, layout=torch.channels_last, 
         if below:
             layer.raw_process_noise.normal_()
             layer.set_gain(0.6)
-    groups, statistics = images // group, Statistics("batch", group)
+    groups, statistics = -(-images // group), Statistics("batch", group)
     x, shortcut, dy = (torch.randn(images, channels, *size) for _ in range(3))
     prior = torch.randn(groups, below or 1), torch.rand(groups, below or 1) + 0.1
     upper = torch.randn(2, groups, channels)
