@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu import DEVICE, gpu_only
 from torch import nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -81,6 +82,16 @@ def test_every_convolution_of_a_network_is_standardized():
     assert not plain.norm_options["standardized_weights"]
 
 
+def test_vmap_over_the_weights_of_several_networks():
+    layers = nn.ModuleList(nn.Conv2d(3, 4, 3) for _ in range(2)).eval()
+    standardize_convolutions(layers)
+    x = torch.randn(1, 3, 5, 5)
+    weights, _ = torch.func.stack_module_state(list(layers))
+    with torch.no_grad():
+        y = torch.vmap(lambda each: torch.func.functional_call(layers[0], each, (x,)))(weights)
+        assert_close(y, torch.stack([layer(x) for layer in layers]))
+
+
 # One launch for all weights, on a GPU or by Triton's interpreter.
 
 
@@ -112,6 +123,15 @@ def test_one_launch_equals_one_by_one(several):
         assert_close(result.double(), wanted, rtol=1e-5, atol=1e-6)
         assert_close(layer.weight.grad.double(), raw.grad, rtol=1e-4, atol=1e-5)
         assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_one_launch_refuses_second_derivatives(several):
+    with kernels.use("triton"), standardized_once(several):
+        total = several[0].standardized_weight().pow(3).sum()
+    (first,) = torch.autograd.grad(total, several[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
@@ -198,6 +218,25 @@ def test_engines_agree_with_the_network(engine, mode, whole_network):
     assert not standardized_convolutions(frozen(model))
     with torch.no_grad():
         assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
+
+
+def test_openvino_takes_factors_in_16_bits(whole_network):
+    pytest.importorskip("openvino")
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.half()
+    outputs = create_engine(model, "openvino")(x, "sample")
+    with torch.no_grad():
+        assert_close(outputs, model.float()(x, "sample"), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["population", "sample"])
+def test_engine_takes_pruned_convolutions(mode):
+    model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
+    prune.l1_unstructured(standardized_convolutions(model)[1], "weight", 0.5)
+    with torch.no_grad():
+        assert_close(create_engine(model, "torch")(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ["onnx", "openvino"])

@@ -219,7 +219,8 @@ class ImageNorm(nn.Module):
             self.gain, self.distrust = nn.Buffer(gain), nn.Buffer(1 - gain)
             if norm.factors is not None:
                 self.low_rank = True
-                self.left, self.right = map(in_full_precision, norm.factors)
+                # Buffers, because factors in 16 bits become new tensors here, and `JoinedInception` merges by name.
+                self.left, self.right = (nn.Buffer(in_full_precision(factor.detach())) for factor in norm.factors)
                 self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * self.left)
             else:
                 self.transition = norm.transition

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BLOCK = 1024
 WARPS = 4
@@ -108,6 +109,7 @@ class StandardizeAll(torch.autograd.Function):
         return _laid_out(out, weights, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         moments, *weights = ctx.saved_tensors
         rows: Rows = ctx.rows

@@ -101,7 +101,8 @@ def with_constant_weights(network: nn.Module) -> None:
     """Replace convolutions with standardized weights by plain ones with the same result, in place."""
     for module in network.modules():
         kind = PLAIN.get(type(module))
-        if kind is not None:
+        # Pruning, for example, computes the weight in a hook: such a convolution standardizes it by itself.
+        if kind is not None and "weight" in module._parameters:
             weight: Any = module.weight
             # A new parameter: other networks may share the old one.
             constant = standardize(weight).to(weight.dtype)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.recipes import Recipe, read_recipe
+from bkn_zoo.training.recipes import Augmentation, Recipe, read_recipe
 
 Record = Mapping[str, Any]
 NORMS = {"bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm", "evonorm": "EvoNorm-S0", "frn": "FRN"}
