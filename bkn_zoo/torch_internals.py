@@ -60,6 +60,11 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether activation checkpointing, or another hook, decides which tensors a backward pass keeps."""
+    return not torch.compiler.is_compiling() and _saving_hooks(True) is not None
+
+
 def checkpoint_frame() -> tuple[Any, Any, bool]:
     """The innermost checkpointed region, an object of its current run, and whether the backward pass recomputes it.
 

@@ -345,3 +345,13 @@ def test_prove_names_a_random_backward_pass():
     network = Shaken(*layers(3, 4, 4))
     with pytest.raises(ConversionError, match="two equal training steps of the original differ"):
         prove(network, convert(network), X)
+
+
+def test_converted_network_trains_with_a_last_batch_of_three():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
+    network = convert(network, statistics_batch_size=2, start="scratch")
+    loader = torch.utils.data.DataLoader(torch.randn(7, 3, 8, 8), batch_size=4)
+    for images in loader:
+        network(images).square().sum().backward()
+    assert all(value.grad is not None for value in network.parameters())
+    assert network[4].num_batches_tracked == 2

@@ -5,6 +5,7 @@ import itertools
 import pickle
 
 import pytest
+import timm
 import torch
 import torchvision
 from shallow import KINDS
@@ -337,3 +338,32 @@ def test_the_bn_form_at_gain_one_is_the_bkn_form(away_from_start, standardized_w
         output.square().sum().backward()
         gradients.append([conv.weight.grad for conv in network.modules() if isinstance(conv, nn.Conv2d)])
     assert_close(*gradients)
+
+
+# EfficientNet-Lite
+
+
+@pytest.mark.parametrize("lite", [0, 1, 2])
+@pytest.mark.parametrize("norm", ["bn", "bkn"])
+def test_efficientnet_lite_in_population_mode_equals_timm(lite, norm):
+    torch.manual_seed(lite)
+    theirs = timm.create_model(f"tf_efficientnet_lite{lite}", num_classes=7).eval()
+    for module in theirs.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    ours = create_model(f"efficientnet_lite{lite}_{norm}", num_classes=7).eval()
+    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert unexpected == []
+    assert {name.rpartition(".")[2] for name in missing} <= {"transition", "raw_process_noise", "raw_gain"}
+    for size in (64, 75):  # an odd size is padded on both sides, an even one on the right and below
+        images = torch.randn(2, 3, size, size)
+        with torch.no_grad():
+            assert_close(ours(images, statistics="population"), theirs(images))
+
+
+def test_transition_behind_depthwise_convolution_is_diagonal():
+    model = create_model("efficientnet_lite0_bkn", num_classes=3)
+    block = model.get_submodule("blocks.1.0")
+    assert block.bn2.transition.shape == (96,)
+    assert block.bn3.transition.shape == (24, 96)

@@ -108,7 +108,7 @@ def test_an_empty_batch_passes_a_layer_in_evaluation(kind, group):
 # Bad batches
 
 
-@pytest.mark.parametrize(("images", "group"), [(1, None), (4, 1)])
+@pytest.mark.parametrize(("images", "group"), [(1, None), (4, 1), (5, 2)])
 @kinds
 def test_a_group_of_one_value_is_refused_where_there_is_no_prior(kind, images, group):
     layer, x = KINDS[kind](3), torch.randn(images, 3, 1, 1)

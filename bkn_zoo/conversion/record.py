@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.kernels.conditions import dense
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief, concatenate
-from bkn_zoo.norms.running import in_batch_norm_layout
 from bkn_zoo.norms.statistics import group_count, in_full_precision
 from bkn_zoo.torch_internals import checkpoint_frame, recomputing, tree_leaves
 
@@ -235,7 +235,7 @@ class Links:
         links = self.calls[record.network.training]
         call, before = record.begin(self.key, len(links))
         link = links[call]
-        features = in_batch_norm_layout(by_image(x, record, link, self.label))
+        features = dense(by_image(x, record, link, self.label))
         prior = None
         if norm.prior_features is not None:
             prior = self._gather(norm, link, record, before, features)

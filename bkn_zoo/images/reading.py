@@ -62,11 +62,6 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     )
 
 
-def open_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFile:
-    """Read and check the header of a file, for `open_image`."""
-    return _open(data, "the image", max_pixels)
-
-
 def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:
     """The largest square in the middle of an image, or a part of it, resized."""
     side = min(image.size) * crop
@@ -93,11 +88,11 @@ def _read_file(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
-    image = _open(data, what, max_pixels)
+    image = open_header(data, max_pixels, what)
     return _decode_image(image, what, f"a {find_format(data, what)} file", max_pixels)
 
 
-def _open(data: bytes, what: str, max_pixels: int) -> ImageFile:
+def open_header(data: bytes, max_pixels: int = MAX_PIXELS, what: str = "the image") -> ImageFile:
     """A file whose header was read and checked. Nothing is decoded yet."""
     name = find_format(data, what)
     try:

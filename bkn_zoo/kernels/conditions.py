@@ -1,4 +1,4 @@
-"""Conditions for using the kernels: largest offsets, and whether PyTorch has to see operators. Does not need Triton."""
+"""Conditions for using the kernels: offsets, memory layouts, and what has to see operators. Does not need Triton."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from bkn_zoo.torch_internals import dispatch_modes_are_active, tangents_are_possible, transforms_are_active
 
 LIMIT = 2**31  # of offsets, which the kernels count in 32 bits
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def observed_by_pytorch(x: Tensor) -> bool:
@@ -15,9 +16,15 @@ def observed_by_pytorch(x: Tensor) -> bool:
     )
 
 
-def saved_tensors_are_hooked() -> bool:
-    """Whether activation checkpointing, or another hook, decides which tensors a backward pass keeps."""
-    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def channels_last(x: Tensor) -> bool:
+    layout = CHANNELS_LAST.get(x.ndim)
+    return layout is not None and x.is_contiguous(memory_format=layout)
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` itself if it is contiguous in one of the two layouts, else a contiguous copy."""
+    # The first question is the only one that `torch.vmap` answers.
+    return x if x.is_contiguous() or channels_last(x) else x.contiguous()
 
 
 def transformed() -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bkn_zoo.kernels import norm_launch
-from bkn_zoo.kernels.conditions import observed_by_pytorch
-from bkn_zoo.kernels.norm_launch import dense, parameter_sizes
+from bkn_zoo.kernels.conditions import dense, observed_by_pytorch
+from bkn_zoo.kernels.norm_launch import parameter_sizes
 
 _library = torch.library.Library("bkn_zoo", "DEF")
 _library.define(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.kernels import norm_jit as jit
-from bkn_zoo.kernels.conditions import LIMIT
+from bkn_zoo.kernels.conditions import CHANNELS_LAST, LIMIT, channels_last, dense
 from bkn_zoo.kernels.launch import Kernel, Launches
 
 # Tiles of the matrix products and sums that run with the passes. They are small, to leave registers to the passes.
@@ -22,7 +22,6 @@ PROGRAMS = 4  # per multiprocessor, enough to keep it busy
 SMALLEST_PIECE = 64  # positions
 MOST_PIECES = 64  # of an image; a divisor of ROWS
 PLANS = 4096  # cached per direction; a network with images of many sizes has many
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 FORWARD = (
     "x", "y", "residual", "weight", "bias", "beliefs", "prior_mean", "prior_var", "transition", "raw_noise", "raw_gain",
@@ -100,16 +99,6 @@ def choose_tiling(
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def channels_last(x: Tensor) -> bool:
-    layout = CHANNELS_LAST.get(x.ndim)
-    return layout is not None and x.is_contiguous(memory_format=layout)
-
-
-def dense(x: Tensor) -> Tensor:
-    """`x` itself if it is contiguous in one of the two layouts, else a contiguous copy."""
-    return x if channels_last(x) else x.contiguous()
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:

@@ -95,16 +95,15 @@ COMMON = {"standardized_weights": False}
 RETIRED = ("prediction_bias", "gain_per_channel")
 """Options that BKN no longer has. The configs of old checkpoints may contain them, switched off."""
 
-_networks: dict[str, Callable[[NormFactory, int], Network]] = {}
+Builder = Callable[[NormFactory, int], Network]
+_networks: dict[str, Builder] = {}
 _default_classes: dict[str, int] = {}
 
 
-def register(
-    num_classes: int,
-) -> Callable[[Callable[[NormFactory, int], Network]], Callable[[NormFactory, int], Network]]:
+def register(num_classes: int) -> Callable[[Builder], Builder]:
     """Register a network under its function's name, with its usual number of classes."""
 
-    def wrap(build: Callable[[NormFactory, int], Network]) -> Callable[[NormFactory, int], Network]:
+    def wrap(build: Builder) -> Builder:
         name = build.__name__
         if name in _networks:
             raise InputError(f"a network named {name!r} is already registered: choose another name.")

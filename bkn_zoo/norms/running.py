@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bkn_zoo import kernels
 from bkn_zoo.errors import InputError, counted
-from bkn_zoo.kernels.conditions import observed_by_pytorch
+from bkn_zoo.kernels.conditions import dense, observed_by_pytorch
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.statistics import (
@@ -179,7 +179,7 @@ class RunningNorm(nn.Module):
             return y, self.population(x.shape[0], statistics.group) if frozen else None
         if statistics.mode != "expected":
             self.check_group(x, statistics.group if statistics.mode == "batch" else 1)
-        x = in_batch_norm_layout(x)
+        x = dense(x)  # the layout of batch normalization's output
         if self.fused(x, statistics) and kernels.chosen(x, self.prior_features or 0):
             return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):
@@ -423,15 +423,6 @@ def refuse_single_values(x: Tensor, group: int | None, training: bool) -> None:
             "eval()."
         )
     raise InputError(f"a statistics group of an input of {tuple(x.shape)} has one value per channel: use {advice}")
-
-
-def in_batch_norm_layout(x: Tensor) -> Tensor:
-    """The input in the memory layout of batch normalization's output: dense, in the usual order or channels_last."""
-    if x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
-        return x
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return x
-    return x.contiguous()
 
 
 @contextmanager
