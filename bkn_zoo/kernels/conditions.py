@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from bkn_zoo.torch_internals import dispatch_modes_are_active, tangents_are_possible, transforms_are_active
+from bkn_zoo.torch_internals import (
+    dispatch_modes_are_active,
+    saving_hooks,
+    tangents_are_possible,
+    transforms_are_active,
+)
 
 LIMIT = 2**31  # of offsets, which the kernels count in 32 bits
 
@@ -17,7 +22,7 @@ def observed_by_pytorch(x: Tensor) -> bool:
 
 def saved_tensors_are_hooked() -> bool:
     """Whether activation checkpointing, or another hook, decides which tensors a backward pass keeps."""
-    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.compiler.is_compiling() and saving_hooks(True) is not None
 
 
 def transformed() -> bool:
