@@ -21,7 +21,8 @@ __all__ = ["AnyBatchNorm", "TorchDispatchMode", "tree_leaves", "tree_map", "with
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+"""The hooks that pack and unpack saved tensors, such as those of activation checkpointing; None if there are none."""
 
 without_torch_function: Any = torch._C.DisableTorchFunction
 cuda_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -62,7 +63,7 @@ def memory_of(x: Tensor) -> int:
 
 def saved_tensors_are_hooked() -> bool:
     """Whether activation checkpointing, or another hook, decides which tensors a backward pass keeps."""
-    return not torch.compiler.is_compiling() and _saving_hooks(True) is not None
+    return not torch.compiler.is_compiling() and saving_hooks(True) is not None
 
 
 def checkpoint_frame() -> tuple[Any, Any, bool]:
@@ -72,7 +73,7 @@ def checkpoint_frame() -> tuple[Any, Any, bool]:
     in a recomputation a weak reference. If PyTorch changes this, the result is (None, None, False), and converted norms
     refuse to be recomputed (`find_record`).
     """
-    hooks: Any = _saving_hooks(True)
+    hooks: Any = saving_hooks(True)
     for hook in hooks or ():
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
             held = cell.cell_contents

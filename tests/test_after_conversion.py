@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from bkn_zoo import BatchKalmanNorm1d, InputError, convert
+from bkn_zoo import BatchKalmanNorm1d, BatchKalmanNorm2d, InputError, convert
 from bkn_zoo.conversion import prove
 from bkn_zoo.conversion.plan import Planner
+from bkn_zoo.conversion.replace import posing_as_batchnorms
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms import MODES
 
@@ -90,6 +91,20 @@ def test_freezing_by_batch_norm_classes_works(way):
     assert not [name for name in moved if name.startswith("encoder.")]
     assert "decoder.1.running_mean" in moved
     assert not isinstance(converted.encoder[1], nn.BatchNorm2d)
+
+
+def test_overlapping_contexts_restore_the_class_of_norms():
+    converted = convert(layers(3, 4, 4))
+    # As in two threads that switch the network to evaluation mode.
+    first, second = posing_as_batchnorms(converted), posing_as_batchnorms(converted)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert isinstance(converted[1], nn.BatchNorm2d)
+    for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert type(copied[1]) is BatchKalmanNorm2d
+    second.__exit__(None, None, None)
+    assert type(converted[1]) is BatchKalmanNorm2d
 
 
 def test_averages_that_are_not_tracked_stay():

@@ -2,6 +2,8 @@
 
 import functools
 import secrets
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,23 +25,44 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
     return [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.link is not None]
 
 
+_POSING: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""How many contexts each norm is in that poses as a batch norm. They may be nested, or in several threads."""
+
+_POSING_LOCK = threading.Lock()
+
+
 @contextmanager
 def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
     """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
-    norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in linked_norms(model)]
-    for norm, kind in norms:
-        norm.__class__ = _posing_class(kind)
+    norms: list[Any] = linked_norms(model)
+    with _POSING_LOCK:
+        for norm in norms:
+            _POSING[norm] = _POSING.get(norm, 0) + 1
+            if _POSING[norm] == 1:
+                kind: Any = type(norm)
+                norm.__class__ = _posing_class(kind)
     try:
         yield
     finally:
-        for norm, kind in norms:
-            norm.__class__ = kind
+        with _POSING_LOCK:
+            for norm in norms:
+                _POSING[norm] -= 1
+                if _POSING[norm] == 0:
+                    norm.__class__ = type(norm).__mro__[1]
 
 
 @functools.cache
 def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
     plain = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[kind.dims[0]]
-    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__})
+
+    def reduce_as_kind(self: Any, protocol: Any) -> Any:  # copies and pickles do not pose
+        return _new, (kind,), self.__getstate__()
+
+    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__, "__reduce_ex__": reduce_as_kind})
+
+
+def _new(kind: type[BatchKalmanNorm]) -> BatchKalmanNorm:
+    return kind.__new__(kind)
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
