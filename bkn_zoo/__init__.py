@@ -7,14 +7,7 @@ checkpoints does not import PyTorch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bkn_zoo.errors import (
-    BknZooError,
-    CheckpointError,
-    InputError,
-    NonFiniteLossError,
-    TrainingError,
-    UnknownNameError,
-)
+from bkn_zoo.errors import BknZooError, CheckpointError, InputError, NonFiniteLossError, TrainingError, UnknownNameError
 from bkn_zoo.upper import UPPER_MODULES
 from bkn_zoo.version import __version__
 

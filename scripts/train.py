@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 import bkn_zoo
+from bkn_zoo.checkpoints.card import checkpoint_card
 from bkn_zoo.checkpoints.folder import write_card
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli import ended
 from bkn_zoo.cli.train_options import literal
-from bkn_zoo.publishing.cards import checkpoint_card
 
 
 def main() -> None:

@@ -16,10 +16,9 @@ from PIL import Image
 import bkn_zoo
 from bkn_zoo import CheckpointError
 from bkn_zoo.checkpoints import locate
-from bkn_zoo.checkpoints.card import short_card
+from bkn_zoo.checkpoints.card import checkpoint_card, readdressed
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.publishing.cards import checkpoint_card, readdressed
 from bkn_zoo.publishing.publish import publish, validate
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +102,7 @@ def test_card_examples_run_and_agree(folder, tmp_path, monkeypatch, local):
     if local:
         shutil.move(folder, mine)
         assert f"bkn-zoo serve --models './my runs/{NAME}'\n" in text
-        assert readdressed(text, config, NAME, NAME) == checkpoint_card(config, NAME, RUN)
+        assert readdressed(text, config, NAME) == checkpoint_card(config, NAME, RUN)
     Image.new("RGB", (40, 50), "red").save("photo.jpg")
     namespace = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -142,13 +141,13 @@ def test_accuracy_without_a_recipe_still_has_a_card(folder):
 def test_cards_name_only_a_given_licence(folder, license):
     """Publishing accepts all; apache-2.0 is what cards of earlier versions said."""
     config = Config.read(folder / "config.json")
-    cards = checkpoint_card(config, NAME, RUN, license=license), short_card(config, NAME, license)
+    cards = checkpoint_card(config, NAME, RUN, license=license), checkpoint_card(config, NAME, license=license)
     for text in cards:
         assert yaml.safe_load(text.split("---\n")[1]).get("license") == license
         (folder / "README.md").write_text(text)
-        validate(folder, NAME)
+        validate(folder)
     model = bkn_zoo.from_pretrained(folder)
-    bkn_zoo.save_pretrained(model, folder, license="mit")  # a short card of any licence may be replaced
+    bkn_zoo.save_pretrained(model, folder, license="mit")  # a default card of any licence may be replaced
     assert "license: mit\n" in (folder / "README.md").read_text()
     with pytest.raises(bkn_zoo.InputError, match="'My own': use an identifier of the Hub"):
         bkn_zoo.save_pretrained(model, folder, license="My own")
@@ -187,7 +186,7 @@ def test_publish_refuses_what_disagrees(folder, card, file, change, words, monke
 def test_checkpoints_of_this_tree_can_be_published():
     for name in bkn_zoo.list_checkpoints():
         if (ROOT / "checkpoints" / name).exists():
-            validate(ROOT / "checkpoints" / name, name)
+            validate(ROOT / "checkpoints" / name)
 
 
 # torch.hub.

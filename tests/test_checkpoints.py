@@ -24,6 +24,7 @@ import bkn_zoo
 from bkn_zoo import BknZooError, CheckpointError, InputError, UnknownNameError
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import locate
+from bkn_zoo.checkpoints.card import checkpoint_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, verify_golden, write_card
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
@@ -33,7 +34,6 @@ from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES, BatchKalmanNorm
-from bkn_zoo.publishing.cards import checkpoint_card
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CIFAR = Preprocessing(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.25))
@@ -327,6 +327,13 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
             verify_golden(folder)
 
 
+def test_golden_file_lacks_modes_that_the_network_refuses(tmp_path):
+    model = make("inception_cifar_bn").eval()
+    small = Preprocessing(model.stride, (0.5,) * 3, (0.2,) * 3)  # leaves one value per channel
+    bkn_zoo.save_pretrained(model, tmp_path / "small", preprocessing=small)
+    assert verify_golden(tmp_path / "small").keys() == {"population", "expected"}
+
+
 @pytest.mark.parametrize("training", [{"recipe": "adam, 10 epochs"}, {"recipe": None, "command": "y", "versions": "x"}])
 def test_training_metadata_may_hold_anything(folder, training):
     save_pretrained(make(), folder, training=training, card="# mine\n")
@@ -400,7 +407,7 @@ def test_save_that_fails_or_is_interrupted_keeps_the_old_one(folder, monkeypatch
     [
         (file("notes.txt", b"mine"), "notes.txt"),
         (lambda folder: (folder / "logs").mkdir(), "logs"),
-        (file("README.md", "Größe".encode("latin-1")), "more than the short card"),
+        (file("README.md", "Größe".encode("latin-1")), "more than the card that save_pretrained writes"),
         (file("README.md", b"# What I found out\n"), r"README\.md .* would be lost: pass card="),
         (lambda folder: (folder.rename(f"{folder}.old"), folder.write_text("mine")), "is a file"),
     ],
@@ -413,13 +420,13 @@ def test_save_never_replaces_other_files(folder, prepare, words):
     assert before == (sorted(folder.iterdir()) if folder.is_dir() else folder.read_text())
 
 
-def test_card_is_replaced_if_it_is_short_or_another_is_given(folder, tmp_path):
+def test_default_card_is_replaced_and_any_if_another_is_given(folder, tmp_path):
     card = ModelCard.load(folder / "README.md")
     assert (card.data.pipeline_tag, card.data.library_name) == ("image-classification", "bkn_zoo")
     assert SMALL in card.data.tags
     assert f"`{SMALL}` with 10 classes" in card.text
     renamed = folder.rename(tmp_path / "renamed")
-    save_pretrained(make(), renamed)  # over the short card of another name, which says nothing more than the new one
+    save_pretrained(make(), renamed)  # over the default card of another name, which says nothing more than the new one
     file("README.md", b"# What I found out\n")(renamed)
     save_pretrained(make(), renamed, card="# What I found out since\n")
     assert (renamed / "README.md").read_text() == "# What I found out since\n"
@@ -705,6 +712,16 @@ def test_resnet101_takes_the_weights_of_torchvision():
     with torch.inference_mode():
         wanted = theirs(images)
         torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_low_rank_transitions_start_from_bn():
+    twin, model = make("inception_cifar_bn").eval(), make(transition_rank=4).eval()
+    images = torch.randn(2, 3, 32, 32)
+    load_batchnorm_weights(model, twin.state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), twin(images), rtol=1e-5, atol=1e-5)
+    for layer in kalman(model):
+        assert not any(block.any() for block in layer.transition_blocks)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])

@@ -161,6 +161,15 @@ def test_modes_are_measured_once_and_no_images_is_an_error():
         evaluate(model, [])
 
 
+def test_evaluation_leaves_out_a_refused_mode():
+    model = bkn_zoo.create_model("inception_cifar_bn", 2)
+    batches = [Batch(torch.randn(3, 3, model.stride, model.stride), torch.eye(2)[[0, 1, 1]])] * 2
+    with pytest.warns(RuntimeWarning, match="sample is not measured: .* one value per channel"):
+        assert evaluate(model, batches).keys() == {"population", "expected"}
+    with pytest.raises(InputError, match="one value per channel"):
+        evaluate(model, batches, ["sample"])
+
+
 # Parameters, schedules, averages
 
 

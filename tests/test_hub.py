@@ -28,13 +28,13 @@ import bkn_zoo.cli
 from bkn_zoo import from_pretrained
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.checkpoints import hub, locate
+from bkn_zoo.checkpoints.card import checkpoint_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import sha256
 from bkn_zoo.errors import BknZooError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import checkpoint_card
 from service.app import create_app
 from service.settings import read_settings
 
@@ -193,7 +193,7 @@ def test_a_network_is_published_by_its_method(server, command, folder):
     assert server.repositories["owner/converted"].private
     with pytest.raises(InputError, match="use owner/repo"):
         model.push_to_hub("no_owner")
-    code, printed = command("publish", "saved", "--namespace", "owner")  # with its short card
+    code, printed = command("publish", "saved", "--namespace", "owner")  # with its default card
     assert (code, f"owner/saved: main is {server.head('owner/saved')}, verified" in printed) == (0, True)
 
 

@@ -17,8 +17,11 @@ from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.inference.folding import frozen
-from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
+from bkn_zoo.models import registry
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief, predict
+from bkn_zoo.norms.kalman import Factors
 from bkn_zoo.norms.standardized import (
+    StandardizedConv,
     StandardizedConv2d,
     in_one_launch,
     standardize,
@@ -28,8 +31,14 @@ from bkn_zoo.norms.standardized import (
 )
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
-STANDARDIZED = {"standardized_weights": True}
-OPTIONS = STANDARDIZED | {"transition_rank": 4}
+NORMS = list(registry.NORMS)
+OPTIONS = {"standardized_weights": True, "transition_rank": 4}
+
+
+def conv(*shape, **options):
+    network = nn.Sequential(nn.Conv2d(*shape, **options))
+    standardize_convolutions(network)
+    return network[0]
 
 
 def trained(name="inception_cifar_bkn", **options):
@@ -54,6 +63,12 @@ def test_weight_has_mean_0_and_variance_1_over_fan_in():
     assert_close(result.flatten(1).mean(1), torch.zeros(5, dtype=torch.float64))
 
 
+def test_shift_and_scale_of_raw_weight_change_nothing():
+    weight = torch.randn(5, 3, 2, 4, dtype=torch.float64)
+    assert_close(standardize(weight + 7.0), standardize(weight))
+    assert_close(standardize(weight * 7.0, eps=0.0), standardize(weight, eps=0.0))
+
+
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
 def test_convolution_keeps_its_parameters_and_options(kind):
     plain = kind(4, 6, 3, stride=2, padding=1, groups=2)
@@ -72,9 +87,10 @@ def test_depthwise_convolutions_stay_plain():
     assert type(network[0]) is nn.Conv2d
 
 
-def test_every_convolution_of_a_network_is_standardized():
-    with torch.device("meta"):
-        model, plain = (bkn_zoo.create_model("resnet101_gn", 2, **options) for options in (STANDARDIZED, {}))
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_convolution_of_a_network_is_standardized(norm):
+    model = bkn_zoo.create_model(f"resnet101_{norm}", 2, standardized_weights=True)
+    plain = bkn_zoo.create_model(f"resnet101_{norm}", 2)
     assert model.state_dict().keys() == plain.state_dict().keys()
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert all(isinstance(module, StandardizedConv2d) for module in convs)
@@ -82,14 +98,99 @@ def test_every_convolution_of_a_network_is_standardized():
     assert not plain.norm_options["standardized_weights"]
 
 
-def test_vmap_over_the_weights_of_several_networks():
-    layers = nn.ModuleList(nn.Conv2d(3, 4, 3) for _ in range(2)).eval()
-    standardize_convolutions(layers)
+def test_gain_1_and_whole_batches_equal_bn():
+    bkn, bn = (
+        bkn_zoo.create_model(f"inception_cifar_{norm}", 4, standardized_weights=True).double() for norm in ("bkn", "bn")
+    )
+    for layer in bkn.modules():
+        if isinstance(layer, BatchKalmanNorm2d) and layer.has_prior:
+            layer.set_gain(1.0)
+            nn.init.normal_(layer.transition)
+    bn.load_state_dict(bkn.state_dict(), strict=False)
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    outputs = [model(x) for model in (bkn, bn)]
+    assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(standardized_convolutions(bkn), standardized_convolutions(bn), strict=True):
+        assert_close(one.weight.grad, other.weight.grad)
+
+
+# In evaluation mode the standardized weight is kept.
+
+
+def test_kept_weight_is_dropped_when_the_raw_one_changes():
+    layer = conv(3, 4, 3).eval()
     x = torch.randn(1, 3, 5, 5)
-    weights, _ = torch.func.stack_module_state(list(layers))
+
+    def check():
+        with torch.no_grad():
+            assert_close(layer(x), nn.functional.conv2d(x, standardize(layer.weight), layer.bias))
+
+    check()
+    with torch.no_grad():
+        first = layer.standardized_weight()
+        assert layer.standardized_weight() is first
+        layer.weight.normal_()
+    check()
+    layer.load_state_dict({"weight": torch.randn_like(layer.weight), "bias": torch.zeros(4)})
+    check()
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+    check()
+    layer.double()
+    x = x.double()
+    check()
+    layer.weight.data.normal_()
+    layer.eval()
+    check()
+
+
+@gpu_only
+def test_captured_graph_computes_the_weight_itself():
+    layer, x = conv(3, 4, 3).cuda().eval().requires_grad_(False), torch.randn(1, 3, 5, 5, device="cuda")
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    layer.eval()
+    layer.weight.normal_()
+    graph.replay()
+    assert_close(y, nn.functional.conv2d(x, standardize(layer.weight), layer.bias))
+
+
+def test_vmap_over_the_weights_of_several_networks():
+    layers = [conv(3, 4, 3).eval() for _ in range(2)]
+    x = torch.randn(1, 3, 5, 5)
+    weights, _ = torch.func.stack_module_state(layers)
     with torch.no_grad():
         y = torch.vmap(lambda each: torch.func.functional_call(layers[0], each, (x,)))(weights)
         assert_close(y, torch.stack([layer(x) for layer in layers]))
+
+
+def test_frozen_convolution_has_gradients_where_asked():
+    layer = conv(3, 4, 3).eval()
+    with torch.inference_mode():
+        layer(torch.randn(1, 3, 5, 5))
+    layer(torch.randn(1, 3, 5, 5)).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+    layer.weight.requires_grad_(False)
+    x = torch.randn(1, 3, 5, 5, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_share_nothing(copied):
+    model = trained(**OPTIONS)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted = model(x, "sample")
+        other = copied(model)
+        assert_close(other(x, "sample"), wanted, atol=0, rtol=0)
+        own, others = standardized_convolutions(model), standardized_convolutions(other)
+        assert len(own) == len(others) > 0
+        others[0].weight.normal_()
+        assert_close(model(x, "sample"), wanted, atol=0, rtol=0)
 
 
 # One launch for all weights, on a GPU or by Triton's interpreter.
@@ -165,11 +266,8 @@ def test_rank_equals_the_materialized_transition():
     low = BatchKalmanNorm2d(24, 30, transition_rank=3, dtype=torch.float64)
     full = BatchKalmanNorm2d(24, 30, dtype=torch.float64)
     assert low.transition["left"].shape == (24, 3)
-    for _ in range(2):
-        assert not low.transition["left"].any()
-        assert low.transition["right"].any()
-        nn.init.normal_(low.transition["left"])
-        low.reset_parameters()
+    assert not low.transition["left"].any()
+    assert low.transition["right"].any()
     nn.init.normal_(low.transition["left"])
     full.transition.data = (low.transition["left"] @ low.transition["right"]).detach()
     x = torch.randn(4, 24, 3, 3, dtype=torch.float64)
@@ -185,11 +283,27 @@ def test_rank_equals_the_materialized_transition():
     assert_close(low.transition["right"].grad, low.transition["left"].T @ full.transition.grad)
 
 
+def test_factors_predict_as_their_product():
+    left, right = torch.randn(5, 2, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
+    prior = Belief(torch.randn(3, 7, dtype=torch.float64), torch.rand(3, 7, dtype=torch.float64))
+    noise = torch.rand(5, dtype=torch.float64)
+    assert_close(predict(prior, Factors(left, right), noise), predict(prior, left @ right, noise))
+
+
 def test_rank_that_saves_nothing_gives_the_full_matrix():
     assert BatchKalmanNorm2d(8, 8, transition_rank=4).transition.shape == (8, 8)
     assert BatchKalmanNorm2d(8, 8, transition_shapes=[(8,)], transition_rank=1).transition.shape == (8,)
     with pytest.raises(InputError, match="transition_rank is 0"):
         BatchKalmanNorm2d(8, 8, transition_rank=0)
+
+
+def test_reset_draws_the_right_factor():
+    layer = BatchKalmanNorm2d(24, 30, transition_rank=3)
+    nn.init.zeros_(layer.transition["right"])
+    nn.init.ones_(layer.transition["left"])
+    layer.reset_parameters()
+    assert layer.transition["right"].any()
+    assert not layer.transition["left"].any()
 
 
 def test_factors_learn_and_decay_is_off():
@@ -215,7 +329,6 @@ def test_engines_agree_with_the_network(engine, mode, whole_network):
     if engine == "openvino":
         pytest.importorskip("openvino")
     model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
-    assert not standardized_convolutions(frozen(model))
     with torch.no_grad():
         assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
 
@@ -237,6 +350,11 @@ def test_engine_takes_pruned_convolutions(mode):
     prune.l1_unstructured(standardized_convolutions(model)[1], "weight", 0.5)
     with torch.no_grad():
         assert_close(create_engine(model, "torch")(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
+
+
+def test_engines_contain_plain_convolutions():
+    network = frozen(trained(**OPTIONS))
+    assert not any(isinstance(module, StandardizedConv) for module in network.modules())
 
 
 @pytest.mark.parametrize("format", ["onnx", "openvino"])

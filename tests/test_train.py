@@ -103,7 +103,7 @@ def test_fine_tune_returns_network_record_and_folder(checkpoint, capsys):
     assert result.model.config == stored.config
     assert not result.model.training
     assert all(torch.equal(tensor, result.model.state_dict()[key]) for key, tensor in stored.state_dict().items())
-    assert "its training and its accuracy" in (result.folder / "README.md").read_text()
+    assert "## Training" in (result.folder / "README.md").read_text()
 
 
 def test_train_takes_a_recipe_by_path_name_or_object(tmp_path, monkeypatch):

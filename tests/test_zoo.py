@@ -10,10 +10,10 @@ import pytest
 from studies.records import CLASSES, but_for_twins, read_twins
 
 from bkn_zoo import create_model, list_models
+from bkn_zoo.checkpoints.card import read_record
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import read_record
 from bkn_zoo.training.recipes import read_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 NAMESPACE = "bkn-zoo"
 """The owner of repositories with short names; the environment variable BKN_ZOO_NAMESPACE overrides it."""
 
-NAMESPACE_VARIABLE = "BKN_ZOO_NAMESPACE"
-
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "checkpoints"
 ENVIRONMENT_VARIABLE = "BKN_ZOO_CHECKPOINTS"
 
@@ -65,7 +63,7 @@ def locate(
                 log.info("%s is in %s", text, folder)
             return Location(text, folder, None)
         except UnknownNameError as error:
-            repository = f"{os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE}/{repository}"
+            repository = f"{os.environ.get('BKN_ZOO_NAMESPACE') or NAMESPACE}/{repository}"
             if not REPOSITORY.fullmatch(repository):
                 raise
             unknown = str(error).rstrip(".")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bkn_zoo.checkpoints.card import table
 from bkn_zoo.checkpoints.files import make_folder
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import check_device, default_device, keep_to_quota
@@ -19,7 +20,7 @@ from bkn_zoo.inference.engines import create_engine, too_large_for_f16
 from bkn_zoo.models import Network
 from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
-from bkn_zoo.publishing.results import table, write_results
+from bkn_zoo.publishing.results import write_results
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages, keep_apart, load_data
 from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy
@@ -64,7 +65,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         except OSError as error:
             raise InputError(f"{args.output} cannot be written ({error.strerror}): choose another file.") from None
     if args.report:
-        mode = model.default_statistics if model.default_statistics in logits else args.statistics[0]
+        mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
         with waiting("drawing"):
             paths = draw(args.report, images, logits[mode], labels, data.label_names, title)

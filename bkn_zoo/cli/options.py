@@ -67,7 +67,7 @@ Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOL
     bkn-zoo publish checkpoints/* --namespace me --tag v1.2.3                # a release
 
 Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card.
-The short card of save_pretrained is accepted, too. To publish a folder with another card, use `bkn_zoo.push_to_hub`.
+To publish a folder with another card, use `bkn_zoo.push_to_hub`.
 Then the Hub must respond within seconds; a dry run works without it. The hashes of the published files are compared
 with those of the local ones. Publishing again changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
 """

@@ -42,7 +42,6 @@ def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
 
             result = run.carry_out(plan)
             if result.record:  # that of the first process
-                write_long_card(result, plan)
                 report(result, plan)
                 if args.publish:
                     publish_result(result, plan, args)
@@ -70,17 +69,6 @@ def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan
         check_repository(f"{args.publish}/{plan.name}")
         check_reachable(f"{args.publish}/{plan.name}")
     return plan
-
-
-def write_long_card(result: "TrainingResult", plan: TrainingPlan) -> None:
-    """Replace the short card by one with the record of the run."""
-    from bkn_zoo.checkpoints.folder import write_card
-    from bkn_zoo.publishing.cards import checkpoint_card
-
-    # A relative path begins with "./", so that it is not taken for the id of a repository.
-    address = str(result.folder) if result.folder.is_absolute() else f"./{result.folder.as_posix()}"
-    card = checkpoint_card(result.model.config, plan.name, result.record, address=address, license=plan.license)
-    write_card(result.folder, card)
 
 
 def report(result: "TrainingResult", plan: TrainingPlan) -> None:

@@ -10,7 +10,12 @@ from bkn_zoo.conversion.shift import group_of, measure_shift
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, BatchKalmanNorm, check_gain  # noqa: F401, also exported from here
+from bkn_zoo.norms.batch_kalman import (
+    BATCHNORM_GAIN,  # noqa: F401, also exported from here
+    BatchKalmanNorm,
+    check_gain,
+    no_weight_decay,
+)
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
@@ -35,7 +40,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     if model.name.rpartition("_")[2] not in ("bkn", "bn"):
         raise InputError(f"{model.name} does not normalize with running statistics as BN does: use the _bkn network.")
     layers = {prefix: layer for prefix, layer in model.named_modules() if isinstance(layer, RunningNorm)}
-    not_needed = set()
+    not_needed = no_weight_decay(model)  # A, R and q, and centers
     for prefix, layer in layers.items():
         images = {f"{prefix}.{name}" for name, _ in layer.named_buffers() if name.startswith("image_")}
         spread = state_dict.get(f"{prefix}.image_spread")
@@ -44,8 +49,6 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
         if not images & state_dict.keys() or (spread is not None and not spread.any()):
             not_needed |= images
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in images}
-        if _has_prior(layer):
-            not_needed |= {f"{prefix}.{name}" for name in layer.kalman}
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in not_needed}
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)

@@ -6,7 +6,7 @@ follow from those of its input, which is what the prediction of BKN assumes.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,13 @@ def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
 class StandardizedConv(nn.Module):
     """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
 
-    Every call standardizes the weight. For many calls with the same weights use `with_constant_weights`, as engines do.
+    In evaluation mode without gradients, the standardized weight is kept until the raw one changes. PyTorch counts
+    these changes, except those of a tensor's `.data` or by a replayed CUDA graph: call `eval()` after them.
     """
 
     weight: Tensor
     bias: Tensor | None
+    _kept: tuple[Any, Tensor] | None = None
     _ready: Tensor | None = None  # set by `standardized_once`
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,13 +48,33 @@ class StandardizedConv(nn.Module):
         return self._conv_forward(x, weight, self.bias)  # type: ignore[operator]
 
     def standardized_weight(self) -> Tensor:
+        raw = self.weight
         # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
         if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
             return self._ready
-        return standardize(self.weight)
+        constant = not (self.training or (torch.is_grad_enabled() and raw.requires_grad))
+        if not constant or observed_by_pytorch(raw.detach()) or raw.is_inference() or _is_captured(raw):
+            return standardize(raw)
+        seen = (raw, raw._version, raw.data_ptr())
+        kept = self._kept
+        if kept is None or kept[0][0] is not raw or kept[0][1:] != seen[1:]:
+            # Not an inference tensor, which a later call with gradients could not save.
+            with torch.inference_mode(False), torch.no_grad():
+                kept = seen, standardize(raw.detach())
+            self._kept = kept
+        return kept[1]
+
+    def train(self, mode: bool = True) -> Self:
+        self._kept = None
+        return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_ready", "_rows")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which would refer to a kept weight after its memory is freed."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class StandardizedConv1d(StandardizedConv, nn.Conv1d):

@@ -4,21 +4,20 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bkn_zoo.checkpoints.card import is_short_card
+from bkn_zoo.checkpoints.card import is_card, readdressed
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CARD, CONFIG, files_of
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.checkpoints.hub import Change, changes, check_reachable, check_repository, push_to_hub
 from bkn_zoo.errors import CheckpointError, HubError, HubUnavailableError
-from bkn_zoo.publishing.cards import is_card, readdressed
 
 
-def validate(folder: Path, name: str) -> None:
+def validate(folder: Path) -> None:
     """Refuse a folder that does not load, has other outputs than stored, or disagrees with its card."""
     files_of(folder)
     verify_golden(folder)
     config, card = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    if not is_short_card(card, config) and not is_card(card, config, name):
+    if not is_card(card, config):
         raise CheckpointError(
             f"{folder / CARD} does not agree with config.json: write the card again, or publish the folder with "
             "bkn_zoo.push_to_hub."
@@ -40,18 +39,15 @@ def publish(
     """
     repository = f"{namespace}/{name}"
     check_repository(repository)
-    config, text = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    own_name = str(config.training.get("name") or folder.resolve().name)  # in its card
-    validate(folder, own_name)
+    validate(folder)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card", flush=True)
-    if not is_short_card(text, config):
-        text = readdressed(text, config, own_name, repository)
     with TemporaryDirectory() as scratch:  # a card must not load a path of this machine
         copy = Path(scratch) / folder.resolve().name
         copy.mkdir()
         for path in files_of(folder):
             shutil.copyfile(path, copy / path.name)
-        (copy / CARD).write_text(text)
+        card = readdressed((folder / CARD).read_text(), Config.read(folder / CONFIG), repository)
+        (copy / CARD).write_text(card)
         _send(copy, repository, tag, private, dry_run)
 
 

@@ -18,13 +18,3 @@ def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = Non
     """Write rows and the environment in which they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**environment(seed), **more, "rows": rows}, indent=1) + "\n")
-
-
-def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """Rows as a Markdown table; floats with three decimals, missing fields as a dash."""
-
-    def cell(value: Any) -> str:
-        return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-    lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

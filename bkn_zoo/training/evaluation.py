@@ -1,6 +1,7 @@
 """Measures the accuracy and calibration of a network in each statistics mode."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from statistics import NormalDist
@@ -57,7 +58,8 @@ def compute_logits(
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The logits of all images for each mode, and their labels.
 
-    A network is put into evaluation mode. Afterwards each of its modules has its previous mode.
+    A network is put into evaluation mode. Afterwards each of its modules has its previous mode. If it refuses one of
+    several modes for these images, that mode is left out with a warning.
 
     Args:
         what: a description for the progress bar; None shows no bar.
@@ -73,8 +75,14 @@ def compute_logits(
         for images, targets in batches:
             images = images.contiguous(memory_format=torch.channels_last)
             labels.append(targets.argmax(1))
-            for mode in modes:
-                logits[mode].append(model(images, statistics=mode).float())
+            for mode in list(logits):
+                try:
+                    logits[mode].append(model(images, statistics=mode).float())
+                except InputError as error:  # such as `sample` in BN with one value per channel
+                    if mode == "population" or len(logits) == 1:
+                        raise
+                    warnings.warn(f"{mode} is not measured: {error}", RuntimeWarning, stacklevel=2)
+                    del logits[mode]
             done(len(images))
     if not labels:
         raise InputError("there are no images to evaluate: check the data folder.")

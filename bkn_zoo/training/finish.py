@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bkn_zoo.checkpoints.card import short_card
+from bkn_zoo.checkpoints.card import address_of, checkpoint_card
 from bkn_zoo.checkpoints.config import norm_of
 from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, write_card
 from bkn_zoo.checkpoints.provenance import environment
@@ -89,13 +89,14 @@ def finish_training(
         for mode, metrics in measured.items()
     }
     stored.config = add_accuracy(plan.folder, accuracy)
-    write_card(plan.folder, short_card(stored.config, plan.name, plan.license))
     record = facts | {
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,
         "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "validation_anew": anew,
         "curve": training.history, "data_sha256": training.fingerprint, "test": measured,
     }  # fmt: skip
+    address = address_of(plan.folder)
+    write_card(plan.folder, checkpoint_card(stored.config, plan.name, record, address=address, license=plan.license))
     (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     with waiting("drawing curves.png"):
         draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
@@ -173,7 +174,7 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     left.set(ylabel="loss", ylim=(0, 1.05 * highest))  # space for the marker at the top
     left.legend(loc="upper right")
     # Modes often agree, so lower lines are drawn wider.
-    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=True)
+    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=False)
     for mode, colour, width, marker in looks:
         lines = [line["validation"][mode] for line in history]
         right.plot(

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from bkn_zoo.checkpoints.card import checkpoint_card, read_record
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import checkpoint_card, read_record
 from bkn_zoo.training.recipes import read_recipe, renamed
 from studies.records import (
     NORMS,

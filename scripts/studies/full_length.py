@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 import torch
 
+from bkn_zoo.checkpoints.card import DATASETS, Run
 from bkn_zoo.models import build
-from bkn_zoo.publishing.cards import DATASETS, Run
 from studies.records import CLASSES, but_for_twins, chosen_top1, counted, is_plain, least_to_most, sizes, to_the_end
 from studies.render import frame
 from studies.stats import spread

@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from bkn_zoo.checkpoints.card import DATASETS, Run, dataset_name, duration
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.publishing.cards import DATASETS, Run, dataset_name, duration
 from studies.card_sections import gained
 from studies.full_length import FullLength, full_lengths, parameters
 from studies.records import batches, counted, measured, read_runs, read_twins
