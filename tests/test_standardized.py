@@ -18,8 +18,7 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.inference.folding import frozen
 from bkn_zoo.models import registry
-from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief, predict
-from bkn_zoo.norms.kalman import Factors
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
 from bkn_zoo.norms.standardized import (
     StandardizedConv,
     StandardizedConv2d,
@@ -63,12 +62,6 @@ def test_weight_has_mean_0_and_variance_1_over_fan_in():
     assert_close(result.flatten(1).mean(1), torch.zeros(5, dtype=torch.float64))
 
 
-def test_shift_and_scale_of_raw_weight_change_nothing():
-    weight = torch.randn(5, 3, 2, 4, dtype=torch.float64)
-    assert_close(standardize(weight + 7.0), standardize(weight))
-    assert_close(standardize(weight * 7.0, eps=0.0), standardize(weight, eps=0.0))
-
-
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
 def test_convolution_keeps_its_parameters_and_options(kind):
     plain = kind(4, 6, 3, stride=2, padding=1, groups=2)
@@ -96,24 +89,6 @@ def test_every_convolution_of_a_network_is_standardized(norm):
     assert all(isinstance(module, StandardizedConv2d) for module in convs)
     assert model.norm_options["standardized_weights"]
     assert not plain.norm_options["standardized_weights"]
-
-
-def test_gain_1_and_whole_batches_equal_bn():
-    bkn, bn = (
-        bkn_zoo.create_model(f"inception_cifar_{norm}", 4, standardized_weights=True).double() for norm in ("bkn", "bn")
-    )
-    for layer in bkn.modules():
-        if isinstance(layer, BatchKalmanNorm2d) and layer.has_prior:
-            layer.set_gain(1.0)
-            nn.init.normal_(layer.transition)
-    bn.load_state_dict(bkn.state_dict(), strict=False)
-    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
-    outputs = [model(x) for model in (bkn, bn)]
-    assert_close(*outputs)
-    for output in outputs:
-        output.square().sum().backward()
-    for one, other in zip(standardized_convolutions(bkn), standardized_convolutions(bn), strict=True):
-        assert_close(one.weight.grad, other.weight.grad)
 
 
 # In evaluation mode the standardized weight is kept.
@@ -281,13 +256,6 @@ def test_rank_equals_the_materialized_transition():
     assert_close(outputs[0], outputs[1])
     assert_close(low.transition["left"].grad, full.transition.grad @ low.transition["right"].T)
     assert_close(low.transition["right"].grad, low.transition["left"].T @ full.transition.grad)
-
-
-def test_factors_predict_as_their_product():
-    left, right = torch.randn(5, 2, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
-    prior = Belief(torch.randn(3, 7, dtype=torch.float64), torch.rand(3, 7, dtype=torch.float64))
-    noise = torch.rand(5, dtype=torch.float64)
-    assert_close(predict(prior, Factors(left, right), noise), predict(prior, left @ right, noise))
 
 
 def test_rank_that_saves_nothing_gives_the_full_matrix():
