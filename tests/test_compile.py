@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from bkn_zoo import convert
 from bkn_zoo.models.registry import NORMS
+from bkn_zoo.norms.standardized import standardize_convolutions
 
 
 class Remembers(nn.Module):
@@ -22,9 +23,16 @@ class Remembers(nn.Module):
         return self.features.mean((2, 3))
 
 
-@pytest.fixture(params=["bkn", "bn", "brn", "gn", "converted"])
+@pytest.fixture(params=["bkn", "bn", "brn", "gn", "standardized", "converted"])
 def model(request):
-    made = convert(Remembers()) if request.param == "converted" else shallow(NORMS[request.param](), 3)
+    if request.param == "converted":
+        made = convert(Remembers())
+    elif request.param == "standardized":
+        made = shallow(NORMS["bkn"](transition_rank=4), 3)
+        standardize_convolutions(made)
+        made.standardized_weights = True
+    else:
+        made = shallow(NORMS[request.param](), 3)
     made.statistics_batch_size = 2
     return made
 

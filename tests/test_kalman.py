@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from bkn_zoo.norms import BatchKalmanNorm1d, BatchKalmanNorm2d, Belief, Statistics
 from bkn_zoo.norms.kalman import predict, predict_full, update, update_full
-from bkn_zoo.norms.statistics import normalize, observe, pool
+from bkn_zoo.norms.statistics import normalize_groups, observe, pool
 
 
 def random(*shape):
@@ -107,7 +107,7 @@ def appendix(q_gradient):
     belief = update(Belief(*(row[None] for row in predicted)), pool(observe(x), None), gain)
     belief.mean.retain_grad()
     belief.var.retain_grad()
-    normalize(x, belief, gamma, beta, eps).backward(grad_y)
+    normalize_groups(x, belief, gamma, beta, eps).backward(grad_y)
     autograd = {name: leaf.grad for name, leaf in leaves.items()}
     autograd |= {"mu": belief.mean.grad[0], "Sigma": belief.var.grad[0]}
     with torch.no_grad():

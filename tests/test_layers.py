@@ -33,16 +33,13 @@ LAYERS = [
 modules may import each other."""
 
 SAME_INTERFACE = {
+    "predict": "Kalman's prediction, in PyTorch and in a kernel",
     "forward": "the launches of a fused operator",
     "backward": "the launches of a fused operator",
     "plan_forward": "the launches of a fused operator",
     "plan_backward": "the launches of a fused operator",
 }
 """Names that several modules define for the same thing, and what that is."""
-
-# Both must become empty: remove what no longer holds.
-KNOWN_IMPORTS: set[tuple[str, str]] = set()
-KNOWN_DUPLICATES = {"normalize", "pool", "predict"}
 
 
 def name_of(file):
@@ -94,14 +91,12 @@ def leads_downward(module, other):
 
 def test_imports_lead_to_lower_layers():
     pairs = {(module, other) for module, others in IMPORTS.items() for other in others}
-    assert {pair for pair in pairs - KNOWN_IMPORTS if not leads_downward(*pair)} == set()
-    assert KNOWN_IMPORTS - pairs == set()
+    assert {pair for pair in pairs if not leads_downward(*pair)} == set()
 
 
 def test_no_imports_are_circular():
-    graph = {module: {o for o in others if (module, o) not in KNOWN_IMPORTS} for module, others in IMPORTS.items()}
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -116,7 +111,7 @@ def test_no_name_is_defined_for_two_things():
     ]
     counts = Counter(name for own in names for name in own)
     twice = {name for name, count in counts.items() if count > 1}
-    assert twice - SAME_INTERFACE.keys() == KNOWN_DUPLICATES
+    assert twice - SAME_INTERFACE.keys() == set()
     assert SAME_INTERFACE.keys() - twice == set()
 
 

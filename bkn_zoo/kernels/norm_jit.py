@@ -12,7 +12,7 @@ Forward and backward need three launches each: a pass over the features that red
 group, and a pass that writes the result. The small matrix products and sums of a layer run in further programs of the
 same launches, where they cost almost nothing:
 
-    forward     moments (+ predict)      believe        normalize (+ remember)
+    forward     moments (+ predict)      believe        normalize_pieces (+ remember)
     backward    sums                     disbelieve     gradient (+ finish_backward)
 
 If a pass is short, the small step is not a separate launch (MERGED): the last program to arrive runs it.
@@ -354,7 +354,7 @@ def remember(
 
 
 @triton.jit(do_not_specialize=["positions", "pieces", "groups", "group", "stretches", "remember_blocks"])
-def normalize(
+def normalize_pieces(
     x, y, residual, weight, bias, work, beliefs, raw_gain,
     running_mean, running_var, image_mean, image_var, image_spread, steps, skipped,
     channels, positions, stride_c, stride_p, pieces, groups, group, stretches, remember_blocks,

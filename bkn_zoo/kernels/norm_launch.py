@@ -200,7 +200,7 @@ def plan_forward(shape: Shape, remembers: bool, momentum: float, own: float | No
     kernels = [
         Kernel(jit.moments, predict_tiles + blocks * pieces, tiling.warps, stages),
         Kernel(jit.believe, blocks * groups),
-        Kernel(jit.normalize, remember_blocks + blocks * pieces, tiling.warps),
+        Kernel(jit.normalize_pieces, remember_blocks + blocks * pieces, tiling.warps),
     ]
     counters = 0
     if tiling.merged:

@@ -126,7 +126,7 @@ def plan_forward(
         "height": height, "width": width, "out_height": out[0], "out_width": out[1], "channels": channels,
         "MAX": maximum, "INDEXED": indexed,
     }  # fmt: skip
-    return plan(jit.pool, ("x", "y", "index"), images, *out, window, values)
+    return plan(jit.pool_windows, ("x", "y", "index"), images, *out, window, values)
 
 
 @lru_cache(PLANS)

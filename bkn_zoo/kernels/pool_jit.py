@@ -37,7 +37,7 @@ def widen(value):
 
 
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width"])
-def pool(
+def pool_windows(
     x, y, index, height, width, out_height, out_width, channels,
     MAX: tl.constexpr, INDEXED: tl.constexpr, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,

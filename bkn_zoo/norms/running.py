@@ -21,7 +21,7 @@ from bkn_zoo.norms.statistics import (
     group_count,
     group_size,
     in_full_precision,
-    normalize,
+    normalize_groups,
     observe,
     pool,
     without_autocast,
@@ -195,7 +195,7 @@ class RunningNorm(nn.Module):
                 belief = self.believe(observed, prior)
                 weight, bias = self.weight, self.bias
             group = statistics.group if statistics.mode == "batch" else 1
-            return normalize(x, belief, weight, bias, self.eps, residual, relu, group), belief
+            return normalize_groups(x, belief, weight, bias, self.eps, residual, relu, group), belief
 
     def choose(self, statistics: Statistics | str | None) -> Statistics:
         """The statistics of a call, with the layer's own settings as default."""

@@ -48,7 +48,7 @@ def _grouped(rows: Tensor, group: int) -> Tensor:
     return rows.unflatten(0, (-1, group)).expand(-1, group, -1)
 
 
-def normalize(
+def normalize_groups(
     x: Tensor,
     belief: Belief,
     weight: Tensor | None,
