@@ -1000,6 +1000,7 @@ def test_converted_network_pickled_by_0_1_0_loads():
     network, x = stored["network"], torch.linspace(-1, 1, 486).view(2, 3, 9, 9)
     for again in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         assert type(again[4]) is BatchKalmanNorm2d
+        assert again[4].link.default == again.default_statistics
         for mode, sums in stored["outputs"].items():
             torch.testing.assert_close(again(x, statistics=mode).sum((0, 2, 3)), torch.tensor(sums))
     network.train()(x).sum().backward()

@@ -120,6 +120,11 @@ class Converted(BeliefNetwork):
         others = getattr(self._original, "no_weight_decay", None)
         return no_weight_decay(self) | set(others(self) if others else ())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for norm in linked_norms(self):  # norms in pickles of earlier versions do not know it
+            norm.link.default = self.default_statistics
+
     def _get_name(self) -> str:
         return f"Converted{self._original.__name__}"
 
