@@ -42,7 +42,7 @@ def test_batches_are_those_of_their_seed_and_parts_of_images(root, tmp_path):
     assert all(set(labels.unique().tolist()) <= {*range(CLASSES), VOID} for _, labels in one)
 
 
-def test_mean_iou_leaves_out_void_and_weights_favour_rare_classes():
+def test_mean_iou_ignores_void_and_weights_rare_classes():
     labels = torch.tensor([[0, 0, 1, 1, VOID]])
     assert mean_iou(torch.tensor([[0, 0, 1, 1, 0]]), labels) == 100
     assert mean_iou(torch.tensor([[0, 1, 1, 1, 0]]), labels) == pytest.approx(100 * (1 / 2 + 2 / 3) / 2)

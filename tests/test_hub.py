@@ -308,7 +308,7 @@ def test_unknown_names_say_what_the_hub_answered(server):
     assert_refused("HubNotFoundError", words, from_pretrained, f"{REPOSITORY}@nowhere")
 
 
-def test_a_token_opens_private_repositories_and_a_bad_one_is_named(server, monkeypatch, assert_loads):
+def test_token_opens_private_repositories_bad_one_is_named(server, monkeypatch, assert_loads):
     server.repositories[REPOSITORY].private = True
     for token, words in (("hf_wrongwrongwrong", "valid token"), ("hf_fünf", "characters")):
         monkeypatch.setenv("HF_TOKEN", token)
