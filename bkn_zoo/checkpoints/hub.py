@@ -18,7 +18,6 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of, no_weights, sha256
 from bkn_zoo.checkpoints.hub_errors import hub_errors
 from bkn_zoo.errors import CheckpointError, HubError, HubNotFoundError, InputError
-from bkn_zoo.progress import bars_like
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -70,19 +69,16 @@ def _snapshot(
 ) -> Path:
     """The folder of a commit in the cache, after downloading the files that match the patterns."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
 
-    with bars_like(tqdm) as bars:
-        folder = snapshot_download(
-            repository,
-            revision=revision,
-            token=token,
-            cache_dir=None if cache_dir is None else Path(cache_dir),
-            allow_patterns=list(patterns),
-            library_name="bkn_zoo",
-            library_version=__version__,
-            tqdm_class=bars,
-        )
+    folder = snapshot_download(
+        repository,
+        revision=revision,
+        token=token,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        allow_patterns=list(patterns),
+        library_name="bkn_zoo",
+        library_version=__version__,
+    )
     return Path(folder)
 
 

@@ -78,24 +78,18 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
-    """The model with gradients averaged over all processes.
-
-    Every process normalizes with its own groups. `share_running_averages` averages the running averages. By default,
-    DDP would copy those of the first process to all in every pass.
-    """
+    """The model with gradients averaged over all processes. `share_running_averages` averages running averages."""
     known = inspect.signature(DistributedDataParallel).parameters
-    # The second name is that of older versions of torch.
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    option: dict[str, Any] = {name: False}
-    return DistributedDataParallel(model, **option)
+    # By default, DDP would copy the buffers of the first process. The second name is that of older versions of torch.
+    name: Any = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, **{name: False})
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
-    """The parts of a step, one per pass, which together update the running averages once.
+    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes.
 
-    The result is the mean of the updates of all passes, as with several processes, so the number of passes does not
-    matter. The exception is `image_spread`: with N images per pass it is too small by a share of at most
-    momentum/(2 N), because the mean over passes fluctuates less than `RunningNorm._step` assumes.
+    `image_spread` is then too small by a share of at most momentum/(2 N) with N images per pass, because the mean over
+    passes fluctuates less than `RunningNorm._step` assumes.
     """
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
@@ -116,21 +110,15 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
 @torch.no_grad()
 def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
     """Move the averaged weights, and their running averages, by `share` towards those of the model."""
-
-    def values(module: nn.Module) -> list[Tensor]:
-        return [*module.parameters(), *running_averages(module)]
-
-    torch._foreach_lerp_(values(averaged), values(model), share)
+    old, new = ([*module.parameters(), *running_averages(module)] for module in (averaged, model))
+    torch._foreach_lerp_(old, new, share)
     if counters(model):
         torch._foreach_copy_(counters(averaged), counters(model))
 
 
 @torch.no_grad()
 def share_running_averages(model: nn.Module) -> None:
-    """Give every process the mean of the running averages of all processes, in one message.
-
-    This happens after every step. If it happened only when a state is saved, the result would depend on the clock.
-    """
+    """Give every process the mean of the running averages of all processes, in one message after every step."""
     averages = running_averages(model)
     if dist.is_initialized() and averages:
         together = _joined(averages)
