@@ -1,7 +1,7 @@
 """Fills the tables and numbers of the documents from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py      # docs/performance.md and its appendix and plot, docs/runs.md, MODEL_CARD.md, the cards
-                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md,
+python scripts/report.py      # docs/performance.md and its plot, docs/runs.md, MODEL_CARD.md, the cards
+                              # of checkpoints/, and tables of README.md, docs/imagenet.md,
                               # docs/service.md and docs/conversion.md; those of studies: scripts/study.py --table
 """
 
@@ -11,9 +11,8 @@ from typing import Any
 
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
-from studies.full_length import full_length_figure, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
-from studies.records import read_runs, read_twins
+from studies.records import read_runs
 from studies.render import Content, frame, rendered, write
 from studies.zoo_pages import runs_page, short_list, zoo_card
 
@@ -35,7 +34,7 @@ def regions() -> dict[Path, dict[str, Content]]:
     runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
     return {
         DOCS / "performance.md": summary(benchmarks),
-        DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
+        RESULTS / "tables" / "performance": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, list(configs)),
         DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
@@ -134,10 +133,7 @@ def attacks(records: dict[str, Any]) -> Content:
 
 def figures() -> dict[str, Any]:
     """The figures of docs/, by name."""
-    return {
-        "full_length": full_length_figure(full_lengths(read_twins(RESULTS))),
-        "performance": picture(read_benchmarks(RESULTS)),
-    }
+    return {"performance": picture(read_benchmarks(RESULTS))}
 
 
 if __name__ == "__main__":
