@@ -12,7 +12,6 @@ from typing import Any
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
 from studies.performance import Records, picture, read_benchmarks, summary, tables
-from studies.records import read_runs
 from studies.render import Content, frame, rendered, write
 from studies.zoo_pages import runs_page, short_list, zoo_card
 
@@ -31,7 +30,6 @@ def checkpoints() -> dict[str, Config]:
 def regions() -> dict[Path, dict[str, Content]]:
     """The contents of the marked regions of each page."""
     benchmarks, configs = read_benchmarks(RESULTS), checkpoints()
-    runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
     return {
         DOCS / "performance.md": summary(benchmarks),
         RESULTS / "tables" / "performance": tables(benchmarks, RESULTS, CHECKPOINTS),
@@ -39,7 +37,7 @@ def regions() -> dict[Path, dict[str, Content]]:
         DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
-        ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
+        ROOT / "MODEL_CARD.md": zoo_card(configs, RESULTS),
         ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
     }
 
