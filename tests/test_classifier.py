@@ -92,7 +92,7 @@ def test_result_names_mode_and_engine(classifier, folder):
     assert json.loads(json.dumps(result.to_dict())) == {
         "predictions": [{"label": p.label, "score": p.score} for p in result.predictions],
         "model": str(folder), "revision": None, "statistics": "sample", "engine": "torch",
-        "uncertain": False, "drift": None,
+        "uncertain": False,
     }  # fmt: skip
 
 
@@ -215,25 +215,6 @@ def test_it_is_copied_and_pickled_after_use_too(by_engine, engine):
         assert dataclasses.replace(found, predictions=()) == dataclasses.replace(expected, predictions=())
         assert labels(found) == labels(expected)
         assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
-
-
-def textures(count, seed, brightness=1.0):
-    """Images with details, of different brightness and contrast."""
-    random = np.random.default_rng(seed)
-    level, contrast = random.random((2, count, 1, 1, 1))
-    noise = random.standard_normal((count, 20, 20, 3))
-    return list(np.clip(brightness * (0.3 + 0.4 * level + (0.1 + 0.1 * contrast) * noise), 0, 1))
-
-
-def test_watch_scores_how_unusual_images_are(folder):
-    classifier = Classifier.from_pretrained(folder, device="cpu", engine="torch")
-    with pytest.raises(InputError, match="20 or more"):
-        classifier.watch(textures(19, 0))
-    classifier.watch(textures(120, 0))
-    usual = [result.drift for result in classifier(textures(60, 1))]
-    assert 0.3 < np.mean(usual) < 0.7
-    assert classifier(textures(60, 1)[0]).drift == usual[0]  # whatever else is in the batch
-    assert min(result.drift for result in classifier(textures(20, 2, brightness=0.2))) > np.mean(usual)
 
 
 # The default checkpoint
