@@ -27,29 +27,11 @@ def trace(
         shapes = ({0: torch.export.Dim("batch")},)
     try:
         with torch.no_grad():
-            program = torch.export.export(_AtOneMode(network, statistics), (images,), dynamic_shapes=shapes)
+            return torch.export.export(_AtOneMode(network, statistics), (images,), dynamic_shapes=shapes)
     except InputError:  # an error for every engine
         raise
     except Exception as error:  # runs the network's own code on symbolic tensors, which can fail in any way
         raise _not_translated("torch.export", network, error) from error
-    for name in _changed_buffers(program):
-        raise InputError(
-            f"{shown_name(network)} changes its buffer {name.removeprefix('network.')} in each call, which other "
-            "runtimes do not support: choose engine='torch'."
-        )
-    return program
-
-
-def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
-    """The buffers that an operation changes in place. (PyTorch's own report takes longer than the export.)"""
-    names = program.graph_signature.inputs_to_buffers
-    return [
-        names[node.name]
-        for node in program.graph.find_nodes(op="placeholder")
-        for user in node.users
-        if node.name in names and node in user.args[:1]
-        if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-    ]
 
 
 def translate(network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False) -> Any:
