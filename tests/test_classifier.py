@@ -1,12 +1,8 @@
 """From an image to predictions: the network's own, by the engine and the statistics that are asked for."""
 
-import copy
-import dataclasses
 import json
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -200,21 +196,6 @@ def test_threads_may_share_one_and_mix_statistics(by_engine, engine):
     for call, result in zip(work, found, strict=True):
         assert result.statistics == call[1]
         assert scores(result) == pytest.approx(scores(expected[call]), abs=1e-5)
-
-
-@each_engine
-def test_it_is_copied_and_pickled_after_use_too(by_engine, engine):
-    classifier = by_engine(engine)
-    expected = classifier(IMAGE)
-    places = [tensor.data_ptr() for tensor in classifier.model.parameters()]
-    sent = bytes(ForkingPickler.dumps(classifier))  # as to a spawned worker; PyTorch would share its tensors
-    assert [tensor.data_ptr() for tensor in classifier.model.parameters()] == places
-    for other in (copy.deepcopy(classifier), pickle.loads(sent)):
-        assert other.model is not classifier.model
-        found = other(IMAGE)
-        assert dataclasses.replace(found, predictions=()) == dataclasses.replace(expected, predictions=())
-        assert labels(found) == labels(expected)
-        assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
 
 
 # The default checkpoint

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.cores import usable_cores
+from bkn_zoo.cores import default_device, usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess_square
 from bkn_zoo.images.reading import resized_square
@@ -43,9 +42,7 @@ class Classification:
 
     Attributes:
         predictions: labels with their probabilities, the likeliest first.
-        model: the name of the checkpoint.
-        revision: the commit of the repository that it was downloaded from; None for a local folder.
-        statistics: the statistics mode.
+        revision: the commit of the repository that the checkpoint was downloaded from; None for a local folder.
         engine: the engine that ran the network, "torch" or "openvino".
         uncertain: whether the highest probability is below the checkpoint's threshold, which 95 % of the correct
             answers on held-out images reach. The image may then show none of the classes. False without a threshold.
@@ -75,12 +72,8 @@ class Classifier:
         streams: as in `create_engine`.
 
     Attributes:
-        name: name of the checkpoint.
         revision: the commit of the repository that it was downloaded from; None for a local folder.
-        model: the network.
-        engine: the engine that runs it.
         engine_name: "torch" or "openvino".
-        device: the device of the engine.
         preprocessing: how images are prepared.
     """
 
@@ -94,11 +87,8 @@ class Classifier:
                 f"{name} does not say how its images are preprocessed: save it with save_pretrained(..., "
                 "preprocessing=...)."
             )
-        self._made_of = model, name, device, engine, precision, streams
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
-        self.engine = create_engine(model, engine, device, precision, streams)
+        self.engine = create_engine(model, engine, default_device() if device == "auto" else device, precision, streams)
         self.engine_name = self.engine.name
         self.device = self.engine.device
         self.preprocessing = config.preprocessing
@@ -114,11 +104,6 @@ class Classifier:
     ) -> "Classifier":  # fmt: skip
         """A classifier from a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`."""
         return cls(from_pretrained(name), os.fspath(name), device, engine, precision, streams)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, because engines have locks and compiled graphs."""
-        # As bytes, because multiprocessing would move the weights to shared memory while the engine uses them.
-        return _made_anew, (type(self), pickle.dumps(self._made_of))
 
     @overload
     def __call__(
@@ -225,10 +210,6 @@ class Classifier:
             return self.prepare(image)
         except ImageError as error:
             return error
-
-
-def _made_anew(kind: type[Classifier], made_of: bytes) -> Classifier:
-    return kind(*pickle.loads(made_of))
 
 
 def _check_top_k(top_k: int) -> None:

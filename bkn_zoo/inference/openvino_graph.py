@@ -39,15 +39,14 @@ class Graph:
         return self.finish(self.start(images, own))
 
     def start(self, images: Tensor, own: float = 1.0) -> list[tuple[Any, Any]]:
-        """Start a request for each image, for `finish`.
-
-        Args:
-            own: the share of an image's own statistics; not used by a graph for population statistics.
-        """
+        """Start a request for each image, with the share of its own statistics, for `finish`."""
         started = []
         for image in images.contiguous().split(1):
             inputs = [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
-            request = self._request()
+            try:
+                request = self.idle.pop()
+            except IndexError:
+                request = self.compiled.create_infer_request()
             request.start_async(inputs, share_inputs=True)
             started.append((request, inputs))  # whose memory it reads
         return started
@@ -60,12 +59,6 @@ class Graph:
         logits = np.concatenate([request.get_output_tensor(0).data for request in requests])
         self.idle += requests
         return torch.from_numpy(logits)
-
-    def _request(self) -> Any:
-        try:
-            return self.idle.pop()
-        except IndexError:
-            return self.compiled.create_infer_request()
 
 
 def build_graph(
@@ -129,11 +122,7 @@ def compiled(model: Any, options: dict[Any, Any]) -> Any:
 
 @functools.cache
 def core() -> Any:
-    """The only OpenVINO Core of the process.
-
-    Each Core sets an alternate signal stack for its thread, and restores the previous one when it ends. Two Cores that
-    ended in the order of their creation left a freed stack, and the next signal crashed the process.
-    """
+    """The only OpenVINO Core of the process: two that end leave a freed signal stack, and the next signal crashes."""
     return ov.Core()
 
 
@@ -226,10 +215,9 @@ def round_up_by_padding(model: Any) -> None:
 
 
 def average_by_rows(model: Any) -> None:
-    """Compute averages of whole maps as averages of the averages of rows.
+    """Compute averages of whole maps as averages of the averages of rows, because on Arm f16 is summed in f16.
 
-    On Arm, f16 is summed in f16: over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was
-    infinite. In f32 the direct sum is as exact, and saves a few percent of an image's time.
+    Over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was infinite.
     """
     for node in model.get_ordered_ops():
         if node.get_type_name() != "AvgPool":

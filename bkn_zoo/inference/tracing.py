@@ -15,12 +15,7 @@ from bkn_zoo.modes import Statistics
 def trace(
     network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False
 ) -> torch.export.ExportedProgram:
-    """The graph of `network`, prepared for a statistics mode, for images of one size, with float32 input and output.
-
-    Args:
-        images: example images, of which only shape and type matter.
-        any_number: whether the graph accepts any number of images, or only as many as the example.
-    """
+    """The graph of a prepared network for images like `images` in size, as many of them or `any_number`, in float32."""
     shapes = None
     if any_number:
         images = images[:1].repeat(2, 1, 1, 1)  # with a single image, torch.export would assume a batch size of one
