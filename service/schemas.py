@@ -37,9 +37,6 @@ class Classified(BaseModel):
     statistics: Statistics
     engine: str
     uncertain: bool = Field(description="whether the image may show none of the model's classes")
-    drift: float | None = Field(
-        None, description="share of the usual images that are less unusual; null without --usual-images"
-    )
     timing_ms: Timing
 
 

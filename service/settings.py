@@ -17,7 +17,7 @@ Listed = Annotated[list[str], NoDecode]  # given as "a,b", not as JSON
 
 CHOICES = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
 METAVARS = {name: "{" + ",".join(choices) + "}" for name, choices in CHOICES.items()} | {
-    "host": "ADDRESS", "root_path": "PATH", "models": "NAME[,NAME]", "usual_images": "FOLDER",
+    "host": "ADDRESS", "root_path": "PATH", "models": "NAME[,NAME]",
     "api_keys": "KEY[,KEY]", "cors_origins": "ORIGIN[,ORIGIN]",
 }  # fmt: skip
 """What --help shows for the values of options that are not numbers."""
@@ -112,11 +112,6 @@ class Settings(BaseSettings):
         256_000_000,
         ge=1,
         description="largest number of bytes of all request bodies in memory; half of them for unfinished bodies",
-    )
-    usual_images: str = Field(
-        "",
-        description="folder of 20 or more typical images: if set, responses say how unusual an image is compared "
-        "with them (drift), at the cost of another pass in PyTorch",
     )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
         [],

@@ -159,11 +159,11 @@ def from_pretrained(
 def publish_network(model: Network, repository: str, **options: Any) -> Publication:
     """Save a network, and publish it on the Hub; see `Network.push_to_hub`."""
     check_repository(repository)
-    of_hub = {name: options.pop(name) for name in ("private", "tag", "create_pr") if name in options}
+    private = options.pop("private", False)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, repository.partition("/")[2])
         save_pretrained(model, folder, **options)
-        return push_to_hub(folder, repository, **of_hub)
+        return push_to_hub(folder, repository, private=private)
 
 
 def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
