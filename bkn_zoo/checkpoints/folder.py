@@ -45,7 +45,7 @@ from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.centered import take_centers
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
@@ -205,7 +205,9 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             f"{rows} rows: restore both from the original checkpoint."
         )
     model = _build(config, folder / CONFIG)
-    take_centers(model, weights)
+    for name, norm in model.named_modules():
+        if isinstance(norm, BatchKalmanNorm) and f"{name}.center" in weights:
+            norm.take_center()
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
     for name, tensor in tensors.items():
