@@ -182,10 +182,6 @@ def check_file(path: Path, ending: str) -> None:
         raise InputError(f"{path} does not end in {ending}, as files of this format do: rename it.")
     if not os.path.isdir(path.parent):
         raise InputError(f"there is no folder {path.parent} for {path.name}: create it, or choose another file.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{path.parent} is not writable: choose another folder for {path.name}.")
-    if os.path.isdir(path):
-        raise InputError(f"{path} is a folder: choose another file.")
 
 
 def lock(file: IO[bytes], taken: str) -> None:

@@ -29,15 +29,15 @@ def trace(
         raise _not_translated("torch.export", network, error) from error
 
 
-def translate(network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False) -> Any:
+def translate(network: nn.Module, statistics: Statistics, images: Tensor) -> Any:
     """The same as an OpenVINO model, translated by OpenVINO's own frontend."""
     import openvino
 
-    program = trace(network, statistics, images, any_number)
+    program = trace(network, statistics, images)
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings of PyTorch about OpenVINO's use of it
             model = openvino.convert_model(program)
-            model.reshape([-1 if any_number else len(images), *images.shape[1:]])  # its sizes are dynamic
+            model.reshape(list(images.shape))  # its sizes are dynamic
             round_up_by_padding(model)
             return model
     except Exception as error:  # errors from C++ have many types
