@@ -465,7 +465,6 @@ def test_save_refuses_models_that_cannot_be_loaded(change, options, words, tmp_p
 
 # What is damaged is refused.
 PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
-COUNT = "conv__norm__num_batches_tracked"
 DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
     (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
@@ -504,10 +503,7 @@ DAMAGES = [
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
     (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
-    (weights(fc__bias=torch.ones(10, dtype=torch.float16)), [WEIGHTS, "fc.bias is stored as torch.float16"]),
     (weights(fc__bias=torch.full((10,), math.nan)), [WEIGHTS, "fc.bias contains infinite numbers or NaN"]),
-    (weights(fc__weight=torch.ones(10, 1000)), [WEIGHTS, "fc.weight is stored as torch.float32"]),
-    (weights(**{COUNT: torch.tensor(1.5)}), [WEIGHTS, "num_batches_tracked is stored as torch.float32"]),
     (file(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), [WEIGHTS, "SHA-256"]),
     *((weights_bytes(end), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
 ]
@@ -612,14 +608,6 @@ def test_names_are_found_in_the_tree_and_in_named_folders(places, tmp_path, fold
     assert list_checkpoints() == ["a.tree"]
     monkeypatch.setenv("BKN_ZOO_CHECKPOINTS", str(places[0]))  # the source tree again, which is no second place
     assert from_pretrained("a.tree").name == SMALL
-
-
-@pytest.mark.usefixtures("places")
-def test_unreadable_place_is_not_taken_for_empty(monkeypatch):
-    error = PermissionError(13, "Permission denied", "FOLDER")
-    monkeypatch.setattr(os, "scandir", Mock(side_effect=error))  # root, as which tests may run, may read everything
-    with pytest.raises(CheckpointError, match=r"FOLDER cannot be read \(Permission denied\): check its permissions"):
-        list_checkpoints()
 
 
 def test_a_name_that_exists_twice_is_refused(places, folder):

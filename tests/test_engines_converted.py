@@ -122,24 +122,6 @@ def test_a_value_that_decides_is_refused(away_from_start):
         OpenVINOEngine(model)(photographs(1, 9), "population")
 
 
-class Counting(Between):
-    def __init__(self):
-        super().__init__(F.relu)
-        self.calls = nn.Buffer(torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-def test_a_network_that_counts_its_calls_is_left_as_it_was(away_from_start):
-    model = network(Counting(), away_from_start)
-    before = model.calls.clone()
-    with pytest.raises(engines.InputError, match="changes its buffer calls in each call"):
-        OpenVINOEngine(model)(photographs(1, 9))
-    assert model.calls == before
-
-
 def test_without_a_group_an_image_s_own_statistics_count(away_from_start):
     model = network(Between(F.relu), away_from_start)
     model.statistics_batch_size = None

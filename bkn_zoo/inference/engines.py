@@ -16,7 +16,7 @@ from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_precision, prepare
-from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, core, ov
+from bkn_zoo.inference.openvino_graph import ChangingBuffersError, Graph, build_graph, compiled, core, ov
 from bkn_zoo.inference.tracing import in_float32, shown_name, translate
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
@@ -285,19 +285,14 @@ class OpenVINOEngine(Engine):
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
         network = prepare(self.model, statistics, as_stored=True).cpu()
-        before, single = Weights(self.model), False
         try:
             built, single = build_graph(network, shape[1:], statistics.mode == "population", options)
+        except ChangingBuffersError:
+            raise
         except Exception:  # runs the code of a converted network on a symbol, which can fail in any way
             if self.model.foldable is None:
                 raise
-            self.translated = True
-        if before.changed():
-            raise InputError(
-                f"{shown_name(self.model)} changes its buffers in each call, which a graph does not support: choose "
-                "engine='torch'."
-            )
-        if self.translated:
+            self.translated, single = True, False
             built = translate(prepare(self.model, statistics).cpu(), statistics, torch.zeros(1, *shape[1:]))
         return Graph(compiled(built, options), single)
 

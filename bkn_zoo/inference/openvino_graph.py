@@ -23,6 +23,10 @@ if ov is not None:
     from openvino import opset13 as ops
 
 
+class ChangingBuffersError(InputError):
+    """A network that changes its buffers in each call."""
+
+
 class Graph:
     """A compiled OpenVINO graph for one image, with one request per concurrent image.
 
@@ -90,7 +94,11 @@ def build_graph(
     stand_in: Any = Symbol(inputs[0])
     # The group is not used: `weigh` has set the share of the image.
     statistics = Statistics("population") if population else Statistics("expected", 1)
-    logits: Any = network.cpu()(stand_in, statistics=statistics)
+    buffers = [buffer for buffer in network.cpu().buffers() if not buffer.is_inference()]
+    changes = sum(buffer._version for buffer in buffers)
+    logits: Any = network(stand_in, statistics=statistics)
+    if sum(buffer._version for buffer in buffers) != changes:
+        raise ChangingBuffersError("a graph cannot change buffers, as this network does: choose engine='torch'.")
     if type(logits) is not Symbol:
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
