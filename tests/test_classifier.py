@@ -16,7 +16,7 @@ from bkn_zoo.checkpoints.locate import PREFERRED_CHECKPOINT, default_checkpoint,
 from bkn_zoo.errors import BrokenImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing, open_image, preprocess
 from bkn_zoo.inference.classifier import Classification, Classifier, Prediction
-from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, ov
+from bkn_zoo.inference.engines import ov
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import RunningNorm
 
@@ -171,18 +171,6 @@ def test_checkpoint_needs_preprocessing_but_no_names(tmp_path):
         Classifier.from_pretrained(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="mine does not say"):
         Classifier(model, "mine")
-
-
-def test_engine_and_device_are_chosen_and_named(folder):
-    assert Classifier.from_pretrained(str(folder)).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-    on_cpu = Classifier.from_pretrained(folder, device="cpu")
-    assert on_cpu.engine_name == ("torch" if ov is None else "openvino")
-    assert isinstance(on_cpu.engine, TorchEngine if ov is None else OpenVINOEngine)
-    assert Classifier.from_pretrained(folder, "cpu", "torch", "f16").engine.dtype == torch.float16
-    assert on_cpu.engine.precision in ("f32", "f16", "bf16")  # the processor's
-    assert Classifier.from_pretrained(folder, "cpu", "torch").engine.precision == "f32"
-    with pytest.raises(UnknownNameError, match="unknown engine"):
-        Classifier.from_pretrained(folder, engine="tensorflow")
 
 
 @each_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import GOLDEN, check_file
@@ -20,7 +20,6 @@ from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.inference.folding import prepare
-from bkn_zoo.inference.tracing import trace
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.version import __version__
@@ -113,8 +112,10 @@ def _about(model: Network, location: Location, mode: str) -> dict[str, str]:
 def _write(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    program = trace(network, statistics, images, any_number=True)
-    with warnings.catch_warnings(action="ignore"):  # warnings of the exporter about itself
+    # With a single image, torch.export would assume a batch size of one.
+    batch, shapes = images[:1].repeat(2, 1, 1, 1), ({0: torch.export.Dim("batch")},)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():  # warnings of the exporter about itself
+        program = torch.export.export(_AtOneMode(network, statistics), (batch,), dynamic_shapes=shapes)
         made: Any = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,
             verbose=False, opset_version=OPSET,
@@ -122,6 +123,17 @@ def _write(path: Path, network: Network, statistics: Statistics, images: Tensor,
     ClearMetadataAndDocStringPass()(made.model)  # removes lines and paths of this machine from every node
     made.model.metadata_props.update(about)
     made.save(path)
+
+
+class _AtOneMode(nn.Module):
+    """A network whose only input is the images."""
+
+    def __init__(self, network: Network, statistics: Statistics) -> None:
+        super().__init__()
+        self.network, self.statistics = network, statistics
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images, statistics=self.statistics)
 
 
 def _compare(path: Path, written: Path, images: Tensor, wanted: Tensor) -> None:
