@@ -189,7 +189,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
     Args:
         every: seconds between two workers that are killed or stopped, about.
     """
-    flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
+    flags = ("--workers", "2", "--stall-seconds", "3", "--drain-seconds", "1")
     with small_disk() as folder, ServiceProcess(checkpoints, *flags, environment={"TMPDIR": str(folder)}) as service:
         until(lambda: len(service.workers()) == 2, "two workers", 180)
         image = encoded(picture(side=100), "JPEG")

@@ -15,9 +15,8 @@ from PIL import Image
 
 from bkn_zoo.errors import BrokenImageError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing
-from service import base64_json, uploads
-from service.costs import CHEAP, Kind, estimate
-from service.decoding import PriorityThreads
+from service import uploads
+from service.decoding import CHEAP, Kind, PriorityThreads, estimate
 from service.errors import ServiceError
 from service.slow_decoder import SlowDecoder
 
@@ -36,7 +35,8 @@ def test_large_json_is_parsed_in_a_thread_and_small_is_not():
         message = {"type": "http.request", "body": body}
         asked = Mock(headers={"content-type": "application/json"}, query_params={}, scope={"query_string": b""})
         asked.stream = lambda: _parts(message["body"])
-        return asyncio.run(uploads.read_upload(asked, "image", work))[0]
+        (image,), _ = asyncio.run(uploads.read_uploads(asked, "image", False, work))
+        return image
 
     large = os.urandom(300_001)
     assert (read(b"small"), sizes) == (b"small", [])
@@ -52,7 +52,7 @@ async def _parts(body):
 )
 def test_base64_with_padding_or_letters_out_of_place_is_refused(text):
     with pytest.raises(ServiceError, match="not base64"):
-        base64_json.decode_base64(text)
+        uploads.decode_base64(text)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 191, 192, 193, 194, 49_151, 49_152, 200_003])
@@ -62,10 +62,10 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
     text = base64.encodebytes(image).decode() if letter == "\n" else base64.b64encode(image).decode()
     body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}", "images": [text]})
     escaped = body.replace(letter, f"\\u{ord(letter):04x}") if letter in "/+" else body
-    data = base64_json.parse_body(escaped.encode())
+    data = uploads.parse_body(escaped.encode())
     assert data.keys() == {"x\\", "image", "images"}
     assert data["x\\"] == '"'
-    assert [base64_json.decode_base64(one) for one in (data["image"], *data["images"])] == [image] * 2
+    assert [uploads.decode_base64(one) for one in (data["image"], *data["images"])] == [image] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
     [b'"' * 10**7, b'["' + b'\\"' * 10**6, b"[" + b"{}," * 10**5, b"[" + b"1," * 10**6, b'["' + b"\\u0041" * 10**6],
 )
 def test_json_of_many_parts_is_refused_without_parsing(body):
-    with patch("service.base64_json.from_json") as parse, pytest.raises(ServiceError, match="too many parts"):
-        base64_json.parse_body(body)
+    with patch("service.uploads.from_json") as parse, pytest.raises(ServiceError, match="too many parts"):
+        uploads.parse_body(body)
     parse.assert_not_called()
 
 

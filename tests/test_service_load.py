@@ -170,8 +170,9 @@ def start(checkpoints, monkeypatch):
 
 
 @pytest.fixture
-def one_place(start):
-    return start("--models", "first,second,third", "--loaded-models", "1", "--stay-seconds", "0")
+def one_place(start, monkeypatch):
+    monkeypatch.setattr("service.pool.STAY", 0)
+    return start("--models", "first,second,third", "--loaded-models", "1")
 
 
 class Slow:
@@ -334,7 +335,7 @@ def test_client_that_rotates_models_disturbs_no_other(start, monkeypatch, pool):
     assert {reply.status for reply in rotating.result(LONG)} == {503}
     assert all(1 <= int(reply.headers["retry-after"]) <= 5 for reply in rotating.result())
     # Once nobody asks for the first any more, another may take its place.
-    monkeypatch.setattr("service.pool.IDLE", 0)
+    monkeypatch.setattr("service.pool.UNUSED", 0)
     assert running.ask(f"{CLASSIFY}&model=second", IMAGE).status == 200
 
 

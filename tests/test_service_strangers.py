@@ -31,7 +31,7 @@ LIMITED = ("/bin/sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small")
-    flags = ("--head-seconds", f"{STALL}", "--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
+    flags = ("--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
     with ServiceProcess(folder, *flags, command=LIMITED, environment={"BKN_ZOO_API_KEYS": "secret"}) as process:
         for kind in ("PNG", "JPEG", "WEBP", "GIF"):  # load what is loaded on first use
             assert send(process.port, post(encoded(picture(), kind))).status == 200
