@@ -157,7 +157,7 @@ class Service:
         statistics = cast(schemas.Statistics, classifier.choose(options.statistics))
         tensor = await self.decoders.prepare(classifier, image)
         answer = await asyncio.wrap_future(queue.submit(tensor, statistics))
-        found = classifier.classification(answer.scores, statistics, options.top_k, answer.drift)
+        found = classifier.classification(answer.scores, statistics, options.top_k)
         timing = {"queue": 1000 * answer.queue_seconds, "inference": 1000 * answer.inference_seconds}
         return schemas.Classified.model_validate({**found.to_dict(), "timing_ms": timing})
 

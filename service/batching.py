@@ -26,12 +26,11 @@ FAILED = "the image could not be classified: try again; if it fails again, tell 
 
 
 class Answer(NamedTuple):
-    """The scores of one image, its time in the queue and in the engine, and its drift, if watched."""
+    """The scores of one image, and its time in the queue and in the engine."""
 
     scores: Tensor
     queue_seconds: float
     inference_seconds: float
-    drift: float | None = None
 
 
 @dataclass(eq=False)
@@ -53,15 +52,13 @@ class ModelQueue:
         length: largest number of waiting requests, without those that are running.
         max_batch, max_wait: largest batch, and the seconds that its first image waits for others.
         threads: number of batches that run at once.
-        drift: a function from images to their drift scores.
     """
 
     def __init__(
         self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
         length: int, max_batch: int = 1, max_wait: float = 0.0, threads: int = 1,
-        drift: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.run, self.metrics, self.drift = name, run, metrics, drift
+        self.name, self.run, self.metrics = name, run, metrics
         self.length, self.max_batch, self.max_wait, self.threads = length, max_batch, max_wait, threads
         self._length = metrics.queue_length.labels(name)
         self.admitted = 0
@@ -155,7 +152,6 @@ class ModelQueue:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
-            drifts = [None] * len(batch) if self.drift is None else self.drift(images).tolist()
         # Even SystemExit, which would end the thread.
         except BaseException as error:
             if len(batch) > 1:
@@ -172,12 +168,10 @@ class ModelQueue:
         self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
-        for call, row, drift in zip(batch, scores, drifts, strict=True):
-            if drift is not None:
-                self.metrics.drift.labels(self.name).observe(drift)
+        for call, row in zip(batch, scores, strict=True):
             self.metrics.confidence.labels(self.name, statistics).observe(row.max().item())
             self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
-            call.future.set_result(Answer(row, begun - call.entered, seconds, drift))
+            call.future.set_result(Answer(row, begun - call.entered, seconds))
 
     def _withdraw(self, call: Call) -> None:
         with self._change:

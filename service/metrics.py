@@ -21,7 +21,6 @@ log = logging.getLogger("bkn_zoo.service")
 Samples = Counter[str]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-DRIFTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
@@ -51,10 +50,6 @@ class Metrics:
         self.batch_size = histogram("bkn_batch_size", "Images per batch.", ["model"], buckets=(1, 2, 4, 8, 16, 32, 64))
         about = "Probability of the likeliest class, per image: it falls when images change."
         self.confidence = histogram("bkn_confidence", about, by_mode, buckets=CONFIDENCES)
-        self.drift = Histogram(
-            "bkn_drift", "Share of usual images that are less unusual, per image: 0.5 on average until images change.",
-            ["model"], registry=registry, buckets=DRIFTS,
-        )  # fmt: skip
         self.loaded = gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"])
 
     async def share(self) -> None:

@@ -18,7 +18,6 @@ from bkn_zoo.checkpoints.folder import load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate, usable_checkpoints
 from bkn_zoo.cores import keep_to_quota
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.images import image_files
 from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
@@ -56,8 +55,6 @@ class Loaded:
         size = self.classifier.model.config.preprocessing.size
         self._blank = torch.zeros(1, 3, size, size)
         self.classifier.scores(self._blank)
-        if settings.usual_images:
-            self.classifier.watch(image_files(settings.usual_images))
         self.precisions = _precisions(self.classifier)
         self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
@@ -67,7 +64,7 @@ class Loaded:
             name, self.classifier.scores, metrics, settings.queue_length,
             max_batch=settings.max_batch if together else 1,
             max_wait=MAX_WAIT if together else 0.0,
-            threads=self.classifier.engine.streams, drift=self.classifier.drift,
+            threads=self.classifier.engine.streams,
         )  # fmt: skip
 
     def warm(self) -> None:

@@ -38,9 +38,6 @@ class Classified(BaseModel):
     statistics: Statistics
     engine: str
     uncertain: bool = Field(description="whether the image may show none of the model's classes")
-    drift: float | None = Field(
-        None, description="share of the usual images that are less unusual; null without --usual-images"
-    )
     timing_ms: Timing
 
 
@@ -73,7 +70,7 @@ class Model(BaseModel):
     statistics_batch_size: int | None = None
     accuracy: dict[str, dict[str, float]] = Field({}, description="in percent, of each statistics mode")
     measured_on: str | None = Field(None, description="images of the accuracy, if not the data set's test images")
-    crop: float | None = Field(None, description="side of the central square that the network sees, of the shorter side")
+    crop: float | None = Field(None, description="central square that the network sees, relative to the shorter side")
     revision: str | None = None
     precision: str | None = Field(None, description="null until it is loaded")
     precisions: dict[str, str] = Field({}, description="of each statistics mode; empty until it is loaded")

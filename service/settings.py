@@ -16,7 +16,7 @@ LISTS = ("models", "api_keys", "cors_origins")
 CHOICES = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
 # What --help shows for the values of options that are not numbers.
 METAVARS = {name: "{" + ",".join(choices) + "}" for name, choices in CHOICES.items()} | {
-    "host": "ADDRESS", "root_path": "PATH", "models": "NAME", "usual_images": "FOLDER", "api_keys": "KEY",
+    "host": "ADDRESS", "root_path": "PATH", "models": "NAME", "api_keys": "KEY",
     "cors_origins": "ORIGIN",
 }  # fmt: skip
 DESCRIPTION = f"""\
@@ -56,11 +56,6 @@ class Settings(BaseSettings):
     max_bytes: int = Field(10_000_000, ge=1, description="largest size of a request body, in bytes")
     max_pixels: int = Field(50_000_000, ge=1, description="largest number of pixels of an image")
     max_held_bytes: int = Field(256_000_000, ge=1, description="largest size of all request bodies in memory, in bytes")
-    usual_images: str = Field(
-        "",
-        description="folder of 20 or more typical images: if set, responses say how unusual an image is compared "
-        "with them (drift), at the cost of another pass in PyTorch",
-    )
     api_keys: Annotated[list[SecretStr], NoDecode] = Field(
         [], description="if set, /v1 and /models require one of these keys; prefer BKN_ZOO_API_KEYS"
     )

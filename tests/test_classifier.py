@@ -1,12 +1,8 @@
 """From an image to predictions: the network's own, by the engine and the statistics that are asked for."""
 
-import copy
-import dataclasses
 import json
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -92,7 +88,7 @@ def test_result_names_mode_and_engine(classifier, folder):
     assert json.loads(json.dumps(result.to_dict())) == {
         "predictions": [{"label": p.label, "score": p.score} for p in result.predictions],
         "model": str(folder), "revision": None, "statistics": "sample", "engine": "torch",
-        "uncertain": False, "drift": None,
+        "uncertain": False,
     }  # fmt: skip
 
 
@@ -200,40 +196,6 @@ def test_threads_may_share_one_and_mix_statistics(by_engine, engine):
     for call, result in zip(work, found, strict=True):
         assert result.statistics == call[1]
         assert scores(result) == pytest.approx(scores(expected[call]), abs=1e-5)
-
-
-@each_engine
-def test_it_is_copied_and_pickled_after_use_too(by_engine, engine):
-    classifier = by_engine(engine)
-    expected = classifier(IMAGE)
-    places = [tensor.data_ptr() for tensor in classifier.model.parameters()]
-    sent = bytes(ForkingPickler.dumps(classifier))  # as to a spawned worker; PyTorch would share its tensors
-    assert [tensor.data_ptr() for tensor in classifier.model.parameters()] == places
-    for other in (copy.deepcopy(classifier), pickle.loads(sent)):
-        assert other.model is not classifier.model
-        found = other(IMAGE)
-        assert dataclasses.replace(found, predictions=()) == dataclasses.replace(expected, predictions=())
-        assert labels(found) == labels(expected)
-        assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
-
-
-def textures(count, seed, brightness=1.0):
-    """Images with details, of different brightness and contrast."""
-    random = np.random.default_rng(seed)
-    level, contrast = random.random((2, count, 1, 1, 1))
-    noise = random.standard_normal((count, 20, 20, 3))
-    return list(np.clip(brightness * (0.3 + 0.4 * level + (0.1 + 0.1 * contrast) * noise), 0, 1))
-
-
-def test_watch_scores_how_unusual_images_are(folder):
-    classifier = Classifier.from_pretrained(folder, device="cpu", engine="torch")
-    with pytest.raises(InputError, match="20 or more"):
-        classifier.watch(textures(19, 0))
-    classifier.watch(textures(120, 0))
-    usual = [result.drift for result in classifier(textures(60, 1))]
-    assert 0.3 < np.mean(usual) < 0.7
-    assert classifier(textures(60, 1)[0]).drift == usual[0]  # whatever else is in the batch
-    assert min(result.drift for result in classifier(textures(20, 2, brightness=0.2))) > np.mean(usual)
 
 
 # The default checkpoint

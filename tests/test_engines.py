@@ -212,7 +212,7 @@ def test_openvino_takes_a_transposed_first_convolution():
 @needs_openvino
 def test_openvino_refuses_a_network_that_changes_its_buffers():
     """There they are constants: each call would be the first."""
-    with pytest.raises(InputError, match=r"changes its buffer seen in each call.*engine='torch'"):
+    with pytest.raises(InputError, match=r"changes its buffers in each call.*engine='torch'"):
         create_engine(convert(Changing()), "openvino")(photographs(2, 8))
 
 
@@ -257,7 +257,7 @@ def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monk
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
     hint = engines.ov.properties.hint.inference_precision
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
-        built = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
+        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
         graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))  # exact on every processor
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
 
@@ -498,6 +498,18 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(shape, ceil_mode,
 
 
 # What is refused
+
+
+@each_engine
+def test_sample_of_single_values_is_refused(name):
+    """The normalized features would be constant; `expected` shares its graph with `sample`, and runs."""
+    layers = [nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Flatten()]
+    engine = create_engine(convert(nn.Sequential(*layers), statistics_batch_size=2).eval(), name)
+    engine(photographs(1, 8), "expected")
+    for _ in range(2):
+        with pytest.raises(InputError, match="has one value per channel: use statistics='population'"):
+            engine(photographs(1, 8), "sample")
+    engine(photographs(1, 9), "sample")
 
 
 @needs_openvino

@@ -144,7 +144,7 @@ def test_run_carries_its_name_everywhere(commands, place, monkeypatch):
         published = commands("publish", f"runs/{name}/{name}", *publish)
         assert f"me/{name}: runs/{name}/{name} loads, reproduces its outputs and agrees with" in published.output
         assert published.code == 0  # without a Hub
-        assert f"me/{name}: to send model.safetensors" in published.output
+        assert f"me/{name}: model.safetensors (" in published.output
     os.rename(place / "runs" / "first" / "first", place / "renamed")
     assert "reproduces its outputs" in commands("publish", "./renamed", "--name", "first", *publish).output
 

@@ -45,7 +45,7 @@ from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.centered import take_centers
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
@@ -159,11 +159,11 @@ def from_pretrained(
 def publish_network(model: Network, repository: str, **options: Any) -> Publication:
     """Save a network, and publish it on the Hub; see `Network.push_to_hub`."""
     check_repository(repository)
-    of_hub = {name: options.pop(name) for name in ("private", "tag", "create_pr") if name in options}
+    private = options.pop("private", False)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, repository.partition("/")[2])
         save_pretrained(model, folder, **options)
-        return push_to_hub(folder, repository, **of_hub)
+        return push_to_hub(folder, repository, private=private)
 
 
 def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
@@ -205,7 +205,9 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             f"{rows} rows: restore both from the original checkpoint."
         )
     model = _build(config, folder / CONFIG)
-    take_centers(model, weights)
+    for name, norm in model.named_modules():
+        if isinstance(norm, BatchKalmanNorm) and f"{name}.center" in weights:
+            norm.take_center()
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
     for name, tensor in tensors.items():

@@ -156,7 +156,7 @@ def _publish_folders(args: argparse.Namespace) -> int:
     announce(f"validating {', '.join(args.checkpoints)}")
     from bkn_zoo.publishing.publish import publish
 
-    options = {"tag": args.tag, "private": args.private, "dry_run": args.dry_run}
+    options = {"private": args.private, "dry_run": args.dry_run}
     for folder in folders:
         publish(folder, args.name or folder.resolve().name, args.namespace, **options)
     return 0

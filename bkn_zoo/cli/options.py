@@ -62,9 +62,8 @@ The weights of an OpenVINO file are in a second file that ends in .bin.
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
 
-    bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # show what would change
+    bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # only validate
     bkn-zoo publish runs/NAME/NAME --namespace me
-    bkn-zoo publish checkpoints/* --namespace me --tag v1.2.3                # a release
 
 Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card.
 To publish a folder with another card, use `bkn_zoo.push_to_hub`.
@@ -173,9 +172,8 @@ def publish_parser() -> Parser:
     parser.add_argument("checkpoints", nargs="+", metavar=CHECKPOINT, help="a name or a folder")
     parser.add_argument("--namespace", required=True, help="the user or organization to publish under")
     parser.add_argument("--name", help="name of the repository, for a single checkpoint (default: that of the folder)")
-    parser.add_argument("--tag", help="tag of the commit, such as v1.2.3; an existing tag is never moved")
     parser.add_argument("--private", action="store_true", help="make new repositories private")
-    parser.add_argument("--dry-run", action="store_true", help="validate and show what would change; change nothing")
+    parser.add_argument("--dry-run", action="store_true", help="validate and list the files; publish nothing")
     return parser
 
 

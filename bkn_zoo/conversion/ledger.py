@@ -20,8 +20,7 @@ class Ledger:
 
     Attributes:
         images: number of images in the example.
-        origins: the origin of the belief for each number.
-        guessed: the guesses that each number depends on.
+        origins, guessed: for each number, the origin of the belief, and the guesses that it depends on.
         gates: the numbers of channels that only weigh others.
         depths: for each call of a norm, the number of norms on its path, including itself.
         modules: running modules with their kinds, the innermost last.

@@ -19,7 +19,7 @@ from bkn_zoo.conversion.ledger import Ledger
 from bkn_zoo.conversion.operations import NeedsValuesError, Operation, basic_name, guess, handler_of
 from bkn_zoo.conversion.origins import Origin, Piece, Single, pieces_of
 from bkn_zoo.conversion.record import lists_of_images
-from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, by_row, tensors_in, without
+from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, tensors_in, without
 from bkn_zoo.torch_internals import (
     TorchDispatchMode,
     memory_of,
@@ -69,13 +69,7 @@ class ConversionPlan:
 
 
 def plan_conversion(model: nn.Module, norms: dict[str, nn.Module], inputs: Any, images: int) -> ConversionPlan:
-    """Run a model on an example. The model is changed.
-
-    Args:
-        norms: the norms of the model to convert.
-        inputs: the arguments of the call.
-        images: number of images in the inputs.
-    """
+    """Run a model on inputs with this number of images, to convert these norms. The model is changed."""
     args, kwargs = inputs
     planner = Planner(model, norms, images)
     with untracked():
@@ -97,7 +91,6 @@ class Planner(TorchDispatchMode):
     """Observes every operation of a network, and stores the tags of tensors.
 
     Attributes:
-        ledger: the numbers of channels.
         owners: a tensor with a tag for each memory.
         convolved, normed: the outputs of convolutions and the inputs of norms, by their tags.
     """
@@ -241,7 +234,7 @@ class Planner(TorchDispatchMode):
 
     def look_at_rows(self, name: str, tag: Tag, rows: int) -> bool:
         """Whether rows are grouped by image, with the same number for each; otherwise the norm cannot be converted."""
-        images = by_row(tag.images, rows)
+        images = without(tag.images, range(1, tag.images.ndim)).flatten().expand(rows)
         if bool((images == MIXED).any()) or bool((images.diff() < 0).any() and not (images < ANY).any()):
             self.plan.unfit[name] = INTERLEAVED
         if not self.ledger.images or rows % self.ledger.images:
@@ -256,9 +249,8 @@ class Planner(TorchDispatchMode):
             tag = self.tag_of(input) if isinstance(input, Tensor) else None
             if tag is not None:
                 along = 1 if module.batch_first else 0
-                made = self.ledger.mixed(
-                    input, Tag(tag.channels, without(tag.images, [along])), input.ndim - 1, output.shape
-                )
+                mixed = Tag(tag.channels, without(tag.images, [along]))
+                made = self.ledger.mixed(input, mixed, input.ndim - 1, output.shape)
                 self.set_tag(output, made)
                 for x in state if isinstance(state, tuple) else [state]:
                     channels = made.channels.select(along, 0)[None].narrow(-1, 0, x.shape[-1])

@@ -36,7 +36,7 @@ TOLERANCES = {"f32": GOLDEN_TOLERANCE, "f16": 0.05}
 OPSET = 18  # of ONNX. With 19 and later, ONNX Runtime on Arm lacks average pooling in f16.
 
 KEPT_IN_F32 = '<rt_info><attribute name="precise" version="0" /></rt_info>'
-"""Marks a layer of an OpenVINO file. OpenVINO then computes it in f32, even if it computes the others in f16."""
+"""Marks a layer of an OpenVINO file, which OpenVINO would otherwise compute in f16 on Arm."""
 
 
 def export(
@@ -49,16 +49,14 @@ def export(
 ) -> Path:
     """Write a checkpoint as a file that ONNX Runtime or OpenVINO runs without this package, and return its path.
 
-    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The logits
-    of an image do not depend on other images. The file's metadata has labels, preprocessing, statistics and name.
-    Before the file gets its name, its outputs are compared with the golden outputs of the checkpoint and with those of
-    the PyTorch network, for one image and for three.
+    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The file's
+    metadata has labels, preprocessing, statistics and name. Before the file gets its name, its outputs are compared
+    with those of the checkpoint.
 
     Args:
         name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
-        output: the file to write; by default named after checkpoint, mode and f16, in the working directory. An
-            existing file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in
-            .bin.
+        output: the file to write or replace; by default named after checkpoint, mode and f16, in the working directory.
+            An OpenVINO file ends in .xml, and its weights are in a second file that ends in .bin.
         format: "onnx" or "openvino".
         statistics: "population", "sample" or "expected", fixed in the file; by default that of the checkpoint.
         precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay float32.
@@ -89,9 +87,11 @@ def export(
         scratch.mkdir()
         write(scratch / path.name, network, chosen, images, about)
         if format == "openvino" and too_large_for_f16(model, mode):
-            _keep_in_f32(scratch / path.name)
+            text = (scratch / path.name).read_text("utf-8")
+            (scratch / path.name).write_text(text.replace("</layer>", f"{KEPT_IN_F32}</layer>"), "utf-8")
         _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
-        _put_in_place(scratch, path)
+        for file in sorted(scratch.iterdir()):  # .bin before .xml, which refers to it
+            os.replace(file, path.with_name(file.name))
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error}): free disk space, or choose another file."
@@ -150,15 +150,6 @@ def _compare(path: Path, run: Callable[[Tensor], Tensor], images: Tensor, wanted
             )
 
 
-def _put_in_place(scratch: Path, path: Path) -> None:
-    """Replace several files. The one that names the others is removed first and written last."""
-    files = sorted(scratch.iterdir(), key=lambda file: file.name == path.name)
-    if len(files) > 1:
-        path.unlink(missing_ok=True)
-    for file in files:
-        os.replace(file, path.with_name(file.name))
-
-
 def _write_onnx(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         _need(needed, "export")
@@ -195,11 +186,6 @@ def _write_openvino(
     for key, value in about.items():
         model.set_rt_info(value, ["bkn_zoo", key])
     openvino.save_model(model, path, compress_to_fp16=False)
-
-
-def _keep_in_f32(path: Path) -> None:
-    """Mark all layers: on Arm, OpenVINO would compute f32 in f16. Layers that are f16 in the file stay f16."""
-    path.write_text(path.read_text("utf-8").replace("</layer>", f"{KEPT_IN_F32}</layer>"), "utf-8")
 
 
 def _read_openvino(path: Path) -> Callable[[Tensor], Tensor]:

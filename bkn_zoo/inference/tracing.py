@@ -15,41 +15,18 @@ from bkn_zoo.modes import Statistics
 def trace(
     network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False
 ) -> torch.export.ExportedProgram:
-    """The graph of `network`, prepared for a statistics mode, for images of one size, with float32 input and output.
-
-    Args:
-        images: example images, of which only shape and type matter.
-        any_number: whether the graph accepts any number of images, or only as many as the example.
-    """
+    """The graph of a prepared network for images like `images` in size, as many of them or `any_number`, in float32."""
     shapes = None
     if any_number:
         images = images[:1].repeat(2, 1, 1, 1)  # with a single image, torch.export would assume a batch size of one
         shapes = ({0: torch.export.Dim("batch")},)
     try:
         with torch.no_grad():
-            program = torch.export.export(_AtOneMode(network, statistics), (images,), dynamic_shapes=shapes)
+            return torch.export.export(_AtOneMode(network, statistics), (images,), dynamic_shapes=shapes)
     except InputError:  # an error for every engine
         raise
     except Exception as error:  # runs the network's own code on symbolic tensors, which can fail in any way
         raise _not_translated("torch.export", network, error) from error
-    for name in _changed_buffers(program):
-        raise InputError(
-            f"{shown_name(network)} changes its buffer {name.removeprefix('network.')} in each call, which other "
-            "runtimes do not support: choose engine='torch'."
-        )
-    return program
-
-
-def _changed_buffers(program: torch.export.ExportedProgram) -> list[str]:
-    """The buffers that an operation changes in place. (PyTorch's own report takes longer than the export.)"""
-    names = program.graph_signature.inputs_to_buffers
-    return [
-        names[node.name]
-        for node in program.graph.find_nodes(op="placeholder")
-        for user in node.users
-        if node.name in names and node in user.args[:1]
-        if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-    ]
 
 
 def translate(network: nn.Module, statistics: Statistics, images: Tensor, any_number: bool = False) -> Any:
