@@ -67,7 +67,8 @@ def save_pretrained(
     Args:
         model: a network from `create_model` or `from_pretrained`.
         folder: where to save; an existing folder may contain a checkpoint and nothing else.
-        label_names, preprocessing: by default those of the checkpoint that the model came from, if any.
+        label_names: by default those of the checkpoint that the model came from, if any, as `preprocessing`.
+        preprocessing: how images become inputs.
         training: recipe and data, free-form; like `accuracy`, it is not copied from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
