@@ -56,21 +56,15 @@ class Fault:
     Attributes:
         pattern: searched in "METHOD /path".
         times: how many requests it happens to.
-        after: requests that pass first.
         status: answered instead, with `headers`.
-        cut: bytes of the answer's body after which the connection is closed.
         flip: place of a byte of the body that is changed.
-        move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
     pattern: str
     times: int = 1
-    after: int = 0
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    cut: int | None = None
     flip: int | None = None
-    move: str | None = None
 
 
 class Refusal(Exception):  # noqa: N818 - an answer of the server, not an error
@@ -97,19 +91,15 @@ class HubServer:
 
     def take_fault(self, request):
         for fault in self.faults:
-            if re.search(fault.pattern, request):
-                if fault.after > 0:
-                    fault.after -= 1
-                elif fault.times > 0:
-                    fault.times -= 1
-                    return fault
+            if fault.times > 0 and re.search(fault.pattern, request):
+                fault.times -= 1
+                return fault
         return Fault("")
 
     def store(self, path, data):
         sha256 = hashlib.sha256(data).hexdigest() if path.endswith(".safetensors") else None
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(data)}\n".encode()
-        in_git = pointer if sha256 else data
-        blob = Blob(hashlib.sha1(b"blob %d\0" % len(in_git) + in_git).hexdigest(), len(data), sha256)
+        blob = Blob(git_name(pointer if sha256 else data), len(data), sha256)
         (self.root / blob.etag).write_bytes(data)
         return blob
 
@@ -119,11 +109,11 @@ class HubServer:
         self.commit(repository, {".gitattributes": self.store(".gitattributes", attributes)})
         return repository
 
-    def commit(self, repository, files, branch=MAIN):
+    def commit(self, repository, files):
         names = json.dumps([len(repository.commits), sorted((path, blob.oid) for path, blob in files.items())])
         commit = hashlib.sha1(names.encode()).hexdigest()
         repository.commits[commit] = files
-        repository.branches[branch] = commit
+        repository.branches[MAIN] = commit
         return commit
 
     def add(self, name, files, remove=()):
@@ -158,8 +148,12 @@ class HubServer:
         return repository
 
 
+def git_name(data):
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 def routes(hub):
-    """What huggingface_hub 2.x asks for to create, fill, tag, list and download model repositories."""
+    """What huggingface_hub 2.x asks for to create, fill, list and download model repositories."""
     app = FastAPI()
 
     @app.exception_handler(Refusal)
@@ -177,11 +171,7 @@ def routes(hub):
         body = bytearray([byte async for part in response.body_iterator for byte in part])
         if fault.flip is not None and body:
             body[fault.flip] ^= 1
-        if fault.move is not None:
-            repository = hub.repositories[fault.move]
-            repository.branches[MAIN] = next(iter(repository.commits))
-        # The length stays that of the whole body, so uvicorn closes the connection after a part.
-        return Response(bytes(body[: fault.cut]), response.status_code, dict(response.headers))
+        return Response(bytes(body), response.status_code, dict(response.headers))
 
     model = "/api/models/{owner}/{repo}"
 
@@ -196,20 +186,10 @@ def routes(hub):
         return about | {"siblings": siblings, "downloads": 0, "likes": 0}
 
     @app.get(model + "/tree/{revision}")
-    async def tree(request: Request, owner, repo, revision, recursive: bool = False):
+    async def tree(request: Request, owner, repo, revision):
         repository = hub.repository(request, f"{owner}/{repo}")
-        entries = []
-        for path, blob in sorted(repository.commits[repository.commit_of(revision)].items()):
-            if recursive or "/" not in path:
-                lfs = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
-                entries.append({"type": "file", "oid": blob.oid, "size": blob.size, "path": path} | lfs)
-        return entries
-
-    @app.get(model + "/refs")
-    async def refs(request: Request, owner, repo):
-        tags = hub.repository(request, f"{owner}/{repo}").tags.items()
-        shown = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": commit} for tag, commit in tags]
-        return {"branches": [], "converts": [], "tags": shown}
+        files = repository.commits[repository.commit_of(revision)].items()
+        return [{"type": "file", "oid": blob.oid, "size": blob.size, "path": path} for path, blob in files]
 
     @app.api_route("/{owner}/{repo}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
     async def resolve(request: Request, owner, repo, revision, path):
@@ -244,12 +224,15 @@ def routes(hub):
 
     @app.post(model + "/preupload/{revision}")
     async def preupload(request: Request, owner, repo):
-        hub.repository(request, f"{owner}/{repo}", write=True)
-        about = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
-        return {"files": [{"path": file["path"]} | about for file in (await request.json())["files"]]}
+        name = f"{owner}/{repo}"
+        known = hub.repository(request, name, write=True).commits[hub.head(name)]
+        about = {"uploadMode": "regular", "shouldIgnore": False}
+        asked = [file["path"] for file in (await request.json())["files"]]
+        oids = [git_name(hub.read(name, path)) if path in known else None for path in asked]
+        return {"files": [{"path": path, "oid": oid} | about for path, oid in zip(asked, oids, strict=True)]}
 
     @app.post(model + "/commit/{revision}")
-    async def make_commit(request: Request, owner, repo, revision, create_pr: bool = False):
+    async def make_commit(request: Request, owner, repo, revision):
         repository = hub.repository(request, f"{owner}/{repo}", write=True)
         files = dict(repository.commits[repository.commit_of(revision)])
         for item in map(json.loads, (await request.body()).splitlines()):
@@ -258,14 +241,8 @@ def routes(hub):
                 files[value["path"]] = hub.store(value["path"], base64.b64decode(value["content"]))
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
-        commit = hub.commit(repository, files, "refs/pr/1" if create_pr else revision)
-        page = f"{hub.endpoint}/{owner}/{repo}"
-        answer = {"success": True, "commitOid": commit, "hookOutput": "", "commitUrl": f"{page}/commit/{commit}"}
-        return answer | ({"pullRequestUrl": f"{page}/discussions/1"} if create_pr else {})
-
-    @app.post(model + "/tag/{revision}")
-    async def tag(request: Request, owner, repo, revision):
-        repository = hub.repository(request, f"{owner}/{repo}", write=True)
-        repository.tags[(await request.json())["tag"]] = repository.commit_of(revision)
+        commit = hub.commit(repository, files)
+        page = f"{hub.endpoint}/{owner}/{repo}/commit/{commit}"
+        return {"success": True, "commitOid": commit, "hookOutput": "", "commitUrl": page}
 
     return app

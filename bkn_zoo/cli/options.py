@@ -9,7 +9,6 @@ from pathlib import Path
 from bkn_zoo.checkpoints.locate import is_folder, locate
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference import FORMATS as EXPORT_FORMATS
 from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import Parser, printable
 
@@ -57,17 +56,15 @@ confusion.png (which classes are confused) and mistakes.png (the most confident 
 checkpoint's default statistics mode, unless --statistics excludes it.
 """
 EXPORT = """\
-Writes a checkpoint as a file for another runtime, and compares the outputs of both.
+Writes a checkpoint as an ONNX file, and compares the outputs of both.
 
-    bkn-zoo export inception_v2_bkn.tiny_imagenet --format onnx
-    bkn-zoo export ./my_network --format openvino --statistics sample --precision f16 --output my_network.xml
-
-The weights of an OpenVINO file are in a second file that ends in .bin.
+    bkn-zoo export inception_v2_bkn.tiny_imagenet
+    bkn-zoo export ./my_network --statistics sample --output my_network.onnx
 """
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
 
-    bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # show what would change
+    bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # only validate
     bkn-zoo publish runs/NAME/NAME --namespace me
 
 Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card (to publish another
@@ -188,10 +185,8 @@ def evaluate_parser() -> Parser:
 def export_parser() -> Parser:
     parser = Parser("bkn-zoo export", description=EXPORT)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
-    parser.add_argument("--format", choices=EXPORT_FORMATS, required=True, help="the runtime")
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    _add_precision(parser, ("f32", "f16"), "f32")
-    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx or .xml in the working directory)"
+    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx in the working directory)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=what)
     return parser
 
@@ -202,7 +197,7 @@ def publish_parser() -> Parser:
     parser.add_argument("--namespace", required=True, help="the user or organization to publish under")
     parser.add_argument("--name", help="name of the repository, for a single checkpoint (default: that of the folder)")
     parser.add_argument("--private", action="store_true", help="make new repositories private")
-    parser.add_argument("--dry-run", action="store_true", help="validate and show what would change; change nothing")
+    parser.add_argument("--dry-run", action="store_true", help="validate and list the files; publish nothing")
     return parser
 
 

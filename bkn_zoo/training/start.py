@@ -46,7 +46,7 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
 
 
 def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
-    """The recipe's network, with the weights of `init` if there is one, and its classifier for classes that it knows."""
+    """The recipe's network, with the weights of `init` if there is one, and its classifier for known classes."""
     model = build_network(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
         return model
