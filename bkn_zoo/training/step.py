@@ -81,8 +81,9 @@ def parallel(model: nn.Module) -> DistributedDataParallel:
     """The model with gradients averaged over all processes. `share_running_averages` averages running averages."""
     known = inspect.signature(DistributedDataParallel).parameters
     # By default, DDP would copy the buffers of the first process. The second name is that of older versions of torch.
-    name: Any = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, **{name: False})
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    option: dict[str, Any] = {name: False}
+    return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
