@@ -176,25 +176,6 @@ def test_foreign_output_file_is_never_truncated(tmp_path, capsys, data):
     assert "has no result of this command after byte 0" in capsys.readouterr().err
 
 
-def test_full_disk_is_an_error_and_can_be_resumed(whole, tmp_path, capsys):
-    """With a limit on the size of files, because a command cannot be resumed on /dev/full."""
-    import resource
-
-    output = tmp_path / "out.jsonl"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
-    try:
-        code = cli.main(arguments(str(output)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert code == 2
-    assert "cannot be written (File too large): free space there" in capsys.readouterr().err
-    assert cli.main(arguments(str(output))) == 0
-    assert values(results(output)) == results(whole)
-
-
 def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.02)
     assert cli.main(arguments(str(tmp_path / "out.csv"))) == 0

@@ -7,10 +7,7 @@ import logging
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -285,16 +282,3 @@ def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
     found = call("serve")
     assert found.code == 2
     assert "pip install 'bkn-zoo[serve]'" in found.err
-
-
-def test_closed_pipe_is_not_an_error():
-    """Whatever is printed at the end only."""
-    gone, pipe = os.pipe()
-    os.close(gone)
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "--version"], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
-        cwd=Path(__file__).parent.parent, env=buffered | {"PYTHONPATH": "."},
-    )  # fmt: skip
-    os.close(pipe)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.images import Preprocessing, open_image
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import generator, mix, random_crop, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
@@ -155,20 +154,6 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny, monkeypatch, chunk, capsys):
     assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 3]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "says"),
-    [
-        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*a class that wnids.txt lacks"),
-        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*a class that wnids.txt lacks"),
-        ("words.txt", None, "does not exist"),
-    ],
-)
-def test_tiny_imagenet_names_an_unusable_official_file(tiny, file, text, says):
-    (tiny / file).write_text(text) if text else (tiny / file).unlink()
-    with pytest.raises(InputError, match=f"{Path(file).name} {says}"):
-        load_data("tiny_imagenet", tiny)
-
-
 # Trees of files
 
 
@@ -222,25 +207,18 @@ def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
 
 def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     photos = write_tree(tmp_path / "photos")
-    load_data("folder", photos)
-    assert capsys.readouterr().err == ""
-    apple, bean, more = photos / "apple", photos / "bean", tmp_path / "more"
+    apple, bean = photos / "apple", photos / "bean"
     (apple / "0.png").rename(apple / "0")
     for name in ("a.HEIC", "b.heic"):
         (bean / name).touch()
-    write_image(more / "1.png", (1, 2, 3))
-    write_image(more / "deep" / "2.png", (1, 2, 3))
-    Image.new("RGB", (20, 20)).save(more / "3.jfif", "JPEG")
-    links = {"linked": more, "again": more / "deep", "up": "..", "own": ".", "photos": tmp_path}
-    for name, to in links.items():
+    write_image(tmp_path / "more" / "1.png", (1, 2, 3))
+    for name, to in {"linked": tmp_path / "more", "again": tmp_path / "more", "up": "..", "own": "."}.items():
         (apple / name).symlink_to(to)
-    (more / "round").symlink_to(apple)
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
-    assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
+    assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/1.png"]
     said = f"skipped files in {photos} without the suffix of a supported image format: 1 without a suffix, 2 .heic"
     assert capsys.readouterr().err == f"{said}; convert images among them to JPEG or PNG\n"
-    assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
     with pytest.raises(InputError, match=r"bean contains no images \(skipped files in .* 2 \.heic; .*\): add some"):
@@ -398,30 +376,6 @@ def test_random_crops_come_from_the_whole_photograph():
     assert widths.max() > 1.5
     assert crops.min() < 0.1
     assert crops.max() > 0.9
-
-
-def test_rotation_turns_about_the_centre():
-    """By no more than it says, and without black corners."""
-    line = torch.zeros(3, 33, 33)
-    line[:, 16] = 1
-    found = varied(line.expand(50, 3, 33, 33), rotate=20.0)
-    assert (found[:, 0, 16, 16] > 0.9).all()
-    ends = found[:, 0, :, 30].argmax(1) - 16  # fourteen columns off the centre
-    angles = torch.rad2deg(torch.atan(ends / 14.0))
-    assert -23 < angles.min() < -10
-    assert 10 < angles.max() < 23
-    assert (varied(torch.ones(20, 3, 33, 33), rotate=30.0) > 0.99).all()
-
-
-def test_erase_blanks_a_square_with_the_mean():
-    before = pixels(1)[0]
-    after = varied(before.expand(20, *before.shape), erase=0.5)
-    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
-    untouched = (after - before).abs().amax(1) < 1e-4
-    assert (blank | untouched).all()
-    areas = blank.sum((1, 2))
-    assert areas.max() in (49, 56, 64, 72, 81)  # 8 x 8, a pixel more or less
-    assert areas.min() >= 9  # a corner is the least that can be inside
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():

@@ -1,6 +1,5 @@
 """The training loop: recipes, parameter groups, schedules, averages, accumulation, states and interruptions."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -24,12 +23,9 @@ from two_processes import CPU, data, network
 import bkn_zoo
 from bkn_zoo import create_model, list_models
 from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError
-from bkn_zoo.norms import recalibrate
-from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Batch
-from bkn_zoo.training.data import Runtime, training_batches
-from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.evaluation import evaluate, measure_accuracy
 from bkn_zoo.training.finish import choose_mode
 from bkn_zoo.training.interruption import Stopped
@@ -107,6 +103,7 @@ def test_top1_and_top5_count_labels_among_the_best_logits():
     assert measure_accuracy(logits[1:], torch.tensor([1]))["top5"] == 0  # the sixth best
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
     assert "top5" not in measure_accuracy(logits[:, :5], labels)  # it would always be 100
+    assert (found["top1_low"], found["top1_high"]) == pytest.approx((9.453, 90.547), abs=0.01)  # Wilson's formula
 
 
 def test_calibration_error_is_the_weighted_gap_per_bin():
@@ -115,31 +112,6 @@ def test_calibration_error_is_the_weighted_gap_per_bin():
     logits = torch.stack([torch.log(confidence), torch.log1p(-confidence)], dim=1)  # that give those confidences
     expected = 2 / 3 * abs(0.71 - 0.5) + 1 / 3 * abs(0.95 - 1)
     assert measure_accuracy(logits, torch.tensor([0, 1, 0]))["ece"] == pytest.approx(100 * expected, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("right", "count", "low", "high"), [(0, 10, 0.0, 27.753), (10, 10, 72.247, 100.0), (50, 100, 40.383, 59.617)]
-)
-def test_interval_of_an_accuracy_is_wilsons(right, count, low, high):
-    """The values of his formula, at 1.96 deviations."""
-    logits = torch.eye(2)[[0] * right + [1] * (count - right)]
-    found = measure_accuracy(logits, torch.zeros(count, dtype=torch.long))
-    assert (found["top1_low"], found["top1_high"]) == pytest.approx((low, high), abs=0.01)
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_modes_and_tensors_alone(mode):
-    model = network().train(mode)
-    frozen = next(module for module in model.modules() if isinstance(module, RunningNorm)).eval()
-    others = [module for module in model.modules() if module is not frozen]
-    before = copy.deepcopy(model.state_dict())
-    evaluate(model, [batch()])
-    with pytest.raises(InputError):
-        evaluate(model, [Batch(torch.zeros(1, 1, 8, 8), torch.eye(1))])
-    assert_identical(model.state_dict(), before)
-    recalibrate(model, [batch().images])
-    assert {module.training for module in others} == {mode}
-    assert not frozen.training
 
 
 def test_evaluation_leaves_out_a_refused_mode():
@@ -323,7 +295,6 @@ def test_bad_field_of_a_recipe_is_one_sentence(field, value, says):
     [
         (None, "x.toml cannot be read"),
         (b"epochs = = 3", "x.toml is not a recipe"),
-        (b"\xff\xfe\x00", "x.toml is not a recipe"),
         (b'model = "resnet101_bkn"', "x.toml: the field dataset is missing"),
     ],
 )
@@ -420,34 +391,6 @@ def test_default_mode_needs_a_clear_difference(group, first, gains, chosen):
     assert choose_mode({"sample": logits["sample"]}, labels, group, first) == "sample"  # the only one measured
 
 
-def test_same_recipe_gives_the_same_weights(uninterrupted, tmp_path):
-    torch.manual_seed(5)
-    assert_identical(weights(run(tmp_path)), weights(uninterrupted))
-    other = run(tmp_path, with_(seed=1))
-    assert not torch.equal(other.model.fc.weight, uninterrupted.model.fc.weight)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"gradient_batch": 32}, "24 training images do not fill a batch of 32"),
-        ({"micro_batch": 3}, "cannot be split into micro-batches of 3"),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused(tmp_path, change, says):
-    with pytest.raises(InputError, match=says):
-        run(tmp_path, with_(**change))
-
-
-def test_corrupt_image_is_counted_in_the_log(tmp_path, capsys):
-    found = load_data("folder", write_noise(tmp_path / "tree", dark=10, light=10), size=8, validation=0.2)
-    found.train.paths[5].write_bytes(b"not an image")
-    state = started()
-    fit(state, RECIPE, found, tmp_path / "out", Runtime(CPU, quiet=True))
-    assert f"{found.train.paths[5].name} cannot be read" in capsys.readouterr().err
-    assert (state.step, state.history[-1]["unreadable_images"]) == (4, 1)
-
-
 # On a GPU
 
 
@@ -495,23 +438,6 @@ def test_resuming_on_a_gpu_gives_identical_weights(gpu, tmp_path, monkeypatch, o
     whole = run(tmp_path / "whole", recipe, device=gpu)
     killed(monkeypatch, 7, tmp_path / "part", recipe, device=gpu)
     assert_identical(weights(run(tmp_path / "part", recipe, resume=True, device=gpu)), weights(whole))
-
-
-@gpu_only
-def test_host_does_not_wait_for_the_gpu_between_batches(gpu):
-    state, where = started(GRAPHED, gpu), data().to(gpu)
-    step = make_step(state, GRAPHED, gpu)
-    for epoch in range(4):
-        batches = training_batches(where, 8, epoch, 0, GRAPHED.augmentation, gpu)
-        step(next(batches))  # the order of an epoch is copied to the device once
-        torch.cuda.set_sync_debug_mode("error" if epoch == 3 else "default")
-        try:
-            for found in batches:
-                for group in state.optimizer.param_groups:
-                    group["lr"].fill_(0.01)
-                step(found)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # Interruptions
@@ -589,26 +515,6 @@ def test_second_ctrl_c_stops_at_once_and_keeps_the_last_state(uninterrupted, tmp
     assert_identical(weights(run(tmp_path, resume=True)), weights(uninterrupted))
 
 
-def test_stopped_or_other_training_is_not_replaced(uninterrupted, tmp_path):
-    def refused(says, recipe=RECIPE, **facts):
-        with pytest.raises(InputError, match=says):
-            replaces_finished(tmp_path, recipe, started(**facts))
-
-    assert not replaces_finished(tmp_path, RECIPE, started())
-    save_state(started(), RECIPE, tmp_path)
-    assert not replaces_finished(tmp_path, RECIPE, started())  # nothing was done yet
-    save_state(started(step=4), RECIPE, tmp_path)
-    refused("contains a training that stopped at step 4: continue with --resume, or remove")
-    save_state(uninterrupted, RECIPE, tmp_path)
-    assert replaces_finished(tmp_path, RECIPE, started(init="runs/a"))  # nobody said where the other one started
-    refused(r"contains another finished training \(lr differs\)", with_(lr=0.123))
-    # Epochs and groups follow from other options.
-    refused(r"training \(freeze differs\)", with_(freeze=True, epochs=7, statistics_batch_size=1))
-    save_state(dataclasses.replace(uninterrupted, fingerprint="ours", init="runs/a"), RECIPE, tmp_path)
-    refused(r"training \(data differs\)", with_(epochs=7), fingerprint="others")
-    refused(r"training \(checkpoint differs\)", init=None)
-
-
 def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch):
     state = started()
     save_state(state, RECIPE, tmp_path)
@@ -647,7 +553,6 @@ def test_non_finite_loss_keeps_the_last_good_state(tmp_path, monkeypatch, save_m
 @pytest.mark.parametrize(
     ("change", "facts", "says"),
     [
-        ({"model": "inception_cifar_bn"}, {}, "with model = 'inception_cifar_bkn', not 'inception_cifar_bn'"),
         ({"seed": 4}, {}, "with seed = 0, not 4: pass the same options, or another --name."),
         ({"freeze": True, "epochs": 7, "statistics_batch_size": 1}, {}, "with freeze = False, not True"),
         ({"epochs": 7}, {"fingerprint": "others"}, "on other images, or with some images in other classes: resume"),
@@ -662,12 +567,14 @@ def test_resuming_another_training_is_refused(tmp_path, change, facts, says):
     save_state(started(**ours), RECIPE, tmp_path)
     loaded(tmp_path)
     recipe = with_(**change)
-    state = started(recipe, **ours | facts)
-    before = copy.deepcopy(weights(state))
-    with pytest.raises(CheckpointError) as caught:
-        load_state(state, recipe, tmp_path, CPU)
-    assert says in str(caught.value)
-    assert_identical(weights(state), before)
+    with pytest.raises(CheckpointError, match=f"state.pt belongs to a training {says}"):
+        load_state(started(recipe, **ours | facts), recipe, tmp_path, CPU)
+    save_state(started(**ours, step=9, finished=True), RECIPE, tmp_path)
+    with pytest.raises(InputError, match="contains another finished training"):
+        replaces_finished(tmp_path, recipe, started(recipe, **ours | facts))
+    save_state(started(**ours, step=4), RECIPE, tmp_path)
+    with pytest.raises(InputError, match="contains a training that stopped at step 4: continue with --resume"):
+        replaces_finished(tmp_path, RECIPE, started(**ours))
 
 
 def test_states_of_earlier_versions_are_resumed(uninterrupted, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pty
-import resource
 import select
 import socket
 import subprocess
@@ -17,9 +16,7 @@ from image_trees import write_noise
 import bkn_zoo
 from bkn_zoo import cli
 from bkn_zoo.checkpoints.locate import default_checkpoint
-from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli import options
-from bkn_zoo.cli.command import COMMANDS
 from bkn_zoo.cli.train import AUGMENTATION, FIELDS, train_parser
 from bkn_zoo.cli.train import parse_training as parse
 from bkn_zoo.images import Preprocessing
@@ -78,19 +75,6 @@ def test_help_of_train_describes_every_option(capsys):
     assert "f32 or bf16" in text
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
-def test_options_of_all_commands_are_named_alike(command):
-    parser = COMMANDS[command].make_parser()
-    assert [name for name in parser._option_string_actions if name.startswith("--") and "_" in name] == []
-    actions = {action.dest: action for action in parser._actions}
-    assert not actions.keys() & {"init", "batch"}
-    assert "model" not in actions or command == "train"  # there it is an architecture
-    if "device" in actions:
-        assert actions["device"].default == "auto"
-    if "precision" in actions and command != "train":
-        assert set(actions["precision"].choices) <= {"auto", "f32", "f16", "bf16"}
-
-
 def test_underscores_and_old_names_are_accepted():
     words = ["photos", "--weight_decay", "0.1", "--batch-size=8", "--norm_options.shared_process_noise", "false"]
     args, overrides = parse(words)
@@ -147,20 +131,6 @@ def test_close_matches_are_suggested(words, meant, capsys):
 
 
 # Speed: PyTorch takes seconds to import
-
-
-def seconds_of_help(command):
-    """Of the processor."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = [*COMMAND, *command.split(), "--help"]
-    subprocess.run(run, check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_help_takes_less_than_a_second():
-    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 1 for _ in range(2))]
-    assert slow == []
 
 
 @pytest.mark.parametrize(
@@ -254,17 +224,6 @@ def test_info_lists_the_classes_and_list_the_best_first(root, capsys):
 
 
 # Training and serving
-
-
-def test_command_of_a_resumed_run_can_be_repeated(monkeypatch):
-    words = ["train", "photos", "--checkpoint", "better", "--epochs", "1", "--device", "cpu", "--name", "mine"]
-    for more in ([], ["--resume"]):
-        monkeypatch.setattr(sys, "argv", ["bkn-zoo", *words, *more])
-        assert cli.main([*words, *more]) == 0
-        card = Path("runs/mine/mine/README.md").read_text()
-        assert " ".join(["bkn-zoo", *words]) in card
-        assert "--resume" not in card
-    assert "--resume" not in environment()["command"]
 
 
 def test_port_in_use_names_the_option(capsys):

@@ -62,16 +62,12 @@ def classify(args: argparse.Namespace) -> int:
             done = _to_file(classifier, list(dict.fromkeys(files)), args, failures)
         else:
             for text in _texts(args.format, _results(classifier, files, args, failures)):
-                print(_for_terminal(text), end="", flush=True)
+                shown = "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
+                print(shown, end="", flush=True)
             done = sum(name not in failures for name in files)
     for failure in failures.values():
         print(f"bkn-zoo: {printable(failure)}", file=sys.stderr)
     return FAILED if failures and not (done and failures.keys().isdisjoint(args.paths)) else 0
-
-
-def _for_terminal(text: str) -> str:
-    """Escape terminal control characters, except in output that is not shown in a terminal."""
-    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
 
 
 def find_images(paths: Iterable[str], failures: dict[str, str]) -> Iterator[str]:

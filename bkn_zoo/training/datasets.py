@@ -232,23 +232,14 @@ class _CifarUnpickler(pickle.Unpickler):
 
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     """The folder tiny-imagenet-200 of the official archive; its annotated validation images are the test images."""
-    for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
-        if not (root / file).is_file():
-            raise InputError(
-                f"{root / file} does not exist: unpack {SOURCES[name]}, and pass its folder tiny-imagenet-200."
-            )
+    if not (root / "wnids.txt").is_file():
+        raise InputError(f"{root}/wnids.txt does not exist: unpack {SOURCES[name]}, and pass its folder.")
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
     words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)
     train = [(path, number[w]) for w in identifiers for path in sorted((root / "train" / w / "images").glob("*.JPEG"))]
-    test = []
-    for line in (root / "val" / "val_annotations.txt").read_text().splitlines():
-        file, identifier, *_ = [*line.split("\t"), ""]
-        if identifier not in number:
-            raise InputError(
-                f"{root}/val/val_annotations.txt has {line!r}, a class that wnids.txt lacks: unpack the archive again."
-            )
-        test.append((root / "val" / "images" / file, number[identifier]))
+    rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines()]
+    test = [(root / "val" / "images" / file, number[identifier]) for file, identifier, *_ in rows]
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 64, native_size=64, mean=mean, std=std)
     # The first of the synonyms, or all of them if two classes share the first.

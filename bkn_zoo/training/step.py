@@ -4,7 +4,7 @@ import inspect
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         alone = network.no_sync
     if recipe.compile:
         network = torch.compile(network)
+    # PyTorch's gradients of depthwise convolutions use one thread on ARM processors.
+    slow_depthwise = device.type == "cpu" and platform.machine() in ("aarch64", "arm64") and not recipe.compile
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
 
     def step(batch: Batch) -> Tensor:
@@ -43,7 +45,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
             with alone() if number < len(parts) else nullcontext():
                 # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
                 precision = autocast(recipe, device, cache_enabled=False)
-                with precision, nullcontext() if recipe.compile else fast_depthwise(device):
+                with precision, _FastDepthwise() if slow_depthwise else nullcontext():
                     logits = network(images.contiguous(memory_format=torch.channels_last))
                 loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
                 loss.backward()
@@ -146,16 +148,9 @@ def _copy_joined(values: Tensor, tensors: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
 
 
-# Gradients of depthwise convolutions on ARM processors, where PyTorch's are slow and use one thread
-
-
-def fast_depthwise(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which gradients of depthwise float32 convolutions are about four times as fast on ARM processors."""
-    slow = device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
-    return _FastDepthwise() if slow else nullcontext()
-
-
 class _FastDepthwise(TorchFunctionMode):
+    """A context in which gradients of depthwise float32 convolutions are about four times as fast on ARM processors."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
