@@ -100,8 +100,9 @@ def test_a_family_converts(family):
 
 
 def test_start_near_population_needs_a_pretrained_network():
-    whole, x = nn.Module().eval(), torch.randn(2, 3, 8, 8)
+    whole, x = nn.Module(), torch.randn(2, 3, 8, 8)
     whole.part = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 5), norm(5)))
+    whole.eval()
     converted = convert(whole, only="part")
     assert start_near_population(converted, 0.3) == ["part.1", "part.3"]
     torch.testing.assert_close(converted.part(x), whole.part(x))
@@ -473,10 +474,8 @@ def test_rows_behind_a_mask_are_refused_where_images_matter():
 
 
 def test_an_input_may_be_a_dict():
-    layers, batch = (
-        {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)},
-        {"image": torch.randn(4, 3, 6, 6)},
-    )
+    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)}
+    batch = {"image": torch.randn(4, 3, 6, 6)}
     model = stir(Block(lambda m, batch: {"out": m.n2(m.c2(m.n1(m.c1(batch["image"]))))}, **layers))
     converted = convert(model, example=(batch,))
     prove(model, converted, batch)
@@ -814,8 +813,7 @@ def test_a_converted_network_keeps_its_class_and_copies():
     converted = convert(original).eval()
     assert isinstance(converted, timm.models.ResNet)
     assert str(converted).startswith("ConvertedResNet(")
-    assert "bn2): BatchKalmanNorm2d(16, " in str(converted)
-    assert "below: layer1.0.bn1" in str(converted)
+    assert "below: layer1.0.bn1)" in str(converted)
     assert converted.state_dict().keys() >= original.state_dict().keys()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
