@@ -147,10 +147,9 @@ def learn(lite: str, folder: Path, args: argparse.Namespace) -> None:
     model = model.to(device).to(memory_format=torch.channels_last)
     pixels = photographs(args.images, round(SIZES[lite] / about.preprocessing.crop))
     batches = Crops(pixels, about.preprocessing, args.batch, device, args.seed)
-    options = {"epochs": args.epochs, "lr": args.lr, "gain": args.gain, "link": not args.no_link}
-    learned = learn_statistics(model, batches, **options, loss=agreement)
-    print(f"loss by epoch: {[round(value, 4) for value in learned.losses]}")
-    print(f"largest changes: {learned.moved}")
+    options = {"epochs": args.epochs, "lr": args.lr, "gain": args.gain}
+    losses = learn_statistics(model, batches, **options, loss=agreement)
+    print(f"loss by epoch: {[round(value, 4) for value in losses]}")
     if args.check:
         print(f"agreement with population on {args.check}: {agreement_with_population(model, args.check)}")
     facts = {
@@ -158,7 +157,7 @@ def learn(lite: str, folder: Path, args: argparse.Namespace) -> None:
         "images": len(pixels),
         **options,
         "batch": args.batch,
-        "losses": learned.losses,
+        "losses": losses,
     }
     training = {"learned": facts, **environment(args.seed)}
     bkn_zoo.save_pretrained(model.cpu(), folder, training=training, default_statistics="population")
@@ -282,7 +281,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--gain", type=float, default=0.02, help="where all gains start")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--no-link", action="store_true", help="hold A at zero")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     folder = args.output / f"efficientnet_lite{args.lite}_bkn.imagenet"

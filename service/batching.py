@@ -45,10 +45,7 @@ class Call:
 
 
 class ModelQueue:
-    """The queue of one model.
-
-    Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one
-    image does not affect others.
+    """The queue of one model. Images with different statistics modes never share a batch.
 
     Args:
         run: a function from images (n, 3, height, width) and a statistics mode to scores (n, classes).
@@ -76,10 +73,7 @@ class ModelQueue:
 
     @property
     def share(self) -> int:
-        """The number of images of one request that are processed at once: one is decoded while another runs.
-
-        With several streams or batches there are more, but few enough that images of other requests join a batch.
-        """
+        """How many images of one request are processed at once: one is decoded while others run."""
         return max(1 + self.threads, self.max_batch // 4)
 
     @contextmanager
@@ -97,7 +91,8 @@ class ModelQueue:
         finally:
             with self._change:
                 self.admitted -= 1
-                if self._closing:  # only then does the thread wait for places to be returned
+                # Only then does the thread wait for places to be returned.
+                if self._closing:
                     self._change.notify_all()
 
     def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
@@ -107,7 +102,8 @@ class ModelQueue:
         with self._change:
             self._calls.append(call)
             self._noted()
-            if not self._threads:  # a request that got this queue just before it was closed is still served
+            # A request that got this queue just before it was closed is still served.
+            if not self._threads:
                 self._start()
         return call.future
 
@@ -156,17 +152,17 @@ class ModelQueue:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
-        except BknZooError as error:  # the engine refuses the mode, which all images of the batch share
-            for call in batch:
-                call.future.set_exception(of_the_image(error))
-            return
-        except BaseException:  # even SystemExit, which would end the thread
-            requests = ", ".join(str(call.request) for call in batch)
-            log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})
-            if len(batch) == 1:
+        # Even SystemExit, which would end the thread.
+        except BaseException as error:
+            if len(batch) > 1:
+                # One by one, so that one image does not affect the others.
+                for call in batch:
+                    self._answer([call])
+            elif isinstance(error, BknZooError):
+                batch[0].future.set_exception(of_the_image(error))
+            else:
+                log.exception("an image failed", extra={"model": self.name, "request_id": batch[0].request})
                 batch[0].future.set_exception(ServiceError("internal", FAILED))
-            for call in batch if len(batch) > 1 else []:
-                self._answer([call])
             return
         seconds = time.perf_counter() - begun
         self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import struct
+import subprocess
 import sys
 import time
 import zlib
@@ -47,14 +48,12 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return stream.getvalue()
 
 
-def png(width: int, height: int, *chunks: tuple[bytes, bytes], pixels: bytes = b"", kind: int = 0) -> bytes:
-    """A PNG of 8 bits; of the type 0 (grey) or 2 (RGB)."""
-    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
-    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(pixels, 1)), (b"IEND", b"")]
-    packed = (
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+def png(width: int, height: int, *chunks: tuple[bytes, bytes], pixels: bytes = b"", data: bytes = b"") -> bytes:
+    """A grey PNG of 8 bits; or of these compressed pixels, in RGB."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if data else 0, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", data or zlib.compress(pixels, 1)), (b"IEND", b"")]
+    found = (struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(found)
 
 
 def tiff(*entries: tuple[int, int, int, int], after: bytes = b"") -> bytes:
@@ -152,13 +151,8 @@ def empty_blocks(count: int) -> bytes:
 
 
 def png_of_empty_blocks(size: int = 9_900_000, side: int = 64) -> bytes:
-    pixels = bytes((3 * side + 1) * side)
-    good = zlib.compress(pixels)
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    data = good[:2] + empty_blocks(8 * size // 90) + good[2:]
-    parts = [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")]
-    chunks = (struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in parts)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    good = zlib.compress(bytes((3 * side + 1) * side))
+    return png(side, side, data=good[:2] + empty_blocks(8 * size // 90) + good[2:])
 
 
 def tiff_of_one_strip(count: int = 30_000) -> bytes:
@@ -310,6 +304,15 @@ def damage(port: int, until: float, seed: int) -> int:
                 connection.recv(65_536)
         sent += 2
     return sent
+
+
+def begin(port: int, seconds: float, *flags: object) -> subprocess.Popen[str]:
+    """A process of attackers; its output is a line when it begins, and how often each attack was sent."""
+    command = [sys.executable, __file__, str(port), str(seconds), *map(str, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
 
 
 def main() -> None:

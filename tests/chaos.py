@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,17 +29,20 @@ def percentile(values: list[float], part: float) -> float:
     return sorted(values)[math.ceil(part * len(values)) - 1] if values else math.nan
 
 
-def fetch(port: int, path: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
-    """Status and body; status 0 where no answer came."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+def fetch(
+    port: int, path: str, body: bytes | None = None, connection: http.client.HTTPConnection | None = None
+) -> tuple[int, bytes]:
+    """Status and body, on a connection that stays open if it is given; status 0 where no answer came."""
+    used = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request("GET" if body is None else "POST", path, body)
-        response = connection.getresponse()
+        used.request("GET" if body is None else "POST", path, body)
+        response = used.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException):
         return 0, b""
     finally:
-        connection.close()
+        if connection is None:
+            used.close()
 
 
 def settle(service: ServiceProcess, within: float = 90.0) -> None:
@@ -61,32 +63,24 @@ class Healthy(threading.Thread):
         retried: how often the first try failed.
     """
 
-    def __init__(
-        self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event, pause: float = 0.05
-    ) -> None:
+    def __init__(self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event) -> None:
         super().__init__(daemon=True)
-        self.pause = pause
         self.port, self.path, self.body, self.keep_alive, self.over = port, path, body, keep_alive, over
         self.lost: list[str] = []
         self.seconds: list[float] = []
         self.retried = 0
-        self.statuses: Counter[int] = Counter()
         self.wanted = self.answer(*self.once())
-        self._connection = self._connect()
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def once(self) -> tuple[int, bytes]:
         return fetch(self.port, self.path, self.body)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-
     def run(self) -> None:
-        while not self.over.wait(self.pause):
+        while not self.over.wait(0.05):
             begun = time.monotonic()
             status, body = self._ask()
             if status != 200:
                 self.retried += 1
-                self._connection = self._connect()
                 self.over.wait(0.3)
                 status, body = self._ask()
             self.seconds.append(time.monotonic() - begun)
@@ -94,17 +88,11 @@ class Healthy(threading.Thread):
                 self.lost.append(f"{self.path}: {status} {body[:300]!r}")
 
     def _ask(self) -> tuple[int, bytes]:
-        try:
-            self._connection.request("GET" if self.body is None else "POST", self.path, self.body)
-            response = self._connection.getresponse()
-            status, body = response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            status, body = 0, b""
-        if not self.keep_alive or status == 0:
+        found = fetch(self.port, self.path, self.body, self._connection)
+        if not self.keep_alive or found[0] != 200:
+            # The next request opens it again.
             self._connection.close()
-            self._connection = self._connect()
-        self.statuses[status] += 1
-        return status, body
+        return found
 
     @staticmethod
     def answer(status: int, body: bytes) -> object:
@@ -189,7 +177,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
     Args:
         every: seconds between two workers that are killed or stopped, about.
     """
-    flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
+    flags = ("--workers", "2", "--stall-seconds", "3", "--drain-seconds", "1")
     with small_disk() as folder, ServiceProcess(checkpoints, *flags, environment={"TMPDIR": str(folder)}) as service:
         until(lambda: len(service.workers()) == 2, "two workers", 180)
         image = encoded(picture(side=100), "JPEG")
@@ -198,10 +186,7 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
         done: Counter[str] = Counter()
         kinds = ((("/v1/classify", image), False), (("/v1/classify", image), True), (("/health/live", None), False))
         healthy = [Healthy(service.port, *asked, keep_alive, over) for asked, keep_alive in kinds]
-        command = [sys.executable, attackers.__file__, str(service.port), str(seconds), "--clients", str(clients)]
-        attack = subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True)
-        assert attack.stdout is not None
-        assert attack.stdout.readline() == "begun\n"
+        attack = attackers.begin(service.port, seconds, "--clients", clients, "--seed", seed)
         disturbing = threading.Thread(target=disturb, args=(service, folder, over, every, done, seed), daemon=True)
         for thread in (*healthy, disturbing):
             thread.start()

@@ -1,8 +1,7 @@
 """Valid requests, damaged at random and cut into random packets: what a parser of HTTP must survive.
 
-Never may there be an answer of 500 or more, a connection that hangs or an answer to a request that was not sent. Which
-requests a damaged stream holds is worked out here by a few lines that are not the service's, and that take every head
-for one that might be good.
+Never may there be an answer of 500 or more, a connection that hangs or an answer to a request that was not sent. Every
+head in a damaged stream is taken for one that might be good.
 """
 
 import contextlib

@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import pickle
 import warnings
 
 import pytest
@@ -13,10 +12,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from bkn_zoo import BatchKalmanNorm1d, BatchKalmanNorm2d, InputError, convert
+from bkn_zoo import BatchKalmanNorm1d, InputError, convert
 from bkn_zoo.conversion import prove
 from bkn_zoo.conversion.plan import Planner
-from bkn_zoo.conversion.replace import posing_as_batchnorms
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms import MODES
 
@@ -93,20 +91,6 @@ def test_freezing_by_batch_norm_classes_works(way):
     assert not isinstance(converted.encoder[1], nn.BatchNorm2d)
 
 
-def test_overlapping_contexts_restore_the_class_of_norms():
-    converted = convert(layers(3, 4, 4))
-    # As in two threads that switch the network to evaluation mode.
-    first, second = posing_as_batchnorms(converted), posing_as_batchnorms(converted)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert isinstance(converted[1], nn.BatchNorm2d)
-    for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
-        assert type(copied[1]) is BatchKalmanNorm2d
-    second.__exit__(None, None, None)
-    assert type(converted[1]) is BatchKalmanNorm2d
-
-
 def test_averages_that_are_not_tracked_stay():
     network = layers(3, 4, 4)
     network[1].track_running_stats = False
@@ -151,7 +135,7 @@ def test_statistics_of_removed_norms_are_refused_or_reported(left):
         with pytest.warns(RuntimeWarning, match="no effect on 1 of 2 converted norms"):
             converted(X, statistics="sample")
     else:
-        with pytest.raises(InputError, match="has no effect, because the converted norms were removed"):
+        with pytest.raises(InputError, match="no effect on 2 of 2 converted norms, because they were removed"):
             converted(X, statistics="sample")
 
 
@@ -197,7 +181,7 @@ def test_graphs_of_torch_fx_convert(trace):
     converted = convert(original)
     images = torch.randn(2, 3, 64, 64)
     prove(original, converted, images)
-    for twin in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+    for twin in (converted, copy.deepcopy(converted)):
         twin.train()
         for tensor in torch.utils._pytree.tree_leaves(twin(images)):
             tensor.sum().backward()

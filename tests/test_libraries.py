@@ -152,8 +152,8 @@ def test_networks_without_an_engine_or_a_file_are_refused(name):
 
 def test_training_starts_from_the_library_s_weights(tmp_path, monkeypatch):
     published = from_library(NETWORK).state_dict()
-    builder = libraries._builder
-    monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], lambda: published))
+    builder = libraries.library_functions
+    monkeypatch.setattr(libraries, "library_functions", lambda name: (builder(name)[0], lambda: published))
     monkeypatch.chdir(tmp_path)
     write_noise(tmp_path / "photos", (32, 32), dark=8, light=8)
     options = {"epochs": 1, "validation": 0.3, "gradient_batch": 4, "size": 32, "device": "cpu"}
@@ -183,8 +183,8 @@ def test_weights_out_of_reach_are_an_error(monkeypatch):
     def offline():
         raise OSError("no route to host")
 
-    builder = libraries._builder
-    monkeypatch.setattr(libraries, "_builder", lambda name: (builder(name)[0], offline))
+    builder = libraries.library_functions
+    monkeypatch.setattr(libraries, "library_functions", lambda name: (builder(name)[0], offline))
     with pytest.raises(HubUnavailableError, match="no route to host"):
         from_library(NETWORK, pretrained=True)
 

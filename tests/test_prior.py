@@ -1,4 +1,4 @@
-"""Pretrained networks near their population: frozen at gain 0, gains that are measured or learned."""
+"""Pretrained networks near their population: frozen at gain 0, and gains that learn."""
 
 import copy
 
@@ -15,7 +15,7 @@ from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo import kernels
-from bkn_zoo.conversion import LEARNING_GAIN, Shift, convert, measure_shift, prove, start_near_population
+from bkn_zoo.conversion import LEARNING_GAIN, convert, prove, start_near_population
 from bkn_zoo.conversion.learning import relative_error
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference import engines
@@ -262,149 +262,9 @@ def test_an_initial_belief_runs_on_the_kernels(gain):
         assert not any(gradient.any() for gradient in own.values())
 
 
-# Gains that are measured
-
+# Gains that learn
 
 CHANNELS = 64
-
-
-def domain(images, shift, spread, seed=0):
-    """Batches of images of variance 1, whose means vary by V around one that is the square root of T from zero."""
-    generator = torch.Generator().manual_seed(seed)
-    offset = shift**0.5 * (1 - 2 * torch.randint(2, (CHANNELS,), generator=generator)).float()
-    means = spread**0.5 * torch.randn(images, CHANNELS, generator=generator) + offset
-    positions = torch.randn(images, CHANNELS, 4, 4, generator=generator).repeat_interleave(2, 2)  # not independent
-    positions -= positions.mean((2, 3), keepdim=True)
-    return list((means[..., None, None] + (1 - spread) ** 0.5 * positions).split(50))
-
-
-def one_norm(**options):
-    """A converted network of one norm, whose population has mean 0 and variance 1."""
-    network = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)).eval()
-    nn.init.dirac_(network[0].weight)
-    network[1].running_var += 1e-6  # or it would count as never trained
-    return convert(network, **options)
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("shift", "spread"), [(0.02, 0.3), (0.2, 0.3), (1.0, 0.1)])
-def test_the_measured_gain_is_that_of_known_t_and_v(shift, spread, group):
-    network = one_norm(statistics_batch_size=group)
-    start_near_population(network, images=domain(400, shift, spread))
-    wanted = group * shift / (group * shift + spread)
-    assert network.get_submodule("1").gain.item() == pytest.approx(wanted, rel=0.1)
-    found = measure_shift(network, domain(400, shift, spread))["1"]
-    assert (found.shift, found.spread) == (pytest.approx(shift, rel=0.1), pytest.approx(spread, rel=0.1))
-    assert found.between == 0
-
-
-def test_norms_on_a_path_share_what_is_taken_away():
-    """Four norms, and a side path that is shorter: what is left of an image's mean is 1 - Q of it."""
-    shift, spread = 0.2, 0.3
-
-    class Path(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(5))
-            for norm in self.norms:
-                norm.running_var += 1e-6
-
-        def forward(self, x):
-            images = x
-            for norm in self.norms[:4]:
-                x = norm(x)
-            return torch.cat([x, self.norms[4](images)], 1)
-
-    network = convert(Path().eval(), example=torch.zeros(2, CHANNELS, 4, 4), statistics_batch_size=1)
-    images = domain(200, shift, spread)
-    found = measure_shift(network, images)
-    assert {norm.path for norm in found.values()} == {4}
-    start_near_population(network, images=images)
-    x = torch.cat(images)
-    means, kept = (y.detach().mean((2, 3)) for y in (x, network(x, statistics="sample")[:, :CHANNELS]))
-    slope = float((means * kept).sum() / means.square().sum())
-    assert slope == pytest.approx(spread / (shift + spread), rel=0.1)
-    domain_mean = means.mean(0)
-    error = (kept - (means - domain_mean)).square().mean()
-    assert error < 0.7 * min(shift, spread)  # of frozen BN and of instance normalization; at best 0.6
-    for norm in found:
-        network.get_submodule(norm).set_gain(found[norm].share(1))
-    alone = network(x, statistics="sample")[:, :CHANNELS].mean((2, 3))
-    assert error < 0.8 * (alone - (means - domain_mean)).square().mean()
-
-
-def test_t_is_measured_without_the_noise_of_a_domain_s_mean():
-    found = [measure_shift(one_norm(), domain(20, 0.0, 0.5, seed))["1"].shift for seed in range(20)]
-    assert sum(found) / len(found) < 0.1 * 0.5 / 20  # without the correction, V/N
-    assert min(found) == 0
-
-
-def test_several_domains_have_a_t_between_them():
-    domains = {str(seed): domain(200, 0.4, 0.3, seed) for seed in range(6)}  # around one population, of mean zero
-    found = measure_shift(one_norm(), domains)["1"]
-    assert found.shift == pytest.approx(0.4, rel=0.1)
-    assert found.between == pytest.approx(0.4, rel=0.2)
-    assert found.images == 1200
-    moved = {name: [batch + 3 for batch in batches] for name, batches in domains.items()}
-    network = one_norm(statistics_batch_size=2)
-    start_near_population(network, images=moved, adapted=True)
-    assert network.get_submodule("1").gain.item() == pytest.approx(found.gain(2, adapted=True), rel=1e-3)
-    start_near_population(network, images=moved)
-    assert network.get_submodule("1").gain.item() > 0.98
-
-
-def test_after_adabn_on_one_domain_the_measured_gain_is_zero():
-    images = domain(200, 0.5, 0.3)
-    original = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
-    nn.init.dirac_(original[0].weight)
-    bkn_zoo.recalibrate(original, images)
-    network = convert(original.eval())
-    start_near_population(network, images=images, adapted=True)
-    assert network.get_submodule("1").gain == 0
-    start_near_population(network, images=images, adapted=True, least_gain=LEARNING_GAIN)
-    assert network.get_submodule("1").gain.item() == pytest.approx(LEARNING_GAIN)
-    start_near_population(network, 0.3, images=images)
-    assert network.get_submodule("1").gain.item() == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("group", [1, 2, 8])
-def test_at_the_measured_gain_the_update_restores_v_over_n(group):
-    """Prediction and domain have variance W + V, a group's variance is W + V - V/n in expectation."""
-    shift, spread, within, groups = 0.3, 0.5, 1.0, 200_000
-    means = shift**0.5 + spread**0.5 * torch.randn(groups, group, dtype=torch.float64)
-    between, mean = torch.var_mean(means, 1, correction=0)
-    observed = bkn_zoo.norms.Belief(mean[:, None], within + between[:, None])
-    predicted = bkn_zoo.norms.Belief(torch.zeros(1, 1).double(), torch.full((1, 1), within + spread).double())
-    lacking = within + spread - float(observed.var.mean())
-    assert lacking == pytest.approx(spread / group, rel=0.02)
-    gain = Shift(shift, 0.0, spread, groups).gain(group)
-    for q, restored in ((gain, True), (gain / 2, False), ((1 + gain) / 2, False)):
-        belief = bkn_zoo.norms.update(predicted, observed, torch.tensor([q], dtype=torch.float64))
-        error = abs(float(belief.var.mean()) - (within + spread))
-        assert (error < 0.02 * spread / group) == restored
-
-
-def test_measuring_leaves_the_network_as_it_was():
-    network = convert(pretrained(small, torch.float32), statistics_batch_size=2).train()
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    measure_shift(network, [(torch.randn(4, 3, 16, 16), "label")])
-    assert network.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in network.modules())
-
-
-def test_images_that_cannot_be_measured_are_refused():
-    network = one_norm()
-    for images, message in (([torch.randn(1, CHANNELS, 4, 4)], "fewer than two images"), (["a"], "a str is not")):
-        with pytest.raises(InputError, match=message):
-            start_near_population(network, images=images)
-    with pytest.raises(InputError, match="whole number"):
-        start_near_population(network, images=domain(50, 0, 0.1), group=0)
-    with pytest.raises(InputError, match="no BKN norm"):
-        measure_shift(small(), domain(50, 0, 0.1))
-
-
-# Gains that learn
 
 
 def learned_gain(norm, optimizer, shift):
@@ -469,30 +329,23 @@ def error(network, images, mode):
         return float(sum(relative_error(network(x, statistics=mode), network(x)) for x in images)) / len(images)
 
 
-@pytest.mark.parametrize("link", [True, False])
-def test_statistics_are_learned_without_labels(link):
+def test_statistics_are_learned_without_labels():
     images = photographs()
-    original = known(images)
-    network = convert(original, statistics_batch_size=4)
+    network = convert(known(images), statistics_batch_size=4)
     start_near_population(network, gain=0.3)
     before, outputs = error(network, images, "sample"), [network(x) for x in images]
     state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     requires = [parameter.requires_grad for parameter in network.parameters()]
-    learned = bkn_zoo.learn_statistics(
-        network.train(), [(x, 0) for x in images], epochs=15, lr=0.01, gain=0.3, link=link
-    )
+    losses = bkn_zoo.learn_statistics(network.train(), [(x, 0) for x in images], epochs=15, lr=0.01, gain=0.3)
     assert network.training
     assert [parameter.requires_grad for parameter in network.parameters()] == requires
     network.eval()
     assert error(network, images, "sample") < 0.3 * before
     assert error(network, images, "expected") < 0.3 * before
-    assert learned.losses[-1] < 0.3 * learned.losses[0]
-    kinds = {"raw_process_noise", "raw_gain", "center"} | ({"transition"} if link else set())
-    assert learned.moved.keys() == kinds
+    assert losses[-1] < 0.3 * losses[0]
     own = network.no_weight_decay()
     for name, tensor in network.state_dict().items():
-        stays = name not in own or (not link and name.endswith("transition"))
-        assert torch.equal(tensor, state[name]) == stays, name
+        assert torch.equal(tensor, state[name]) == (name not in own), name
     for x, output in zip(images, outputs, strict=True):
         assert torch.equal(network(x), output)
 
@@ -501,28 +354,18 @@ def test_jitter_changes_the_student_s_images_alone():
     images = photographs(2)
     network = convert(known(images))
     seen = []
-    hook = network.get_submodule("0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    network.get_submodule("0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     bkn_zoo.learn_statistics(network, images, epochs=1, jitter=lambda x: 0.5 * x)
-    hook.remove()
     for number, x in enumerate(seen):  # a teacher's, then a student's
         assert torch.equal(x, images[number // 2] * (0.5 if number % 2 else 1.0))
 
 
-def test_learning_that_cannot_be_is_refused_and_undone():
+def test_learning_that_cannot_be_is_refused():
     images = photographs(2)
     network = convert(known(images))
     with pytest.raises(InputError, match="a gain between 0 and 1"):
         bkn_zoo.learn_statistics(network, images, gain=0.0)
     with pytest.raises(InputError, match="pass a list or a DataLoader"):
         bkn_zoo.learn_statistics(network, iter(images), epochs=2)
-    with pytest.raises(InputError, match="sample or expected"):
-        bkn_zoo.learn_statistics(network, images, statistics="population")
-    with pytest.raises(InputError, match="learn nothing"):
-        bkn_zoo.learn_statistics(network, images, epochs=0)
-    start_near_population(network, gain=0.1)
-    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.raises(InputError, match="the loss is nan"):
-        bkn_zoo.learn_statistics(network, [x * float("nan") for x in images], gain=None)
-    with pytest.raises(InputError, match="did not learn"):
-        bkn_zoo.learn_statistics(network, images, epochs=1, gain=None, loss=lambda y, t: (0 * y).sum())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+        bkn_zoo.learn_statistics(network, [x * float("nan") for x in images])

@@ -1,9 +1,6 @@
 """The service on Ray, and `bkn-zoo classify --ray`; skipped where Ray is not installed."""
 
-import os
-import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -12,35 +9,13 @@ import pytest
 import yaml
 from attackers import encoded, picture
 from service_process import ROOT, save_small_checkpoint
-from test_batch import results, values
 
 from bkn_zoo import cli
 from service.settings import Settings, read_settings
 
-APART = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-
-
-def can_be_apart():
-    """Whether there can be a network with loopback alone, since Ray listens on every interface."""
-    try:
-        return subprocess.run([*APART, "true"], capture_output=True, timeout=60).returncode == 0
-    except OSError:
-        return False
-
-
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-apart = pytest.mark.skipif(not can_be_apart(), reason="unshare may not be used here")
-
 
 def file():
     return yaml.safe_load((ROOT / "deploy" / "ray.yaml").read_text())
-
-
-@pytest.fixture
-def short():
-    """A folder for Ray's sockets, whose paths may not be long."""
-    with tempfile.TemporaryDirectory(prefix="bkn-", ignore_cleanup_errors=True) as folder:
-        yield folder
 
 
 def test_serve_deploy_file_names_what_exists():
@@ -56,7 +31,7 @@ def test_serve_deploy_file_names_what_exists():
     assert file()["http_options"]["host"] == "127.0.0.1"
 
 
-@needs_ray
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_accepts_the_file_and_its_limits_exceed_ours():
     from ray.serve.schema import ServeDeploySchema
 
@@ -66,27 +41,6 @@ def test_ray_accepts_the_file_and_its_limits_exceed_ours():
     deployment = application({"queue_length": 7, "deadline": 9})._bound_deployment
     assert deployment.max_ongoing_requests > Settings().loaded_models * 8
     assert deployment._deployment_config.graceful_shutdown_timeout_s > 9
-
-
-@needs_ray
-@apart
-@pytest.mark.slow
-def test_classify_gives_the_same_rows_by_ray(tmp_path, short):
-    save_small_checkpoint(tmp_path / "small")
-    (tmp_path / "photos").mkdir()
-    for number in range(40):
-        (tmp_path / "photos" / f"{number:02}.png").write_bytes(encoded(picture(number)))
-    (tmp_path / "photos" / "20b.png").write_bytes(b"no image")
-    command = [sys.executable, "-c", "import bkn_zoo.cli as c; raise SystemExit(c.main())", "classify", "photos"]
-    command += ["--model", "./small", "--precision", "f32", "--top-k", "2", "--output"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
-    where = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "timeout": 300}
-    alone = subprocess.run([*command, "alone.csv"], **where)
-    inner = 'ip link set lo up && exec "$0" "$@"'
-    by_ray = subprocess.run([*APART, "sh", "-c", inner, *command, "ray.csv", "--ray"], **where)
-    assert (alone.returncode, by_ray.returncode) == (0, 0), by_ray.stderr.decode()
-    assert values(results(tmp_path / "ray.csv")) == results(tmp_path / "alone.csv")
-    assert by_ray.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1], "the bad one is named in the same words"
 
 
 def double_of_ray():

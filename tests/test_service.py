@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from attackers import encoded, picture, png
-from http_client import chunked, form, send
+from attackers import encoded, picture
+from http_client import form
 from huggingface_hub import InferenceClient
 from service_process import ROOT, ServiceProcess, save_small_checkpoint, until
 
@@ -90,25 +90,16 @@ def test_batch_answers_each_image_as_if_alone_in_order(running, shape):
     until(lambda: running.lines(path="/v1/classify/batch", images=6, failed=3, model="first"), "the log's line")
 
 
-@pytest.mark.parametrize(("target", "field"), [("/v1/classify", "image"), ("/v1/classify/batch", "images")])
-def test_form_with_text_instead_of_a_file_says_so(running, target, field):
-    body, kind = form((field, IMAGE), (field, "photo.jpg")) if field == "images" else form(image="photo.jpg")
-    reply = running.ask(target, body, Content_Type=kind)
-    assert reply.error == (400, "malformed_request")
-    said = reply.json()["error"]["message"]
-    assert f"{field!r} of the form contains text instead of a file" in said
-    assert f"-F {field}=@photo.jpg" in said
-
-
-@pytest.mark.parametrize(
-    "body", ["docs/coffee.jpg", "été.JPG\n", ' {"image": "aGVsbG8="}\n'], ids=["a name", "accents", "json"]
-)
-def test_text_as_the_body_says_how_to_send_an_image(running, body):
-    reply = running.ask(body=body.encode(), Content_Type="application/x-www-form-urlencoded")  # as curl sends it
-    assert reply.error == (415, "unsupported_format")
-    said = reply.json()["error"]["message"]
-    assert "--data-binary @photo.jpg" in said
-    assert "Content-Type: application/json" in said
+def test_text_instead_of_an_image_says_how_to_send_it(running):
+    for target, field in (("/v1/classify", "image"), ("/v1/classify/batch", "images")):
+        body, kind = form((field, "photo.jpg"))
+        reply = running.ask(target, body, Content_Type=kind)
+        assert reply.error == (400, "malformed_request")
+        assert f"-F {field}=@photo.jpg" in reply.json()["error"]["message"]
+    for body in ("docs/coffee.jpg", "été.JPG\n", ' {"image": "aGVsbG8="}\n'):
+        reply = running.ask(body=body.encode(), Content_Type="application/x-www-form-urlencoded")  # as curl sends it
+        assert reply.error == (415, "unsupported_format")
+        assert "--data-binary @photo.jpg" in reply.json()["error"]["message"]
 
 
 def test_batch_is_bounded_like_a_single_request(running):
@@ -129,12 +120,9 @@ def test_batch_is_bounded_like_a_single_request(running):
     for option, status in (({"top_k": 0}, 422), ({"model": "third"}, 404)):
         assert ask({"images": [TEXT], **option}).status == status
     assert ask(form(*[("images", bytes(2_000_000))] * 6)).status == 413
-    # Each would be small enough by itself; a bad one between them counts for nothing.
-    large = base64.b64encode(png(5000, 4000, pixels=bytes(5001 * 4000))).decode()
-    results = ask({"images": [large, "no base64!", 7, large, large, TEXT]}).json()["results"]
+    results = ask({"images": [TEXT, "no base64!", 7, TEXT]}).json()["results"]
     codes = [result.get("error", {}).get("code") for result in results]
-    assert codes == [None, "malformed_request", "malformed_request", None, "too_large", None]
-    assert "50,000,000 pixels together" in results[4]["error"]["message"]
+    assert codes == [None, "malformed_request", "malformed_request", None]
 
 
 def test_inference_client_of_the_hub_works_unmodified(running, classifier):
@@ -151,6 +139,10 @@ def test_models_differ_and_are_listed(running):
     assert models[0]["architecture"] == "inception_cifar_bkn"
     assert list(models[0]["precisions"]) == list(MODES)
     assert models[0]["precisions"]["population"] == models[0]["precision"]
+    assert (models[0]["measured_on"], models[0]["crop"]) == (None, 1.0)
+    wanted = [f"class {number}" for number in range(10)]
+    assert running.ask("/v1/labels?model=second").json() == {"model": "second", "labels": wanted}
+    assert running.ask("/v1/labels?model=third").error == (404, "unknown_model")
     first, second = (running.ask(f"/v1/classify?model={name}", IMAGE).json() for name in ("first", "second"))
     assert first["predictions"] != second["predictions"]
 
@@ -163,13 +155,6 @@ def test_precisions_of_the_modes_may_differ(precision, others, checkpoints, monk
     folder = str(checkpoints / "first")
     classifier = Classifier.from_pretrained(folder, device="cpu", engine="openvino", precision=precision)
     assert _precisions(classifier) == {"population": "f16", **others}
-
-
-def test_labels_of_a_model_are_listed(running):
-    wanted = [f"class {number}" for number in range(10)]
-    assert running.ask("/v1/labels").json() == {"model": "first", "labels": wanted}
-    assert running.ask("/v1/labels?model=second").json() == {"model": "second", "labels": wanted}
-    assert running.ask("/v1/labels?model=third").error == (404, "unknown_model")
 
 
 @pytest.mark.parametrize(
@@ -194,33 +179,23 @@ def test_refusal_has_status_code_and_advice(running, path, body, status, code):
     assert len(reply.json()["error"]["message"]) > 20
 
 
-def test_chunks_are_counted_against_the_limit(running):
-    chunk = b"%x\r\n" % 2_000_000 + bytes(2_000_000) + b"\r\n"
-    assert send(running.port, chunked() + 6 * chunk + b"0\r\n\r\n").error == (413, "too_large")
-
-
-@pytest.mark.parametrize("path", ["/", "/health/live", "/v1/models", "/static/page.js", "/nowhere", "/v1/classify"])
-def test_head_is_answered_like_get_without_body(running, path):
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/nowhere"])
+def test_head_is_answered_like_get_and_all_have_safety_headers(running, path):
     found = []
     connection = http.client.HTTPConnection("127.0.0.1", running.port)
     for method in ("GET", "HEAD", "GET"):  # the last sees whether the connection is still in order
         connection.request(method, path)
         response = connection.getresponse()
         found.append((response.status, response.headers["content-type"], len(response.read())))
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert ("frame-ancestors 'none'" in response.headers.get("content-security-policy", "")) == (path == "/")
     connection.close()
     assert found[1] == (*found[0][:2], 0)
     assert found[2] == found[0]
-    assert found[0][2] > 0
 
 
 # Options
-
-
-def test_only_softmax_scores_are_offered(running):
-    asked = [{"function_to_apply": function, "top_k": 1} for function in (None, "softmax", "sigmoid", ["softmax"])]
-    replies = [ask_json(running, {"inputs": TEXT, "parameters": options}, "/models/first") for options in asked]
-    assert [reply.status for reply in replies] == [200, 200, 422, 422]
-    assert replies[-1].json()["error"]["message"].startswith("function_to_apply: only softmax is supported")
 
 
 @pytest.mark.parametrize("route", ["classify", "classify/batch"])
@@ -238,15 +213,19 @@ def test_misspelt_option_is_refused_and_unrelated_names_pass(running):
     for reply in (
         running.ask("/v1/classify?Statistics=sample", IMAGE),
         running.ask(body=body, Content_Type=kind),
-        ask_json(running, {"image": TEXT, "statistic": "sample"}),
         ask_json(running, {"image": TEXT, "parameters": {"topK": 3}}),
     ):
         assert reply.status == 422, reply.body
         assert reply.json()["error"]["message"].endswith("is not an option: choose from model, statistics, top_k.")
-    others = {"code": 1, "token": 1, "stop": 1, "timeout": 3}
-    data = {"image": TEXT, **others, "parameters": others, "options": {"use_cache": False}}
-    assert ask_json(running, data).status == 200
+    others = {"code": 1, "token": 1, "stop": 1, "function_to_apply": "softmax"}
+    assert ask_json(running, {"image": TEXT, **others, "parameters": others}).status == 200
     assert running.ask("/v1/classify?code=1&token=1&utm_source=mail", IMAGE).status == 200
+    for wrong in (
+        {"function_to_apply": "sigmoid"},
+        {"parameters": {"function_to_apply": ["softmax"]}},
+        {"top_k": True},
+    ):
+        assert ask_json(running, {"image": TEXT, **wrong}).error == (422, "bad_parameter")
 
 
 def test_base64_may_have_line_breaks_or_the_url_alphabet(running):
@@ -259,29 +238,14 @@ def test_base64_may_have_line_breaks_or_the_url_alphabet(running):
 # Logs, metrics, pages
 
 
-def test_request_id_is_in_the_answer_and_the_log(running):
+def test_request_id_and_refusal_are_in_the_log(running):
     assert running.ask(body=IMAGE, X_Request_Id="my-own.id_7").headers["x-request-id"] == "my-own.id_7"
     assert len(running.ask(body=IMAGE, X_Request_Id="spaces are not taken").headers["x-request-id"]) == 32
     (line,) = running.lines(request_id="my-own.id_7")
     assert (line["path"], line["status"], line["model"]) == ("/v1/classify", 200, "first")
-
-
-def test_every_answer_has_safety_headers(running):
-    for target in ("/", "/v1/models", "/nowhere"):
-        headers = running.ask(target).headers
-        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
-        assert ("frame-ancestors 'none'" in headers.get("content-security-policy", "")) == (target == "/")
-
-
-def test_log_says_why_a_request_was_refused(running):
-    for data in ({"top_k": True}, {"parameters": {"top_k": True}}):
-        reply = ask_json(running, data, X_Request_Id="refused")
-        message = reply.json()["error"]["message"]
-        assert (reply.status, message) == (422, 'top_k: send a whole number, as in {"top_k": 3}.')
+    refused = running.ask(body=b"x", X_Request_Id="refused")
+    assert [line["error"] for line in running.lines(request_id="refused")] == [refused.json()["error"]["message"]]
     long = running.ask(body=b"x", Cookie="x" * 20_000)
-    assert long.status == 400
-    assert running.metric('bkn_requests_total{method="any",route="none",status="400"}') > 0
-    assert [line["error"] for line in running.lines(request_id="refused")] == [message] * 2
     assert running.lines(error=long.json()["error"]["message"], status=400)
 
 
@@ -309,14 +273,6 @@ def test_logs_are_ascii_and_free_of_library_warnings():
     assert json.loads(line)["message"] == "a\u2028b\u202ec"
 
 
-def test_page_loads_nothing_from_other_hosts(running):
-    page = running.ask("/")
-    assert b"<title>" in page.body
-    for reply in (page, running.ask("/static/index.html")):
-        assert "default-src 'self'" in reply.headers["content-security-policy"]
-    assert not re.findall(rb"""(?:src|href|action)=["']?(?:https?:)?//""", page.body)
-
-
 def test_documentation_runs_only_its_own_scripts(running):
     reply = running.ask("/docs")
     page, policy = reply.body.decode(), reply.headers["content-security-policy"]
@@ -325,10 +281,6 @@ def test_documentation_runs_only_its_own_scripts(running):
     (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode() in policy
     assert "//" not in page.replace(inline, "") + policy, "no other host, in any spelling"
-    scripts, sheets = re.findall(r'<script src="([^"]+)"', page), re.findall(r'rel="stylesheet" href="([^"]+)"', page)
-    kinds = [running.ask(f"/{path}").headers["content-type"] for path in (*scripts, *sheets)]
-    assert [kind.split(";")[0] for kind in kinds] == ["text/javascript", "text/css"]
-    assert [running.ask(path).status for path in ("/redoc", "/docs/oauth2-redirect")] == [404, 404]
 
 
 def test_openapi_lists_every_route_with_parameters_and_statuses(running):

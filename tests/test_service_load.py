@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import gc
 import json
 import random
 import shutil
@@ -22,7 +21,6 @@ from service_process import LONG, ServiceProcess, until
 from watch import Watch
 
 from bkn_zoo.norms import MODES
-from service.pool import Loaded
 
 CLASSIFY, DRAIN = "/v1/classify?top_k=10", 2.0
 IMAGE = encoded(picture())
@@ -49,7 +47,7 @@ def several(*images):
     return request("/v1/classify/batch", body, "Content-Type: application/json")
 
 
-def check_that_statistics_never_leak(service, requests=60, count=4):
+def check_that_statistics_never_leak(service, requests, count):
     """So many requests at once of some images in all modes, in random order, are answered as one at a time."""
     images = [encoded(picture(number)) for number in range(count)]
     asked = [(number, mode) for number in range(count) for mode in MODES]
@@ -81,8 +79,7 @@ def test_statistics_never_leak_between_200_requests(roomy):
 
 
 def test_overloaded_service_refuses_some_and_serves_the_rest(checkpoints, pool):
-    deadline, data = 20.0, request(CLASSIFY, encoded(picture(side=400)))
-    replies = []
+    data, replies = request(CLASSIFY, encoded(picture(side=400))), []
 
     def client(end):
         while time.perf_counter() < end:
@@ -90,27 +87,21 @@ def test_overloaded_service_refuses_some_and_serves_the_rest(checkpoints, pool):
             if replies[-1].status == 429:
                 time.sleep(0.1)
 
-    flags = ("--models", "first", "--queue-length", "8", "--deadline", str(deadline))
-    with ServiceProcess(checkpoints, *flags) as process:
+    with ServiceProcess(checkpoints, "--models", "first", "--queue-length", "8") as process:
         process.at_once(*[data] * 64)  # warm
         for mode in ("population", "sample"):  # the service prepares these by itself, too, and they stay in memory
             assert process.ask(f"/v1/classify?statistics={mode}", encoded(picture(side=400))).status == 200
         before = process.memory()
         with Watch(process.url) as watch:
             list(pool.map(client, [time.perf_counter() + 2] * 64))
-        grown = process.memory() - before
         statuses = Counter(reply.status for reply in replies)
-        print(f"{dict(statuses)}; {grown:+.1f} MB")
+        assert process.memory() - before < 50
         assert statuses.keys() == {200, 429}
         assert statuses[200] >= 20
         refused = [reply for reply in replies if reply.status == 429]
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
-        assert {reply.error for reply in refused} == {(429, "overloaded")}
-        assert max(reply.seconds for reply in replies) < deadline
-        assert grown < 50
         watch.check("overload", times=3)
         assert process.metric('bkn_rejected_total{reason="overloaded"}') >= statuses[429]
-        assert send(process.port, data).status == 200
 
 
 def test_service_told_to_stop_drains_as_a_balancer_expects(roomy, pool):
@@ -170,34 +161,31 @@ def start(checkpoints, monkeypatch):
 
 
 @pytest.fixture
-def one_place(start):
-    return start("--models", "first,second,third", "--loaded-models", "1", "--stay-seconds", "0")
+def one_place(start, monkeypatch):
+    monkeypatch.setattr("service.pool.STAY", 0)
+    return start("--models", "first,second,third", "--loaded-models", "1")
 
 
-class Slow:
-    """A model that waits before each image, and remembers what ran: `with Slow(queue, 0.1) as slow`."""
+@contextlib.contextmanager
+def slow(queue, wait):
+    """A model that waits before each image, for so long or for an event; the modes that ran."""
+    run, ran = queue.run, []
 
-    def __init__(self, queue, wait, note=lambda: None):
-        self.queue, self.wait, self.note, self.run = queue, wait, note, queue.run
-        self.ran, self.notes = [], []
-
-    def __enter__(self):
-        self.queue.run = self
-        return self
-
-    def __exit__(self, *_):
-        self.queue.run = self.run
-        if isinstance(self.wait, threading.Event):
-            self.wait.set()
-
-    def __call__(self, images, mode):
-        self.ran.append(mode)
-        if isinstance(self.wait, threading.Event):
-            assert self.wait.wait(LONG)
+    def wait_and_run(images, mode):
+        ran.append(mode)
+        if isinstance(wait, threading.Event):
+            assert wait.wait(LONG)
         else:
-            time.sleep(self.wait)
-        self.notes.append(self.note())
-        return self.run(images, mode)
+            time.sleep(wait)
+        return run(images, mode)
+
+    queue.run = wait_and_run
+    try:
+        yield ran
+    finally:
+        queue.run = run
+        if isinstance(wait, threading.Event):
+            wait.set()
 
 
 def test_statistics_never_leak_within_batches(local, monkeypatch):
@@ -206,22 +194,13 @@ def test_statistics_never_leak_within_batches(local, monkeypatch):
     monkeypatch.setattr(queue, "max_batch", 8)
     monkeypatch.setattr(queue, "max_wait", 0.004)
     monkeypatch.setattr(queue, "run", lambda images, mode: (sizes.append(len(images)), run(images, mode))[1])
-    check_that_statistics_never_leak(local)
+    check_that_statistics_never_leak(local, 60, 4)
     assert max(sizes) > 1, "no batch formed, so nothing was shown"
-
-
-def test_statistics_never_leak_between_streams(start, monkeypatch):
-    pytest.importorskip("openvino")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)  # also where there is one core
-    monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 2.0)
-    running = start("--models", "first", "--queue-length", "256", "--engine", "openvino", "--streams", "2")
-    assert running.queue().threads == 2
-    check_that_statistics_never_leak(running)
 
 
 def test_clients_that_leave_give_up_their_places(local):
     queue, go_on, before = local.queue(), threading.Event(), local.metric(COUNTED.format(499))
-    with Slow(queue, go_on) as slow:
+    with slow(queue, go_on) as ran:
         leaving = [connect(local.port) for _ in range(40)]
         for number, connection in enumerate(leaving):
             data = request(CLASSIFY, encoded(picture(number)))
@@ -233,7 +212,7 @@ def test_clients_that_leave_give_up_their_places(local):
         until(lambda: local.metric('bkn_queue_length{model="first"}') == 0, "the queue is empty", 20)
         go_on.set()
         assert local.ask(CLASSIFY, IMAGE).status == 200
-        assert len(slow.ran) == 2, "something ran for clients that had left, besides the one that was running"
+        assert len(ran) == 2, "something ran for clients that had left, besides the one that was running"
     # A client that leaves is neither an error of the service nor one that it refused.
     until(lambda: local.metric(COUNTED.format(499)) >= before + 40, "they are counted", 20)
     assert local.metric(COUNTED.format(500)) == local.metric('bkn_rejected_total{reason="unavailable"}') == 0
@@ -245,55 +224,40 @@ def reset(connection):
 
 
 def test_request_is_given_up_at_the_deadline(local, monkeypatch):
-    with Slow(local.queue(), threading.Event()):
+    with slow(local.queue(), threading.Event()):
         monkeypatch.setattr(local.service.settings, "deadline", 0.5)
-        replies = local.at_once(*[request(CLASSIFY, IMAGE)] * 2)
+        reply = local.ask(CLASSIFY, IMAGE)
         monkeypatch.setattr(local.service.settings, "deadline", LONG)
         assert local.ask(body=b"").status == 400, "an engine that is stuck keeps nobody else"
-    for reply in replies:
-        assert reply.error == (504, "deadline")
-        assert 0.4 < reply.seconds < 5
+    assert reply.error == (504, "deadline")
+    assert 0.4 < reply.seconds < 5
     assert local.ask(CLASSIFY, IMAGE).status == 200
 
 
-def test_batch_keeps_a_single_image_waiting_for_its_share_only(local, pool):
+def test_batch_lets_others_in_and_stops_with_its_client(local, monkeypatch, pool):
     queue = local.queue()
-    with Slow(queue, 0.05, lambda: (queue.admitted, len(queue._calls))) as slow:
-        many = [pool.submit(send, local.port, several(*[IMAGE] * 20)) for _ in range(2)]
-        until(lambda: len(slow.ran) >= 3, "they run")
-        before = len(slow.ran)
-        single = local.ask(f"{CLASSIFY}&statistics=sample", IMAGE)
-        turn = slow.ran.index("sample")
-        for reply in (one.result(LONG) for one in many):
-            assert [set(result) for result in reply.json()["results"]] == [{*single.json()}] * 20
-    # What has its place is before it: two of each of the others, and what ran while it was decoded.
-    assert turn - before <= 2 * queue.share + 4
-    admitted, waiting = zip(*slow.notes, strict=True)
-    assert max(waiting) <= 2 * queue.share + 1
-    assert max(admitted) == 3
-    until(lambda: queue.admitted == 0, "the places are free", 20)
-
-
-def test_batch_stops_at_the_deadline_and_when_its_client_leaves(local, monkeypatch):
-    queue = local.queue()
-    with Slow(queue, 0.2) as slow:
+    with slow(queue, 0.1) as ran:
+        many = pool.submit(send, local.port, several(*[IMAGE] * 20))
+        until(lambda: len(ran) >= 3, "it runs")
+        before = len(ran)
+        assert local.ask(f"{CLASSIFY}&statistics=sample", IMAGE).status == 200
+        # What has its place is before it: two of the batch, and what ran while it was decoded.
+        assert ran.index("sample") - before <= queue.share + 4
+        assert all("predictions" in result for result in many.result(LONG).json()["results"])
         monkeypatch.setattr(local.service.settings, "deadline", 1.0)
-        reply = send(local.port, several(*[IMAGE] * 20))
+        results = send(local.port, several(*[IMAGE] * 20)).json()["results"]
         monkeypatch.setattr(local.service.settings, "deadline", LONG)
-        results = reply.json()["results"]
         done = sum("predictions" in result for result in results)
-        assert (reply.status, len(results)) == (200, 20)
-        assert 1 <= done <= 6
-        assert all("predictions" in result for result in results[:done])
+        assert 1 <= done <= 12
         assert {result["error"]["code"] for result in results[done:]} == {"deadline"}
-        slow.ran.clear()
+        ran.clear()
         connection = connect(local.port)
         connection.sendall(several(*[IMAGE] * 20))
-        until(lambda: slow.ran, "it runs")
+        until(lambda: ran, "it runs")
         reset(connection)
         until(lambda: queue.admitted == 0, "the place is free", 20)
         time.sleep(0.5)
-        assert len(slow.ran) <= 2
+        assert len(ran) <= 3
 
 
 def test_models_take_turns_where_only_one_has_room(one_place):
@@ -307,13 +271,6 @@ def test_models_take_turns_where_only_one_has_room(one_place):
         assert reply.scores() == pytest.approx(alone[name], abs=1e-6)
     assert sum(one_place.metric(f'bkn_model_loaded{{model="{name}"}}') for name in names) == 1
     assert sum(model["loaded"] for model in one_place.ask("/v1/models").json()["models"]) == 1
-
-    def in_memory():
-        gc.collect()
-        mine, loaded = one_place.service.metrics, [thing for thing in gc.get_objects() if type(thing) is Loaded]
-        return sum(hasattr(thing, "queue") and thing.queue.metrics is mine for thing in loaded)
-
-    until(lambda: in_memory() == 1, "only one model is in memory", 10)
 
 
 def test_client_that_rotates_models_disturbs_no_other(start, monkeypatch, pool):
@@ -334,13 +291,13 @@ def test_client_that_rotates_models_disturbs_no_other(start, monkeypatch, pool):
     assert {reply.status for reply in rotating.result(LONG)} == {503}
     assert all(1 <= int(reply.headers["retry-after"]) <= 5 for reply in rotating.result())
     # Once nobody asks for the first any more, another may take its place.
-    monkeypatch.setattr("service.pool.IDLE", 0)
+    monkeypatch.setattr("service.pool.UNUSED", 0)
     assert running.ask(f"{CLASSIFY}&model=second", IMAGE).status == 200
 
 
 def test_model_that_makes_room_answers_what_it_accepted(one_place, pool):
     queue, go_on = one_place.queue("first"), threading.Event()
-    with Slow(queue, go_on):
+    with slow(queue, go_on):
         old = [pool.submit(one_place.ask, f"{CLASSIFY}&model=first", IMAGE) for _ in range(4)]
         until(lambda: queue.admitted == 4, "they have places")
         new = pool.submit(one_place.ask, f"{CLASSIFY}&model=second", IMAGE)

@@ -1,8 +1,6 @@
 """deploy/nginx.conf in front of the service; skipped where nginx is not installed."""
 
 import shutil
-import subprocess
-import sys
 
 import attackers
 import pytest
@@ -44,9 +42,7 @@ def test_errors_of_nginx_look_like_those_of_the_service(proxy, data, error):
 
 @pytest.mark.parametrize("name", ["stalled head", "stalled body", "8 form in punycode", "10 TIFF of one shared strip"])
 def test_attack_through_nginx_disturbs_no_healthy_client(proxy, name):
-    command = [sys.executable, attackers.__file__, str(proxy.port), "4", "--name", name, "--clients", "24"]
-    attack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert attack.stdout.readline() == "begun\n"
+    attack = attackers.begin(proxy.port, 4, "--name", name, "--clients", 24)
     with Watch(proxy.url, IMAGE) as watch:
         attack.communicate(timeout=120)
     watch.check(name)

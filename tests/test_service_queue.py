@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 
 import pytest
 import torch
@@ -17,14 +16,13 @@ class Engine:
     """Answers each image with its own pixel, waits when told to, and remembers the batches that it was given."""
 
     def __init__(self):
-        self.batches, self.at = [], []
+        self.batches = []
         self.go_on = threading.Event()
         self.go_on.set()
 
     def __call__(self, images, mode):
         pixels = images[:, 0, 0, 0].tolist()
         self.batches.append((mode, pixels))
-        self.at.append(time.perf_counter())
         assert self.go_on.wait(LONG)
         if -1.0 in pixels:
             raise ValueError("this image breaks the engine")
@@ -120,19 +118,12 @@ def test_bad_image_harms_no_neighbour(engine, make_queue):
 
 
 def test_first_of_a_batch_waits_no_longer_than_the_limit(engine, make_queue):
-    queue, begun = make_queue(max_batch=8, max_wait=2.0), time.perf_counter()
-    (first,) = submit(queue, 1)
-    time.sleep(0.1)
-    (second,) = submit(queue, 2)
-    assert first.result(LONG).queue_seconds >= 1.99
-    assert second.result(LONG).queue_seconds < first.result(LONG).queue_seconds - 0.09
+    queue = make_queue(max_batch=3, max_wait=0.5)
+    first, _ = submit(queue, 1, 2)
+    assert 0.49 <= first.result(LONG).queue_seconds < 5
     assert engine.batches == [("sample", [1, 2])]
-    assert 1.99 <= engine.at[0] - begun < 10
-
-
-def test_full_batch_waits_for_nothing(make_queue):
-    futures = submit(make_queue(max_batch=2, max_wait=LONG), 0, 1)
-    assert max(future.result(LONG / 2).queue_seconds for future in futures) < LONG / 4
+    slow = make_queue(max_batch=2, max_wait=LONG)
+    assert max(future.result(LONG / 2).queue_seconds for future in submit(slow, 0, 1)) < LONG / 4, "it is full"
 
 
 def test_submit_after_close_is_served(make_queue):

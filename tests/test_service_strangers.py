@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ LIMITED = ("/bin/sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small")
-    flags = ("--head-seconds", f"{STALL}", "--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
+    flags = ("--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
     with ServiceProcess(folder, *flags, command=LIMITED, environment={"BKN_ZOO_API_KEYS": "secret"}) as process:
         for kind in ("PNG", "JPEG", "WEBP", "GIF"):  # load what is loaded on first use
             assert send(process.port, post(encoded(picture(), kind))).status == 200
@@ -43,17 +42,15 @@ def service(tmp_path_factory):
 
 def closes(connection, within):
     """Whether the service closes a connection, with or without an answer."""
-    end = time.monotonic() + within
+    connection.settimeout(max(within, 0.1))
     try:
-        while (left := end - time.monotonic()) > 0:
-            connection.settimeout(left)
-            if not connection.recv(65_536):
-                return True
+        while connection.recv(65_536):
+            pass
     except TimeoutError:
         return False
     except OSError:
-        return True
-    return False
+        pass
+    return True
 
 
 @contextlib.contextmanager
@@ -77,14 +74,6 @@ def undisturbed(service, what, megabytes=60.0):
     watch.check(what)
     assert max(grown) < megabytes
     assert "Traceback" not in service.log()
-
-
-def again(seconds=1.0):
-    """Once more, until the healthy client has been asking for long enough to notice."""
-    end = time.monotonic() + seconds
-    yield
-    while time.monotonic() < end:
-        yield
 
 
 # HTTP
@@ -124,16 +113,11 @@ def test_stalled_heads_are_closed_and_keep_nobody_out(service):
             if number % 64 == 63:
                 assert {send(service.port, data).status for data in good} == {200}
         assert all(closes(connection, begun + STALL + 8 - time.monotonic()) for connection in connections)
+    with connect(service.port) as connection:
+        connection.sendall(b"GET / HT")
+        assert read(connection, None)[0].error == (408, "too_slow")
     for reason in ("made room", "slow head"):
         assert service.metric(f'bkn_connections_cut_total{{reason="{reason}"}}') > 0
-
-
-def test_slow_header_is_closed_with_a_reason(service):
-    with connect(service.port) as connection:
-        for letter in b"GET / HT":
-            connection.sendall(bytes([letter]))
-            time.sleep(0.02)
-        assert read(connection, None)[0].error == (408, "too_slow")
 
 
 def test_stalled_bodies_and_unread_answers_are_given_up(service):
@@ -243,8 +227,9 @@ def test_attack_disturbs_no_healthy_client(service, name, status, megabytes):
     data = prepared(name).replace(b"Host: a\r\n", f"Host: a\r\n{KEY}\r\n".encode(), 1)
     assert send(service.port, data).status == status
     with undisturbed(service, name, megabytes):
-        found = [reply for _ in again() for reply in service.at_once(*[data] * 8)]
-    print(f"{name}: {Counter(reply.status for reply in found)}, {max(reply.seconds for reply in found):.2f} s at most")
+        end, found = time.monotonic() + 1, []
+        while not found or time.monotonic() < end:
+            found += service.at_once(*[data] * 8)
     assert {reply.status for reply in found} <= {status, 429}
 
 

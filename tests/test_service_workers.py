@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,11 @@ def ticks(pid):
 @contextmanager
 def clients(client, count=4):
     """So many that run until they return, at the end of the block at the latest."""
-    threads = [threading.Thread(target=client, args=(turn,)) for turn in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(count) as threads:
+        running = [threads.submit(client, turn) for turn in range(count)]
         yield
-    finally:
-        for thread in threads:
-            thread.join()
+        for one in running:
+            one.result(3 * LONG)
 
 
 def total(process, name, *labels):
@@ -83,8 +81,6 @@ def test_workers_answer_equally_and_count_together(running):
     until(lambda: total(running, "bkn_model_loaded") == 2, "the sum")
     shares = [ticks(pid) - idle[pid] for pid in idle]
     assert min(shares) > sum(shares) / 10, f"one of them had all to do: {shares}"
-    resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in running.workers())
-    assert total(running, "process_resident_memory_bytes") == pytest.approx(resident * 4096, rel=0.5)
 
 
 def test_killed_worker_is_replaced_and_one_retry_is_enough(running):
@@ -156,11 +152,7 @@ def test_all_workers_drain_when_told_to_stop(running):
 def spawned(process):
     """Workers from the moment that they are there, still busy with their imports."""
     children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text().split()
-    found = set()
-    for pid in children:
-        with suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since
-            found |= {int(pid)} if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
-    return found
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def has_two(process):
@@ -168,22 +160,11 @@ def has_two(process):
 
 
 def test_workers_end_with_their_parent(checkpoints):
-    """Neither one that serves nor one that only starts outlives it."""
-    with ServiceProcess(
-        checkpoints, "--models", "first", "--workers", "2", "--engine", "torch", is_ready=has_two
-    ) as process:
-        serving, starting = pids = sorted(spawned(process))
-        try:
-            os.kill(starting, signal.SIGSTOP)
-            until(lambda: serving in process.workers(), "one of them serves")
-            os.kill(starting, signal.SIGCONT)
-            process.process.kill()
-            process.process.wait()
-            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
-        finally:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    with ServiceProcess(checkpoints, "--models", "first", "--workers", "2", "--engine", "torch") as process:
+        pids = spawned(process)
+        process.process.kill()
+        process.process.wait()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end")
 
 
 def test_ctrl_c_while_workers_start_leaves_no_traceback(checkpoints):

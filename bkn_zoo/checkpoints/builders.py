@@ -1,6 +1,6 @@
 """Networks by their names: those of the zoo, and those of libraries, such as "timm:repvgg_a0".
 
-A module of an upper layer builds networks of libraries. It has the functions `from_library` and `check_name`.
+A module of an upper layer builds networks of libraries. It has the functions `from_library` and `library_functions`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def is_model(name: str) -> bool:
 
         return name in registry.list_models()
     try:
-        _libraries(name).check_name(name)
+        _libraries(name).library_functions(name)
     except UnknownNameError:
         return False
     return True

@@ -87,6 +87,13 @@ class Config:
         return self.training.get("test_images") == "validation"
 
     @property
+    def measured_on(self) -> str | None:
+        """The images of the accuracy, if they are not the test images of the data set."""
+        if self.on_validation:
+            return "validation images, which also chose the epoch and the mode"
+        return self.training.get("measured_on")
+
+    @property
     def dataset(self) -> Any:
         """The data set of the training, as its recipe names it; None if nothing is said of it."""
         return self.recipe.get("dataset", self.training.get("dataset"))

@@ -34,7 +34,7 @@ from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.tensors import check_tensors, few, tensors_of
 from bkn_zoo.modes import MODES
-from bkn_zoo.norms.centered import take_centers
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.progress import waiting
 from bkn_zoo.version import __version__
 
@@ -67,7 +67,8 @@ def save_pretrained(
     Args:
         model: a network from `create_model` or `from_pretrained`.
         folder: where to save; an existing folder may contain a checkpoint and nothing else.
-        label_names, preprocessing: by default those of the checkpoint that the model came from, if any.
+        label_names: by default those of the checkpoint that the model came from, if any, as `preprocessing`.
+        preprocessing: how images become inputs.
         training: recipe and data, free-form; like `accuracy`, it is not copied from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
@@ -186,7 +187,9 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             f"{rows} rows: restore both from the original checkpoint."
         )
     model = _build(config, folder / CONFIG)
-    take_centers(model, weights)
+    for name, norm in model.named_modules():
+        if isinstance(norm, BatchKalmanNorm) and f"{name}.center" in weights:
+            norm.take_center()
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
     with torch.no_grad():

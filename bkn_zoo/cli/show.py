@@ -92,7 +92,7 @@ def list_here(args: argparse.Namespace) -> int:
             continue
         accuracy = config.top1
         shown = "-" if accuracy is None else f"{accuracy:.1f}"
-        if accuracy is not None and (where := _measured_on(config)):
+        if accuracy is not None and (where := config.measured_on):
             shown += f" {marks.setdefault(where, '*' * (len(marks) + 1))}"
         data, marked = str(config.dataset or "-"), f"{name} (default)" if name in usable[:1] else name
         rows.append((marked, config.architecture, str(config.num_classes), data, config.default_statistics, shown))
@@ -104,14 +104,6 @@ def list_here(args: argparse.Namespace) -> int:
         remedy = "set BKN_ZOO_CHECKPOINTS to a folder of checkpoints, or use one on the Hub (owner/repo)"
         print(f"bkn-zoo: there are no local checkpoints: {remedy}.", file=sys.stderr)
     return code
-
-
-def _measured_on(config: Config) -> str | None:
-    """The images of the accuracy, if they are not the test images of the data set."""
-    if config.on_validation:
-        return "validation images, which also chose the epoch and the mode"
-    where = config.training.get("measured_on")
-    return None if where is None else str(where)
 
 
 def info(args: argparse.Namespace) -> int:
@@ -143,7 +135,7 @@ def info(args: argparse.Namespace) -> int:
     facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
     facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
     shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
-    if where := _measured_on(config):
+    if where := config.measured_on:
         shown["accuracy measured on"] = where
     _print_columns([row for name, value in shown.items() for row in _table_rows(name, value)])
     if sys.stderr.isatty():

@@ -11,10 +11,9 @@ from bkn_zoo.conversion.batchnorm import (
     start_near_population,
 )
 from bkn_zoo.conversion.converted import Converted, convert
-from bkn_zoo.conversion.learning import Learned, learn_statistics
+from bkn_zoo.conversion.learning import learn_statistics
 from bkn_zoo.conversion.libraries import LibraryNetwork, from_library
 from bkn_zoo.conversion.proof import Proof, prove
-from bkn_zoo.conversion.shift import Shift, measure_shift
 
 __all__ = [
     "convert",
@@ -28,10 +27,7 @@ __all__ = [
     "start_near_population",
     "BATCHNORM_GAIN",
     "LEARNING_GAIN",
-    "measure_shift",
-    "Shift",
     "learn_statistics",
-    "Learned",
 ]
 
 

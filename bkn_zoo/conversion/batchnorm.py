@@ -1,12 +1,10 @@
 """Loads weights of a batch normalization network into a BKN network."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.shift import group_of, measure_shift
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
@@ -19,10 +17,10 @@ from bkn_zoo.norms.batch_kalman import (
 from bkn_zoo.norms.running import RunningNorm
 
 POPULATION_GAIN = 0.1
-"""The gain q after `start_near_population`, if it is neither given nor measured."""
+"""The gain q after `start_near_population`, if none is given."""
 
 LEARNING_GAIN = 0.01
-"""The smallest initial value of a gain that should learn. A gain of 0 does not learn."""
+"""The smallest initial value of a gain that should learn."""
 
 
 def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
@@ -52,24 +50,13 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in not_needed}
     check_tensors("the state dict of a BN network", model, wanted, state_dict)
     model.load_state_dict(state_dict, strict=False)
-    for layer in filter(_has_prior, layers.values()):
-        layer.start_near_batchnorm()
-
-
-def _has_prior(layer: RunningNorm) -> TypeGuard[BatchKalmanNorm]:
-    return isinstance(layer, BatchKalmanNorm) and layer.has_prior
+    for layer in layers.values():
+        if isinstance(layer, BatchKalmanNorm) and layer.has_prior:
+            layer.start_near_batchnorm()
 
 
 @torch.no_grad()
-def start_near_population(
-    model: nn.Module,
-    gain: float | None = None,
-    *,
-    images: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
-    adapted: bool = False,
-    group: int | None = None,
-    least_gain: float = 0.0,
-) -> list[str]:
+def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> list[str]:
     """Make the training of a converted, pretrained network start near frozen batch normalization.
 
     Each norm then predicts its pretrained statistics: the transition A is 0, the process noise R is the pretrained
@@ -78,24 +65,9 @@ def start_near_population(
     normalization, in all modes and in training. Outputs with `population` statistics do not change. Create the
     optimizer afterwards, because there are new parameters.
 
-    With `images`, the gain of each norm is measured (`measure_shift`): Q = nT / (nT + V) for groups of n images,
-    divided over the norms of a path so that together they remove this share of a deviation. `sample` uses the same gain
-    as training. It has n = 1, so measure with `group=1` if you will use it; otherwise it gives too much weight to a
-    single image. The gain for groups of n images also suits `expected`. docs/paper.md, 3.8, has the derivation.
-
     Args:
         model: a network from `convert`, or with a converted part.
-        gain: the gain q of all norms at the start, from 0 to 1, instead of a measurement. Without images, the default
-            is `POPULATION_GAIN`.
-        images: batches of a few hundred unlabelled images, or tuples that begin with them; or a dict from the names of
-            several domains to such batches. One domain is enough if the network's population is that of its
-            pretraining: T is then the distance of your images from it.
-        adapted: whether the population was re-estimated on these images (AdaBN: `bkn_zoo.recalibrate` of the network
-            before its conversion). T is then the variance between domains. With one domain it is 0, and so is the gain:
-            AdaBN with frozen norms. Choose this if images are from several domains, and later ones may be from another.
-        group: images per statistics group for the measurement; by default that of the network, or 1.
-        least_gain: lower bound of measured gains. A gain of 0 does not learn. Choose `LEARNING_GAIN` to let training
-            find the gain if T is 0.
+        gain: the gain q of all norms at the start, from 0 to 1. A gain of 0 does not learn; `LEARNING_GAIN` does.
 
     Returns:
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
@@ -111,17 +83,11 @@ def start_near_population(
             "the weights of this network were standardized after its pretraining, so that its population statistics do "
             "not fit: convert it without standardized_weights."
         )
-    check_gain(least_gain)
-    gains = dict.fromkeys(norms, POPULATION_GAIN if gain is None else gain)
-    check_gain(gains[next(iter(norms))])
-    if gain is None and images is not None:
-        size, found = group_of(model, group), measure_shift(model, images)
-        gains = {name: found[name].gain(size, adapted) if name in found else 0.0 for name in norms}
-        gains = {name: max(measured, least_gain) for name, measured in gains.items()}
-    for name, norm in norms.items():
+    check_gain(gain)
+    for norm in norms.values():
         norm.take_center()
         norm.start_near_batchnorm()
-        norm.set_gain(gains[name])
+        norm.set_gain(gain)
     return list(norms)
 
 

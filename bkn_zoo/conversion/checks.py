@@ -3,13 +3,11 @@
 import copy
 import inspect
 
-import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from bkn_zoo.conversion.example import reason_of
-from bkn_zoo.conversion.report import Report
 from bkn_zoo.errors import ConversionError, UnknownNameError
 from bkn_zoo.models.network import Network
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
@@ -21,14 +19,10 @@ WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "Opti
 OWN_NAMES = ("report", "foldable", "statistics_batch_size", "default_statistics")
 """Attributes of a converted network, whose names the original must not use."""
 
-NAMED_SO = "a name that converted networks use themselves: rename it."
-
 
 def check_convertible(model: nn.Module, name: str) -> None:
     """Refuse a network, or its part with this name, if it cannot be converted."""
     kind = type(model).__name__
-    if any(isinstance(m, torch.jit.ScriptModule) and "BatchNorm" in m.original_name for m in model.modules()):
-        raise ConversionError(f"{kind} contains scripted norms: pass the module before scripting.")
     if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
         raise ConversionError(f"{kind} contains lazy modules with unknown sizes: run it once first.")
     try:
@@ -41,9 +35,9 @@ def check_convertible(model: nn.Module, name: str) -> None:
             f"the network is wrapped in a {kind}: convert its .{WRAPPERS[kind]}, then wrap the result."
         )
     what = kind if part is model else f"the part {name!r}"
-    atoms, modules = name.split("."), list(part.modules())
+    atoms = name.split(".")
     around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
-    if any(isinstance(m, BatchKalmanNorm) or hasattr(type(m), "_original") for m in (*around, *modules)):
+    if any(isinstance(m, BatchKalmanNorm) or hasattr(type(m), "_original") for m in (*around, *part.modules())):
         raise ConversionError(
             f"{what} already contains, or is part of, a converted network: pass the original network, or "
             "choose another part with only=."
@@ -57,21 +51,11 @@ def check_convertible(model: nn.Module, name: str) -> None:
         raise ConversionError(
             f"{what} contains no batch norm, so there is nothing to convert: pass a network with batch norms."
         )
-    _check_own_names(part, what)
-    if part is not model and not isinstance(getattr(model, "report", Report((), (), 0, 0)), Report):
-        raise ConversionError(f"{kind} has an attribute report, {NAMED_SO}")
-    devices = sorted({str(tensor.device) for tensor in (*part.parameters(), *part.buffers())})
-    if len(devices) > 1:
-        raise ConversionError(f"{what} is spread over {' and '.join(devices)}: move it to one device, then convert it.")
-
-
-def _check_own_names(part: nn.Module, what: str) -> None:
-    """Refuse names that conflict with those of a converted network."""
     taken = set(OWN_NAMES) & {*dir(type(part)), *vars(part), *part._modules, *part._parameters, *part._buffers}
+    taken |= {"statistics"} & inspect.signature(type(part).forward).parameters.keys()
     if taken:
-        raise ConversionError(f"{what} has an attribute {' and '.join(sorted(taken))}, {NAMED_SO}")
-    if "statistics" in inspect.signature(type(part).forward).parameters:
-        raise ConversionError(f"{what} has an input statistics, {NAMED_SO}")
+        names = " and ".join(sorted(taken))
+        raise ConversionError(f"{what} has an attribute or input {names}, which converted networks add: rename it.")
     if "forward" in vars(part):
         raise ConversionError(f"the forward of this {type(part).__name__} was replaced: define it in a class.")
 
@@ -81,21 +65,9 @@ def copy_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:  # a module may contain anything
         raise ConversionError(
-            f"{type(model).__name__} cannot be copied because of its {_uncopyable(model)} ({reason_of(error)}): "
-            "remove it or, if the first pass created it, convert the network before that pass."
+            f"{type(model).__name__} cannot be copied ({reason_of(error)}): remove what cannot be copied or, if the "
+            "first pass created it, convert the network before that pass."
         ) from error
-
-
-def _uncopyable(model: nn.Module) -> str:
-    """The name of an attribute that cannot be copied."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            try:
-                if value is not module._modules:
-                    copy.deepcopy(value)
-            except Exception:
-                return f"{name}.{attribute}".lstrip(".")
-    return "modules"
 
 
 def holds_batchnorm(module: nn.Module) -> bool:

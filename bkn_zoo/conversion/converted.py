@@ -5,6 +5,7 @@ import functools
 import inspect
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, start_near_population
-from bkn_zoo.conversion.checks import OWN_NAMES, check_convertible, copy_of, frozen_norms, holds_batchnorm
+from bkn_zoo.conversion.checks import check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
-from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan
-from bkn_zoo.conversion.record import CALLS, Record, is_open, run_with_record
-from bkn_zoo.conversion.replace import linked_norms, names_of, posing_as_batchnorms, replace_norms
+from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan, NormCall
+from bkn_zoo.conversion.record import is_open, run_with_record
+from bkn_zoo.conversion.replace import linked_norms, posing_as_batchnorms, replace_norms
 from bkn_zoo.conversion.report import NEVER_CALLED, NormRow, Report, few_names
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
@@ -76,20 +77,6 @@ class Converted(BeliefNetwork):
         with standardized_once(self):
             return run_with_record(self, chosen, self._original.forward, args, kwargs)
 
-    @contextmanager
-    def one_call(self, statistics: str | None = None, images: int | None = None) -> Iterator[None]:
-        """Run parts of the network as one call, so that norms receive the beliefs of other parts.
-
-        Args:
-            statistics: as in `forward`.
-            images: number of images, if norms get several rows per image.
-        """
-        CALLS.open.append(Record(self, self._choose(statistics, ()), images))
-        try:
-            yield
-        finally:
-            CALLS.open.pop()
-
     def _choose(self, statistics: str | None, inputs: Any) -> Statistics:
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if not self.training and any(isinstance(x, Tensor) and x.shape[:1] == (0,) for x in tree_leaves(inputs)):
@@ -128,9 +115,8 @@ class Converted(BeliefNetwork):
     def _get_name(self) -> str:
         return f"Converted{self._original.__name__}"
 
-    def __reduce_ex__(
-        self, protocol: Any
-    ) -> Any:  # for copies and pickles, which cannot import a class that is created here
+    # For copies and pickles, which cannot import a class that is created here.
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
 
     @classmethod
@@ -162,7 +148,6 @@ def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
         members["from_pretrained"] = classmethod(_refuse_loading)
     if issubclass(original, GraphModule):
         members |= {"__call__": nn.Module.__call__, "recompile": _recompile, "__deepcopy__": _copy_graph}
-        members["__reduce_ex__"] = _reduce_graph
     meta: Any = type(original)  # Lightning, for example, may have its own metaclass
     try:
         return meta(original.__name__, (kind, original), members)
@@ -181,11 +166,11 @@ def _refuse_loading(cls: type[Converted], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _as_original(graph: Any) -> Iterator[Any]:
+def _as_original(graph: Any) -> Iterator[None]:
     kind = type(graph)
     graph.__class__ = kind._original
     try:
-        yield graph
+        yield
     finally:
         graph.__class__ = kind
 
@@ -198,28 +183,10 @@ def _recompile(self: Any) -> Any:
 def _copy_graph(self: Any, memo: Any) -> Any:
     with _as_original(self):
         twin = copy.deepcopy(self, memo)
-    return _convert_graph(twin, self._kind(), self._methods, copy.deepcopy(_own_state(self), memo))
-
-
-def _reduce_graph(self: Any, protocol: Any) -> Any:
-    with _as_original(self):
-        function, args = self.__reduce__()
-    return _load_graph, (function, args, self._kind(), self._methods, _own_state(self))
-
-
-def _load_graph(function: Any, args: Any, *rest: Any) -> Any:
-    return _convert_graph(function(*args), *rest)
-
-
-def _own_state(network: Any) -> dict[str, Any]:
-    names = {*OWN_NAMES, *Converted.__annotations__, "name", "num_classes", "norm_options", "stride", "config"}
-    return {name: value for name, value in vars(network).items() if name in names}
-
-
-def _convert_graph(graph: Any, kind: Any, methods: tuple[str, ...], state: dict[str, Any]) -> Any:
-    graph.__class__ = converted_class(kind, type(graph), methods)  # type: ignore[arg-type]
-    vars(graph).update(state)
-    return graph
+    twin.__class__ = converted_class(self._kind(), type(twin), self._methods)  # type: ignore[arg-type]
+    left_out = {name: value for name, value in vars(self).items() if name not in vars(twin)}
+    vars(twin).update(copy.deepcopy(left_out, memo))
+    return twin
 
 
 def _with_signature(function: Any) -> Any:
@@ -288,7 +255,7 @@ def convert(
     model: nn.Module,
     *,
     example: Any = None,
-    only: str | Sequence[str] | None = None,
+    only: str | None = None,
     statistics_batch_size: int | None = None,
     start: str | None = None,
     default_statistics: str | None = None,
@@ -309,8 +276,8 @@ def convert(
         model: any module with batch norms.
         example: inputs of the network, which show how its norms are connected: a tensor, a tuple of inputs or a dict of
             named inputs, preferably with two or more images. None creates images that fit the first layer.
-        only: the name of a part, such as "backbone", or several names. The rest stays unchanged, and each part takes
-            `statistics` and has the attributes of a `Converted`. None, or an empty name, is the whole network.
+        only: the name of a part, such as "backbone". The rest stays unchanged, and the part takes `statistics` and has
+            the attributes of a `Converted`. None is the whole network.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         start: what the network was trained on so far, from which gain and statistics mode follow. "scratch": nothing;
             the gain is 0.5, or 0.1 with standardized weights, and the mode is `sample` for groups of one image,
@@ -326,43 +293,35 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"a {type(model).__name__} cannot be converted: pass a torch.nn.Module.")
-    parts = [only or ""] if only is None or isinstance(only, str) else list(only)
     gain, mode = _start(start, statistics_batch_size, standardized_weights)
     gain = gain if initial_gain is None else initial_gain
     mode = mode if default_statistics is None else default_statistics
     choose_statistics(False, mode, statistics_batch_size)
     check_gain(gain)
-    if start == "pretrained" and standardized_weights:
-        raise ConversionError("pretrained weights were not standardized in their training: omit standardized_weights.")
-    for name in parts:
-        check_convertible(model, name)
+    name = only or ""
+    check_convertible(model, name)
     whole: Any = copy_of(model)
-    before = _count(model)
+    part: Any = whole.get_submodule(name)
     inputs = None if example is None else inputs_of(example)
-    earlier = getattr(whole, "report", Report((), (), before, before))
-    reports = [earlier]
-    for name in parts:
-        check_convertible(whole, name)
-        part: Any = whole.get_submodule(name)
-        given = inputs if inputs is None or part is whole else _inputs_of_part(model, name, inputs)
-        _convert(part, name, given, frozen_norms(whole, part), images, transition_rank)
-        if standardized_weights:
-            standardize_convolutions(part, part.foldable.values())
-            part.standardized_weights = True
-        part.statistics_batch_size, part.default_statistics = statistics_batch_size, mode
-        for norm in linked_norms(part):
-            if norm.has_prior:
-                norm.set_gain(gain)
-        if start == "pretrained":
-            start_near_population(part, gain)
-        if mode != "population":
-            part._warn_if_untrained(mode)
-        reports.append(part.report)
-        _warn_of_missing_links(part.report)
-    report = Report(
-        tuple(row for each in reports for row in each.rows), tuple(guess for each in reports for guess in each.guesses),
-        earlier.parameters_before, _count(whole), _describe_start(start, gain, mode),
-    )  # fmt: skip
+    if inputs is not None and name:
+        inputs = _inputs_of_part(model, name, inputs)
+    size = _count(model)
+    earlier = getattr(whole, "report", Report((), (), size, size))  # of other parts
+    rows, guesses = _convert(part, name, inputs, frozen_norms(whole, part), images, transition_rank)
+    if standardized_weights:
+        standardize_convolutions(part, part.foldable.values())
+        part.standardized_weights = True
+    part.statistics_batch_size, part.default_statistics = statistics_batch_size, mode
+    for norm in linked_norms(part):
+        if norm.has_prior:
+            norm.set_gain(gain)
+    if start == "pretrained":
+        start_near_population(part, gain)
+    if mode != "population":
+        part._warn_if_untrained(mode)
+    _warn_of_missing_links(rows)
+    described = f"a gain of {gain:g}, and {mode!r} statistics at inference"
+    report = Report(earlier.rows + rows, earlier.guesses + guesses, earlier.parameters_before, _count(whole), described)
     for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
         module.report = report
     return whole
@@ -380,44 +339,37 @@ def _start(start: str | None, group: int | None, standardized_weights: bool) -> 
     return BATCHNORM_GAIN, "population"
 
 
-def _describe_start(start: str | None, gain: float, mode: str) -> str:
-    found = f"a gain of {gain:g}, and {mode!r} statistics at inference"
-    return f"{start}: {found}" if start else f"{found}; start='scratch' or start='pretrained' chooses both for you"
-
-
 def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
     """The inputs of a part of a network when the network gets these inputs."""
     found: list[Inputs] = []
-    failure: Exception | None = None
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
+
+    why = ""
     for training in (model.training, not model.training):
         with left_alone(), torch.no_grad():
             twin = copy.deepcopy(model)
             twin.train(training)
-            keep = functools.partial(_keep_inputs, found)
             twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
             try:
                 twin(*inputs.args, **inputs.kwargs)
             except Exception as error:  # perhaps after the part was called
-                failure = error
+                why = f" ({reason_of(error)})"
         if found:
             return found[0]
-    why = f" ({reason_of(failure)})" if failure else ""
     raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
 
 
-def _keep_inputs(found: list[Inputs], module: nn.Module, args: Any, kwargs: Any) -> None:
-    found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
-
-
-def _warn_of_missing_links(report: Report) -> None:
+def _warn_of_missing_links(rows: Sequence[NormRow]) -> None:
     """Warn of norms that stay plain because they were not called, and of a network without any link."""
-    unused = [row.norm for row in report.rows if row.note == f"left: {NEVER_CALLED}"]
-    made = list(dict.fromkeys(row.norm for row in report.rows if not row.left))
+    unused = [row.norm for row in rows if row.note == f"left: {NEVER_CALLED}"]
+    made = list(dict.fromkeys(row.norm for row in rows if not row.left))
     why = ""
     if unused:
         why = f"{len(unused)} of {len(made) + len(unused)} batch norms were never called and stay batch norms: "
         why += few_names(unused)
-    elif len(made) > 1 and not any(row.priors for row in report.rows):
+    elif len(made) > 1 and not any(row.priors for row in rows):
         why = f"none of the {len(made)} norms receives a belief, so that they have no A, R and q: {few_names(made)}"
     if why:
         warnings.warn(f"{why}. If that is wrong, pass another example to convert.", RuntimeWarning, stacklevel=3)
@@ -425,8 +377,8 @@ def _warn_of_missing_links(report: Report) -> None:
 
 def _convert(
     part: Any, name: str, example: Inputs | None, left: dict[str, str], images: str | int | None, rank: int | None
-) -> None:
-    """Convert a network in place: the part with this name, or the whole."""
+) -> tuple[tuple[NormRow, ...], tuple[str, ...]]:
+    """Convert a network in place, and return the rows and guesses of its report."""
     while True:
         norms = [n for n, m in part.named_modules() if isinstance(m, AnyBatchNorm) and n not in left]
         plans = plans_for(part, norms, example, images)
@@ -434,28 +386,27 @@ def _convert(
         left = left | unfit
         if not unfit:
             break
-    if not any(plan.calls for plan in plans.values()):
+    calls = [call for plan in plans.values() for call in plan.calls]
+    if not calls:
         groups: dict[str, list[str]] = {}
         for norm, why in left.items():
             groups.setdefault(why, []).append(norm)
         reasons = "; ".join(f"{few_names(names)}: {why}" for why, names in groups.items()) or "none is called"
         hint = ": convert a part with only=NAME in which each row is an image" if INTERLEAVED in left.values() else ""
         raise ConversionError(f"{type(part).__name__} calls no batch norm that can be converted ({reasons}){hint}.")
-    _settle_shapes(plans)
+    _settle_shapes(calls)
     prefix = f"{name}." if name else ""
     rows = tuple(_report_rows(part, plans, left, prefix))
     methods = _methods_of(part)
     replace_norms(part, plans, prefix, rank)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
     part.foldable = plans[False].foldable if False in plans else {}
-    part._norms, part._images = tuple(dict.fromkeys(c.name for p in plans.values() for c in p.calls)), images
-    guesses = tuple(dict.fromkeys(guess for plan in plans.values() for guess in plan.guesses))
-    part.report = Report(rows, guesses, 0, 0)
+    part._norms, part._images = tuple(dict.fromkeys(call.name for call in calls)), images
+    return rows, tuple(dict.fromkeys(guess for plan in plans.values() for guess in plan.guesses))
 
 
-def _settle_shapes(plans: dict[bool, ConversionPlan]) -> None:
+def _settle_shapes(calls: Sequence[NormCall]) -> None:
     """Remove the transition of a norm whose calls would need different transitions."""
-    calls = [call for plan in plans.values() for call in plan.calls]
     for name in {call.name for call in calls}:
         same = [call for call in calls if call.name == name]
         if len({call.shapes for call in same}) > 1:
@@ -466,25 +417,18 @@ def _settle_shapes(plans: dict[bool, ConversionPlan]) -> None:
 def _report_rows(
     model: nn.Module, plans: dict[bool, ConversionPlan], left: dict[str, str], prefix: str
 ) -> Iterator[NormRow]:
-    names, called = names_of(model), set()
-
-    def also(name: str) -> tuple[str, ...]:
-        return tuple(prefix + other for other in names[model.get_submodule(name)] if other != name)
-
+    called: set[str] = set()
     for plan in plans.values():
         new = [each for each in plan.calls if each.name not in called]
         for each in new:
-            priors: dict[str, int] = {}
-            for below, _ in dict.fromkeys(source for piece in each.pieces for source in piece.sources):
-                other = prefix + plan.calls[below].name
-                priors[other] = priors.get(other, 0) + 1
-            path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
+            sources = dict.fromkeys(source for piece in each.pieces for source in piece.sources)
+            priors = Counter(prefix + plan.calls[below].name for below, _ in sources)
             note = "" if priors else each.why or "none: no norm below"
-            yield NormRow(prefix + each.name, priors, path, each.shapes, note, also(each.name))
+            yield NormRow(prefix + each.name, dict(priors), each.shapes, note)
         called |= {each.name for each in new}
     for name, module in model.named_modules():
         if isinstance(module, AnyBatchNorm) and name not in called:
-            yield NormRow(prefix + name, {}, (), (), f"left: {left.get(name, NEVER_CALLED)}", also(name))
+            yield NormRow(prefix + name, {}, (), f"left: {left.get(name, NEVER_CALLED)}")
 
 
 def _count(model: nn.Module) -> int:

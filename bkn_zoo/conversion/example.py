@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.conversion.plan import ConversionPlan, plan_conversion
@@ -59,52 +60,48 @@ def plans_for(
         norms: the names of the norms to convert.
         images: the input that contains the images.
     """
-    plans, errors = {}, []
-    given = [(example, False)] if example is not None else []
-    if example is not None and count_images(images_in(model.forward, images, *example)) == 1:
-        # to distinguish an image from a batch
-        given.insert(0, (tree_map(_twice, example, is_leaf=_is_single_list), False))
-    tried = given or [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
+    if example is None:
+        tried = [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
+    else:
+        tried = [(example, False)]
+        if count_images(images_in(model.forward, images, *example)) == 1:
+            # Twice, to distinguish an image from a batch.
+            tried.insert(0, (tree_map(_twice, example, is_leaf=_is_single_list), False))
+    plans: dict[bool, ConversionPlan] = {}
+    errors = []
     with unchanged_caches(model):
-        for training in (True, False):
-            for (inputs, meta), hooks in itertools.product(
-                tried, (False, True) if _functions_of_hooks(model) else (False,)
-            ):
-                try:
-                    plans[training] = _plan_on_copy(model, norms, inputs, images, training, meta, hooks)
-                    break
-                except Exception as error:  # a network may raise any error for unexpected inputs
-                    errors.append((error, inputs))
+        for training, (inputs, meta), hooks in itertools.product((True, False), tried, (False, True)):
+            if training in plans or (hooks and not _functions_of_hooks(model)):
+                continue
+            try:
+                with left_alone(), torch.device("meta") if meta else torch.enable_grad():
+                    twin = _copy_to_plan(model, training, meta, hooks)
+                    args = Inputs(*tree_map(functools.partial(_copy_tensor, meta=meta), inputs))
+                    count = count_images(images_in(model.forward, images, *args)) or 0
+                    plans[training] = plan_conversion(twin, {n: twin.get_submodule(n) for n in norms}, args, count)
+            except Exception as error:  # a network may raise any error for unexpected inputs
+                errors.append((error, inputs))
     if not plans:
-        raise _refused_example(
-            model, errors[-1] if example is not None else errors[0], example is not None
-        ) from errors[0][0]
+        raise _refused_example(model, *errors[0 if example is None else -1], example is not None) from errors[0][0]
     return plans
 
 
-def _plan_on_copy(
-    model: nn.Module,
-    norms: list[str],
-    inputs: Inputs,
-    images: str | int | None,
-    training: bool,
-    meta: bool,
-    hooks: bool,
-) -> ConversionPlan:
-    with left_alone():
-        twin = copy.deepcopy(model, _on_meta(model) if meta else {})
-        twin.train(training)
-        if not hooks:
-            # A copy has the same functions as hooks, which belong to the caller. Other hooks were copied.
-            for place, number in _functions_of_hooks(twin):
-                del place[number]
-        inputs = Inputs(
-            *tree_map(lambda x: x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x, inputs)
-        )
-        count = count_images(images_in(model.forward, images, *inputs)) or 0
-        context = torch.device("meta") if meta else torch.enable_grad()
-        with context:
-            return plan_conversion(twin, {name: twin.get_submodule(name) for name in norms}, inputs, count)
+def _copy_to_plan(model: nn.Module, training: bool, meta: bool, hooks: bool) -> nn.Module:
+    replaced: dict[int, Any] = {}
+    if meta:
+        replaced = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        replaced |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    twin = copy.deepcopy(model, replaced)
+    twin.train(training)
+    if not hooks:
+        # A copy has the same functions as hooks, which belong to the caller. Other hooks were copied.
+        for place, number in _functions_of_hooks(twin):
+            del place[number]
+    return twin
+
+
+def _copy_tensor(x: Any, meta: bool) -> Any:
+    return x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x
 
 
 def _functions_of_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
@@ -131,14 +128,6 @@ def unchanged_caches(model: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
 
 
-def _on_meta(model: nn.Module) -> dict[int, Any]:
-    """Replacements of parameters and buffers, for a copy without values."""
-    tensors: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    for p in model.parameters():
-        tensors[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-    return tensors
-
-
 @contextmanager
 def left_alone() -> Iterator[None]:
     """Run foreign code: warnings are ignored, and the states of random generators are restored."""
@@ -146,7 +135,8 @@ def left_alone() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it is a single operation, which cannot be analysed
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+        # Attention in several operations, which the planner can follow.
+        with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -165,26 +155,14 @@ def _twice(x: Any) -> Any:
 
 
 def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
-    """Inputs that the network may accept: its own example, then images and other inputs that fit its first layer.
-
-    Args:
-        quick: whether large inputs cost nothing, as on the meta device.
-    """
-    own = getattr(model, "example_input_array", None)  # of Lightning
-    if own is not None:
-        yield inputs_of(own)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name != "self"]
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    """Images and other inputs that fit the first layer of a network; large ones only if they are `quick`, as on the
+    meta device."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    parameters = inspect.signature(model.forward).parameters.values()
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind in places]
     for shape in _shapes(model, quick):
-        x = torch.zeros(shape, dtype=dtype, device=device)
-        named = {p.name: x for p in needed if p.kind is p.KEYWORD_ONLY}
-        places = sum(p.kind is not p.KEYWORD_ONLY for p in needed)
-        yield Inputs((x,) * max(places, 0 if named else 1), named)
-        if len(needed) > 1:
-            one = torch.ones((), dtype=dtype, device=device)
-            yield Inputs((x,) + (one,) * (places - 1), dict.fromkeys(named, one))
+        yield Inputs((torch.zeros(shape, dtype=like.dtype, device=like.device),) * max(len(needed), 1))
 
 
 def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
@@ -197,15 +175,11 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         yield (2, TOKENS, first.input_size)
         return
     channels, dims = (3, 2) if first is None else (first.in_channels, len(first.kernel_size))
-    about = getattr(model, "pretrained_cfg", None) or {}  # of timm
     config = getattr(model, "config", None)  # of Hugging Face
-    known = about.get("input_size") if hasattr(about, "get") else None
+    known = getattr(getattr(model, "pretrained_cfg", None), "get", {}.get)("input_size")  # of timm
     size = known[-1] if known else getattr(config, "image_size", None)
-    sizes = [
-        *SIZES[dims][:1],
-        *([(size,) * dims] if isinstance(size, int) else []),
-        *(SIZES[dims][1:] if quick else ()),
-    ]
+    sizes = [*SIZES[dims][:1], *([(size,) * dims] if isinstance(size, int) else [])]
+    sizes += SIZES[dims][1:] if quick else ()
     channels = getattr(config, "num_channels", channels)
     stated = known[0] if known else 3  # for a network that first moves pixels into channels
     for count in dict.fromkeys((channels, stated)):
@@ -214,8 +188,7 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         yield (2, FRAMES, channels, *sizes[0])
 
 
-def _refused_example(model: nn.Module, failure: tuple[Exception, Inputs], given: bool) -> ConversionError:
-    error, inputs = failure
+def _refused_example(model: nn.Module, error: Exception, inputs: Inputs, given: bool) -> ConversionError:
     kind, line, why = type(model).__name__, _line_of(error), reason_of(error)
     if given and _accepts(model, inputs):
         return ConversionError(
@@ -224,10 +197,9 @@ def _refused_example(model: nn.Module, failure: tuple[Exception, Inputs], given:
         )
     if given:
         return ConversionError(f"{kind} does not accept the example and fails at {line} ({why}): correct the example.")
-    shape = tuple(next(x.shape for x in (*inputs.args, *inputs.kwargs.values()) if isinstance(x, Tensor)))
     return ConversionError(
-        f"{kind} does not accept inputs created for its first layer, such as {shape}, and fails at {line} ({why}): "
-        "pass valid inputs, convert(model, example=inputs), as a tuple or a dict if there are several."
+        f"{kind} does not accept inputs created for its first layer, such as {tuple(inputs.args[0].shape)}, and fails "
+        f"at {line} ({why}): pass valid inputs, convert(model, example=inputs), several as a tuple or a dict."
     )
 
 

@@ -1,17 +1,17 @@
 """Learns Kalman parameters without labels, from the network's own outputs."""
 
 import math
-from collections.abc import Callable, Iterable, Sized
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bkn_zoo.conversion.batchnorm import start_near_population
-from bkn_zoo.conversion.shift import by_statistics, group_of
 from bkn_zoo.errors import InputError
-from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
+from bkn_zoo.models.network import BeliefNetwork
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, no_weight_decay
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
 from bkn_zoo.progress import bar
@@ -22,18 +22,6 @@ GAIN_RATE = 10.0
 per step, and the best gain may be far from 0.02."""
 
 
-class Learned(NamedTuple):
-    """The result of `learn_statistics`.
-
-    Attributes:
-        losses: the mean loss of each epoch.
-        moved: the largest change of each kind of parameter ("transition", "raw_process_noise", "raw_gain", "center").
-    """
-
-    losses: list[float]
-    moved: dict[str, float]
-
-
 def learn_statistics(
     model: nn.Module,
     images: Iterable[Any],
@@ -41,17 +29,15 @@ def learn_statistics(
     epochs: int = 20,
     lr: float = 1e-3,
     gain: float | None = 0.02,
-    link: bool = True,
     jitter: Callable[[Tensor], Tensor] | None = None,
-    statistics: str = "sample",
     loss: Callable[[Any, Any], Tensor] | None = None,
-) -> Learned:
+) -> list[float]:
     """Learn the transition A, process noise R, gain q and center of all norms without labels, and nothing else.
 
     The target is the network's own output for an image with `population` statistics. The student is the same network
-    with `sample` or `expected` statistics. Other weights and the running statistics do not change, nor do the outputs
-    with `population` statistics. Parameters that were learned for `sample` also suit `expected`: the deviations of an
-    image are one n-th as large in all norms, and A is linear.
+    with `sample` statistics. Other weights and the running statistics do not change, nor do the outputs with
+    `population` statistics. The parameters also suit `expected`: the deviations of an image are one n-th as large in
+    all norms, and A is linear.
 
     Args:
         model: a pretrained network from `bkn_zoo.convert`, or with a converted part.
@@ -60,21 +46,16 @@ def learn_statistics(
         epochs: number of epochs.
         lr: Adam's learning rate, ten times as large for gains, with a cosine schedule to zero.
         gain: initial gain of all norms for `start_near_population`; None keeps the current parameters.
-        link: whether A learns; otherwise it keeps its value, which is zero after `start_near_population`.
         jitter: a function of the student's images only, whose effect the student learns to undo.
-        statistics: the student's mode, "sample" or "expected".
         loss: a function of the student's output and the target; by default the squared error over the variance of the
             target.
+
+    Returns:
+        The mean loss of each epoch.
     """
-    if statistics not in ("sample", "expected"):
-        raise InputError(f"statistics={statistics!r} cannot be learned: choose sample or expected.")
-    if epochs < 1 or not lr > 0:
-        raise InputError(f"epochs={epochs} and lr={lr} learn nothing: choose values above 0.")
     if gain is not None:
         start_near_population(model, gain)
-    chosen = choose_statistics(False, statistics, group_of(model, None))
-    parameters = _kalman_parameters(model, link)
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    parameters = _kalman_parameters(model)
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with left_in_its_modes(model):
@@ -82,20 +63,14 @@ def learn_statistics(
             model.requires_grad_(False)
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-            losses = _learn(model, parameters, images, chosen, epochs, lr, jitter, loss or relative_error)
-        return Learned(losses, _changes(parameters, before))
-    except BaseException:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(before[name])
-        raise
+            return _learn(model, parameters, images, epochs, lr, jitter, loss or relative_error)
     finally:
         for parameter, requires_grad in wanted:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
 
 
-def _kalman_parameters(model: nn.Module, link: bool) -> dict[str, nn.Parameter]:
+def _kalman_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that learn, by name."""
     norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
     fixed = [name for name, norm in norms.items() if norm.gain.min() in (0, 1)]
@@ -104,30 +79,23 @@ def _kalman_parameters(model: nn.Module, link: bool) -> dict[str, nn.Parameter]:
             f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
             "and a gain between 0 and 1."
         )
-    found = {
-        parameter: f"{name}.{own}"  # a shared R has one name
-        for name, norm in norms.items()
-        for own, parameter in norm.named_parameters()
-        if own.partition(".")[0] in norm.kalman and (link or not own.startswith("transition"))
-    }
-    return {name: parameter for parameter, name in found.items()}
+    learning = no_weight_decay(model)
+    return {name: parameter for name, parameter in model.named_parameters() if name in learning}
 
 
 def _learn(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     images: Iterable[Any],
-    statistics: Statistics,
     epochs: int,
     lr: float,
     jitter: Callable[[Tensor], Tensor] | None,
     loss: Callable[[Any, Any], Tensor],
 ) -> list[float]:
-    """The mean loss of each epoch."""
     gains = [parameter for name, parameter in parameters.items() if name.endswith("raw_gain")]
     others = [parameter for name, parameter in parameters.items() if not name.endswith("raw_gain")]
     optimizer = torch.optim.Adam([{"params": others, "lr": lr}, {"params": gains, "lr": GAIN_RATE * lr}])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / epochs)) / 2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     total = epochs * len(images) if isinstance(images, Sized) else None
     losses = []
     with bar(total, "learning statistics", "batch") as done:
@@ -135,10 +103,10 @@ def _learn(
             values = []
             for batch in images:
                 x = images_of(batch).to(gains[0].device)
-                with torch.no_grad(), by_statistics(model, Statistics("population")):
+                with torch.no_grad(), _default_mode(model, "population"):
                     target = model(x)
                 optimizer.zero_grad()
-                with by_statistics(model, statistics):
+                with _default_mode(model, "sample"):
                     value = loss(model(x if jitter is None else jitter(x)), target)
                 value.backward()
                 optimizer.step()
@@ -153,17 +121,18 @@ def _learn(
     return losses
 
 
-def _changes(parameters: dict[str, nn.Parameter], before: dict[str, Tensor]) -> dict[str, float]:
-    """The largest change of each kind of parameter; an error if one with a gradient did not change."""
-    changes = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in parameters.items()}
-    still = [name for name, parameter in parameters.items() if parameter.grad is not None and not changes[name] > 0]
-    if still:
-        raise InputError(
-            f"{', '.join(still)} did not learn: the output does not depend on it, or all images are alike."
-        )
-    kinds = ("transition", "raw_process_noise", "raw_gain", "center")
-    found = {kind: [change for name, change in changes.items() if kind in name.split(".")] for kind in kinds}
-    return {kind: max(values) for kind, values in found.items() if values}
+@contextmanager
+def _default_mode(model: nn.Module, mode: str) -> Iterator[None]:
+    """Set the statistics mode of calls of the network, or of its converted part."""
+    parts = [part for part in model.modules() if isinstance(part, BeliefNetwork)]
+    before = [part.default_statistics for part in parts]
+    try:
+        for part in parts:
+            part.default_statistics = mode
+        yield
+    finally:
+        for part, earlier in zip(parts, before, strict=True):
+            part.default_statistics = earlier
 
 
 def relative_error(output: Any, target: Any) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.converted import Converted, _method, convert, converted_class
+from bkn_zoo.conversion.converted import Converted, convert, converted_class
 from bkn_zoo.errors import HubUnavailableError, InputError, UnknownNameError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models.network import Network
@@ -26,21 +26,13 @@ class LibraryNetwork(Converted, Network):
     """A converted classifier that checkpoints, training and inference support like the networks of the zoo."""
 
     def forward(self, images: Tensor, statistics: str | None = None) -> Tensor:  # type: ignore[override]
-        """Logits, (images, classes).
-
-        Args:
-            images: (images, 3, height, width), preprocessed.
-            statistics: "population", "sample" or "expected"; at inference only.
-        """
+        """As in `Network`."""
         self._check(images)
         return super().forward(images, statistics=statistics)
 
     def forward_features(self, *args: Any, **kwargs: Any) -> Any:
-        """As the library's network, with `statistics`; torchvision's networks have no such method."""
-        original = getattr(self._original, "forward_features", None)
-        if original is None:
-            raise InputError(f"{self.name} has no forward_features: only networks of the zoo and of timm have it.")
-        return _method(original)(self, *args, **kwargs)
+        """Networks of timm have their own."""
+        raise InputError(f"{self.name} has no forward_features: only networks of the zoo and of timm have it.")
 
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """Replace the classifier: as the library's network does, or else the last linear layer."""
@@ -60,11 +52,6 @@ def named_network(converted: Any, name: str, num_classes: int, options: dict[str
     return converted
 
 
-def check_name(name: str) -> None:
-    """Refuse the name of a network that the installed library does not have."""
-    _builder(name)
-
-
 def from_library(
     name: str, num_classes: int | None = None, options: Mapping[str, Any] | None = None, *, pretrained: bool = False
 ) -> LibraryNetwork:
@@ -75,7 +62,7 @@ def from_library(
         num_classes: outputs of the classifier; by default that of the library.
         options: numbers and lists of numbers for the library's constructor.
     """
-    build, load = _builder(name)
+    build, load = library_functions(name)
     options = dict(options or {})
     ours = {option: options.pop(option) for option in ("standardized_weights", "transition_rank") if option in options}
     if pretrained and ours.get("standardized_weights"):
@@ -98,22 +85,23 @@ def from_library(
             raise HubUnavailableError(
                 f"the weights of {name} could not be downloaded ({error}): try again later."
             ) from error
-        _load(model, weights)
-    converted = convert(model, **ours)
-    return named_network(converted, name, classes, options | ours, _smallest_image(name, model))
+        own = model.state_dict()  # the classifier may be for other classes
+        model.load_state_dict({k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}, strict=False)
+    about: Any = getattr(model, "pretrained_cfg", {})
+    smallest = about["input_size"][-1] if about.get("fixed_input_size") else 75 if "inception" in name else 32
+    return named_network(convert(model, **ours), name, classes, options | ours, smallest)
 
 
 def preprocessing_of(name: str, size: int) -> Preprocessing:
     """The preprocessing of the library's weights of a network, for a given image size."""
     library, _, network = name.partition(":")
-    check_name(name)
+    library_functions(name)
     about: Any
     if library == "torchvision":
         import torchvision.models as models
 
-        if (
-            network in WITHOUT_AUXILIARY_HEADS
-        ):  # TensorFlow's weights, for which torchvision changes the input inside the network
+        # TensorFlow's weights, for which torchvision changes the input inside the network.
+        if network in WITHOUT_AUXILIARY_HEADS:
             return Preprocessing(size, (0.5,) * 3, (0.5,) * 3)
         about = models.get_model_weights(network).DEFAULT.transforms()
         return Preprocessing(size, about.mean, about.std, interpolation=about.interpolation.value)
@@ -123,8 +111,8 @@ def preprocessing_of(name: str, size: int) -> Preprocessing:
     return Preprocessing(size, about.mean, about.std, interpolation=about.interpolation)
 
 
-def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[str, Tensor]]]:
-    """The functions that build a network and load its weights."""
+def library_functions(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[str, Tensor]]]:
+    """The functions that build a network and load its weights; an error if the installed library does not have it."""
     library, _, network = name.partition(":")
     if library == "torchvision":
         import torchvision.models as models
@@ -152,8 +140,6 @@ def _builder(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Mapping[
             raise UnknownNameError(
                 f"names of timm's networks do not contain the tag of their weights: use timm:{untagged}."
             )
-    else:
-        raise UnknownNameError(f"unknown library in {name!r}: choose torchvision or timm.")
     raise UnknownNameError(
         f"the installed {library} has no classifier {network!r}: correct the name, or upgrade {library}."
     )
@@ -166,17 +152,3 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{name} does not support {option}={value!r}: options must be numbers or lists of numbers."
             )
-
-
-def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """The library's weights, without a classifier for other classes."""
-    own = model.state_dict()
-    fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
-    model.load_state_dict(fitting, strict=False)
-
-
-def _smallest_image(name: str, model: nn.Module) -> int:
-    about: Any = getattr(model, "pretrained_cfg", {})
-    if about.get("fixed_input_size"):
-        return about["input_size"][-1]
-    return 75 if "inception" in name else 32

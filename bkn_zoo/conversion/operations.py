@@ -5,7 +5,7 @@ all "add". For operations that are not in the table, the planner guesses, and re
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +13,28 @@ from torch import Tensor
 
 from bkn_zoo.conversion.ledger import Ledger
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
+from bkn_zoo.torch_internals import tree_leaves
 
 
 class NeedsValuesError(Exception):
     """The plan depends on values of tensors, which the meta device does not have."""
 
 
+@dataclass
 class Operation:
-    """One operation: its name, arguments, result, and the tags of the tensors among its arguments."""
+    """One operation: its arguments, result, and the tensors among its arguments that have a tag."""
 
-    def __init__(self, ledger: Ledger, function: Any, args: Any, kwargs: Any, result: Any, tags: dict[int, Tag]):
-        self.ledger, self.function, self.args, self.kwargs = ledger, function, args, kwargs
-        self.result, self.tags = result, tags
-        self.name = basic_name(function)
-        tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
-        self.tensors = [tensor for tensor in tensors if id(tensor) in tags]
-        """The tensors with a tag."""
+    ledger: Ledger
+    function: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    tags: dict[int, Tag]
+    tensors: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        return basic_name(self.function)
 
     @property
     def first(self) -> Tag:
@@ -58,16 +64,6 @@ def basic_name(function: Any) -> str:
     return str(function._schema.name).rpartition("::")[2].strip("_")
 
 
-def _tensors(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for leaf in args:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, tuple | list):
-            found += _tensors(leaf)
-    return found
-
-
 def move_with_features(o: Operation) -> Any:
     """Channels and images move with the features."""
     function = torch.reshape if o.name in ("view", "unsafe_view", "reshape_alias") else o.function
@@ -77,7 +73,7 @@ def move_with_features(o: Operation) -> Any:
 def select(o: Operation) -> Any:
     """A move by an index, whose rows are known only when the network runs."""
     x, *index = o.args
-    if any(tensor.is_meta for tensor in _tensors(index)):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(index)):
         raise NeedsValuesError
     if id(x) not in o.tags:
         return None
@@ -112,8 +108,19 @@ def gate(o: Operation) -> Tag:
 
 
 def pass_on(o: Operation) -> Tag:
-    """Keeps channels where they are: elementwise operations, pooling, dropout, other norms."""
-    return o.ledger.renumbered(fit_shape(o.first.channels, o.shape), fit_shape(o.first.images, o.shape))
+    """Keeps channels where they are: elementwise operations, pooling, dropout, other norms.
+
+    Along a dimension whose size changes, or that is sorted, channels lose their belief, and images mix.
+    """
+    tag, sizes = o.first, o.tensors[0].shape
+    if len(sizes) != len(o.shape):
+        return o.ledger.vague(o.result)
+    changed = [dim for dim, size in enumerate(sizes) if o.shape[dim] != size]
+    changed += [] if o.given("dim") is None else [o.given("dim")]
+    channels = tag.channels
+    if any(channels.shape[dim] > 1 for dim in changed):
+        channels = torch.full_like(channels, NOTHING)
+    return o.ledger.renumbered(fit_shape(channels, o.shape), fit_shape(without(tag.images, changed), o.shape))
 
 
 def pad(o: Operation) -> Tag:
@@ -127,19 +134,8 @@ def pad(o: Operation) -> Tag:
     return o.ledger.renumbered(fit_shape(channels, o.shape), fit_shape(tag.images, o.shape))
 
 
-def fold_patches(o: Operation) -> Tag:
-    """Adds overlapping patches. The positions of a patch are next to each other in the input, channel by channel."""
-    x, positions = o.tensors[0], prod(o.given("kernel_size"))
-
-    def patches(numbers: Tensor) -> Tensor:
-        return numbers.expand(*numbers.shape[:-2], x.shape[-2], -1).unflatten(-2, (-1, positions))
-
-    channels = patches(o.first.channels).amax((-2, -1), keepdim=True)  # the padding of patches is NOTHING, the smallest
-    return o.ledger.renumbered(channels, without(patches(o.first.images), [-2, -1]))
-
-
 def reduce(o: Operation) -> Tag | None:
-    """Removes dimensions. Images that are combined into one value are mixed."""
+    """Removes dimensions. Stacked branches count as a sum. All channels in one value, or images, are mixed."""
     if o.given("other") is not None:  # max(x, y), an elementwise operation
         return sum_(o)
     x, dims = o.tensors[0], o.given("dim")
@@ -148,9 +144,10 @@ def reduce(o: Operation) -> Tag | None:
     dims = [dim % x.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
     tag = o.ledger.renumbered(o.first.channels, o.first.images)
     channels, images = tag.channels.amin(dims, keepdim=True), without(tag.images, dims)
+    if channels.numel() == 1 < tag.channels.numel():
+        channels = torch.full_like(channels, NOTHING)
     if not o.given("keepdim"):
-        for dim in sorted(dims, reverse=True):
-            channels, images = channels.squeeze(dim), images.squeeze(dim)
+        channels, images = channels.squeeze(dims), images.squeeze(dims)
     return Tag(channels, images)
 
 
@@ -181,17 +178,6 @@ def contract(o: Operation) -> Tag:
     return ledger.renumbered(fit_shape(kept.channels, o.shape), together(images, o.shape))
 
 
-def attend(o: Operation) -> Tag:
-    """Attention: rows of the value are mixed, at the positions of the query."""
-    query, key, value = (o.tags.get(id(x)) for x in o.args[:3])
-    if value is None:
-        return pass_on(o)
-    images = [without(value.images, [-2])]
-    images += [] if query is None else [without(query.images, [-1])]
-    images += [] if key is None else [without(key.images, [-1, -2])]
-    return o.ledger.renumbered(fit_shape(value.channels, o.shape), together(images, o.shape))
-
-
 def put(o: Operation) -> Tag:
     """Copies features into another tensor. Its other channels are unknown if it had no tag."""
     x = o.args[0]
@@ -207,27 +193,20 @@ def forget(o: Operation) -> None:
 
 
 def guess(o: Operation) -> Any:
-    """Passes on the belief about its first tensor; mixes channels if it changes their number."""
-    results = o.result if isinstance(o.result, tuple | list) else [o.result]
+    """Passes on the belief about its first tensor, if the number of channels stays."""
     ledger, x = o.ledger, o.tensors[0]
     name, kind = ledger.modules[-1]
     place = f"{name} (a {kind})" if name else "the network itself"
     note = f"{o.name} in {place}: assumed to pass on the belief about its first tensor"
-    tag, tags = ledger.renumbered(o.first.channels, o.first.images, guess=(note,)), []
-    for result in results:
-        shape: Sequence[int] = getattr(result, "shape", ())
-        if len(shape) < 2 or x.ndim < 2:
-            tags.append(ledger.vague(result) if isinstance(result, Tensor) else None)
-            continue
-        images = tag.images if shape[0] == x.shape[0] else torch.full((1,) * len(shape), UNKNOWN)
-        if len(shape) != x.ndim:
-            tags.append(ledger.vague(result))
-        elif shape[1] == x.shape[1]:
-            tags.append(ledger.renumbered(fit_shape(tag.channels, shape), fit_shape(images, shape)))
-        else:
-            made = ledger.mixed(x, tag, 1, shape)
-            tags.append(Tag(made.channels, fit_shape(images, shape)))
-    return tags if isinstance(o.result, tuple | list) else tags[0]
+
+    def guessed(result: Any) -> Tag | None:
+        if not isinstance(result, Tensor) or result.ndim != x.ndim or x.ndim < 2 or result.shape[1] != x.shape[1]:
+            return ledger.vague(result) if isinstance(result, Tensor) else None
+        images = o.first.images if result.shape[0] == x.shape[0] else torch.full((1,) * x.ndim, UNKNOWN)
+        shape = result.shape
+        return ledger.renumbered(fit_shape(o.first.channels, shape), fit_shape(images, shape), guess=(note,))
+
+    return [guessed(result) for result in o.result] if isinstance(o.result, tuple | list) else guessed(o.result)
 
 
 def _images(o: Operation) -> Tensor:
@@ -247,11 +226,10 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
         logical_not bitwise_and bitwise_or bitwise_not isfinite isnan sign"""),
     (reduce, """mean sum amax amin max min std var norm linalg_vector_norm prod logsumexp nansum median nanmedian
         var_mean std_mean argmax argmin all any aminmax"""),
-    (convolve, "convolution mkldnn_convolution"),
+    (convolve, "convolution mkldnn_convolution deform_conv2d"),
     (linear, "linear"),
     (contract, "mm bmm addmm baddbmm"),
     (pad, "constant_pad_nd"),
-    (fold_patches, "col2im"),
     (pass_on, """relu leaky_relu prelu_kernel elu celu gelu silu hardswish hardtanh mish softplus softshrink hardshrink
         threshold rrelu_with_noise log_sigmoid_forward native_dropout abs ceil clamp clamp_min clamp_max cos erf exp
         expm1 fill floor floor_divide log log1p logit masked_fill nan_to_num neg pow reciprocal remainder round rsqrt
@@ -261,13 +239,9 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
     (forget, "bernoulli uniform normal local_scalar_dense is_same_size equal"),
 )  # fmt: skip
 HANDLERS = {name: handler for handler, names in TABLE for name in names.split()}
-FAMILIES: tuple[tuple[Callable[[Operation], Any], tuple[str, ...]], ...] = (
-    (attend, ("scaled_dot_product",)),
-    (
-        pass_on,
-        ("avg_pool", "max_pool", "adaptive_", "upsample_", "reflection_pad", "replication_pad", "fractional_max"),
-    ),
-    (forget, ("new_",)),
+FAMILIES: tuple[tuple[Callable[[Operation], Any], str], ...] = (
+    (pass_on, "avg_pool max_pool adaptive_ upsample_ reflection_pad replication_pad fractional_max"),
+    (forget, "new_"),
 )
 """Handlers by the beginnings of names, for operations whose names end in dimensions or variants."""
 
@@ -277,4 +251,4 @@ def handler_of(name: str) -> Callable[[Operation], Any]:
         return HANDLERS[name]
     if name.endswith("_like"):
         return forget
-    return next((handler for handler, beginnings in FAMILIES if name.startswith(beginnings)), guess)
+    return next((handler for handler, names in FAMILIES if name.startswith(tuple(names.split()))), guess)

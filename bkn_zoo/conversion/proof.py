@@ -21,15 +21,11 @@ from bkn_zoo.torch_internals import tree_map
 NEGLIGIBLE = 1e-4
 """Share of the largest gradient. Smaller gradients, such as that of a bias before a norm, are compared with it."""
 
-TOLERANCE = 1e-9
-"""Tolerance of relative differences in float64, for networks that do not amplify rounding errors."""
+TOLERANCES = {torch.float64: (1e-9, 1e-5), torch.float32: (1e-4, 1e-2)}
+"""Relative differences: for networks that do not amplify rounding errors, and the largest for those that do."""
 
-ROUNDINGS, LARGEST_TOLERANCE = 100, 1e-5
-"""Where they do: so many times what the last bit of the inputs does to the original, which stands for all the roundings
-in between; but a mistake shows as far more than the largest."""
-
-FLOAT32_TOLERANCES = 1e-4, 1e-2
-"""The same two for networks that support only float32."""
+ROUNDINGS = 100
+"""The tolerance for networks that amplify rounding errors, relative to the effect of the last bits of the inputs."""
 
 
 class Proof(NamedTuple):
@@ -47,12 +43,7 @@ class Proof(NamedTuple):
 
 
 def prove(
-    original: nn.Module,
-    converted: nn.Module,
-    *inputs: Any,
-    tolerance: float | None = None,
-    seed: int = 0,
-    **named: Any,
+    original: nn.Module, converted: nn.Module, *inputs: Any, tolerance: float | None = None, **named: Any
 ) -> Proof:
     """Check that `converted` computes the same as `original`. Neither is changed.
 
@@ -64,24 +55,17 @@ def prove(
         tolerance: largest relative difference; by default 1e-9 or, for a network that amplifies rounding errors, a
             hundred times the effect of changing the last bit of the inputs. A network that supports only float32 is
             compared in float32, with 1e-4 instead of 1e-9.
-        seed: seed of random numbers, such as those of dropout, which must be the same for both.
     """
-    given = (inputs, named)
     try:
-        return _prove(original, converted, given, torch.float64, tolerance, seed)
+        return _prove(original, converted, (inputs, named), torch.float64, tolerance)
     except ConversionError:
         raise
-    except Exception as error:  # the network may support only float32
-        try:
-            return _prove(original, converted, given, torch.float32, tolerance, seed)
-        except ConversionError:
-            raise
-        except Exception:
-            raise error from None
+    except Exception:  # the network may support only float32
+        return _prove(original, converted, (inputs, named), torch.float32, tolerance)
 
 
 def _prove(
-    original: nn.Module, converted: nn.Module, inputs: Any, dtype: torch.dtype, tolerance: float | None, seed: int
+    original: nn.Module, converted: nn.Module, inputs: Any, dtype: torch.dtype, tolerance: float | None
 ) -> Proof:
     bn, bkn = (_cast(model, dtype) for model in (original, converted))
     inputs = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
@@ -91,20 +75,20 @@ def _prove(
     for model in (bn, bkn):
         model.eval()  # not chained, because a custom train() may return nothing
     with torch.no_grad():
-        output = _difference(_seeded_outputs(bn, inputs, seed), _seeded_outputs(bkn, inputs, seed))
+        output = _difference(_seeded_outputs(bn, inputs), _seeded_outputs(bkn, inputs))
     for module in bkn.modules():
         if isinstance(module, BatchKalmanNorm) and module.has_prior:
             module.set_gain(1.0)
-    wanted = _step(bn, inputs, seed)
-    proof = Proof(output, *map(_difference, wanted, _step(bkn, inputs, seed)))
-    usual, largest = (TOLERANCE, LARGEST_TOLERANCE) if dtype == torch.float64 else FLOAT32_TOLERANCES
+    wanted = _step(bn, inputs)
+    proof = Proof(output, *map(_difference, wanted, _step(bkn, inputs)))
+    usual, largest = TOLERANCES[dtype]
     allowed = usual if tolerance is None else tolerance
     if tolerance is None and not max(proof) <= allowed:
-        nudged = _step(_cast(original, dtype), tree_map(_nudge, inputs), seed)
+        nudged = _step(_cast(original, dtype), tree_map(_nudge, inputs))
         allowed = min(max(allowed, ROUNDINGS * max(map(_difference, wanted, nudged))), largest)
     if not max(proof) <= allowed:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in zip(proof._fields, proof, strict=True))
-        if max(map(_difference, wanted, _step(_cast(original, dtype), inputs, seed))) > allowed:
+        if max(map(_difference, wanted, _step(_cast(original, dtype), inputs))) > allowed:
             raise ConversionError(
                 "two equal training steps of the original differ, for example by random numbers in its backward pass, "
                 f"so the converted network cannot be compared with it ({shown})."
@@ -128,14 +112,14 @@ def _nudge(x: Any) -> Any:
     return x * (1 + torch.finfo(x.dtype).eps * signs.reshape(x.shape))
 
 
-def _step(model: nn.Module, inputs: Any, seed: int) -> tuple[Mapping[str, Tensor], ...]:
+def _step(model: nn.Module, inputs: Any) -> tuple[Mapping[str, Tensor], ...]:
     """Loss, gradients and buffers of a training step, the buffers as the forward pass leaves them.
 
     If a checkpoint recomputes a part, PyTorch's batch norms update their averages again in the backward pass.
     """
     model.train()
-    outputs = _seeded_outputs(model, inputs, seed)
-    with seeded(seed):  # random weights, because a mean of squares after a norm would have no gradient
+    outputs = _seeded_outputs(model, inputs)
+    with seeded(0):  # random weights, because a mean of squares after a norm would have no gradient
         # Not `randn_like`, whose numbers depend on the memory layout, which may differ.
         weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
     terms = [(x * weights[name]).mean() for name, x in outputs.items() if x.numel()]
@@ -158,10 +142,10 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _seeded_outputs(model: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+def _seeded_outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """Call with copies of the inputs, because a network may change them in place."""
     args, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
-    with seeded(seed):
+    with seeded(0):
         output = model(*args, **named)
     return {name: tensor for name, tensor in tensors_in(output) if tensor.is_floating_point()}
 
@@ -171,22 +155,15 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
 
     Equal infinities, as in a mask, do not count as a difference.
     """
-    scales = {name: _largest_value(tensor) for name, tensor in expected.items() if tensor.numel()}
+    expected = {name: tensor for name, tensor in expected.items() if tensor.numel()}
+    scales = {name: float(torch.where(x.isfinite(), x, 0).abs().max()) for name, x in expected.items()}
     least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
-    differences = [
-        _largest_difference(tensor, given[name]) / max(scales[name], least)
-        if name in given and given[name].shape == tensor.shape
-        else math.inf
-        for name, tensor in expected.items()
-        if name in scales
-    ]
-    # NaN is neither larger nor smaller than anything, so a maximum would ignore it.
-    return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
-
-
-def _largest_value(tensor: Tensor) -> float:
-    return float(torch.where(tensor.isfinite(), tensor, 0).abs().max())
-
-
-def _largest_difference(one: Tensor, other: Tensor) -> float:
-    return float(torch.where(one == other, 0, (one - other).abs()).max())
+    largest = 0.0
+    for name, x in expected.items():
+        if name not in given or given[name].shape != x.shape:
+            return math.inf
+        difference = float(torch.where(x == given[name], 0, (x - given[name]).abs()).max()) / max(scales[name], least)
+        if not math.isfinite(difference):
+            return math.inf
+        largest = max(largest, difference)
+    return largest

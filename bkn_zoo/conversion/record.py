@@ -31,25 +31,20 @@ class Record:
     """The beliefs of one call of a network.
 
     Attributes:
-        network: the network that is called.
-        statistics: the statistics of this call.
         images: number of images in the inputs; None if the inputs contain no tensor.
-        beliefs: the beliefs by norm and number of its call.
-        times: for each belief, the number of norms called before.
+        beliefs: by norm and number of its call, the number of beliefs before it, and the belief.
         calls: the number of calls of each norm.
     """
 
     def __init__(self, network: nn.Module, statistics: Statistics, images: int | None) -> None:
         self.network, self.statistics, self.images = network, statistics, images
-        self.beliefs: dict[tuple[str, int], Belief | None] = {}
-        self.times: dict[tuple[str, int], int] = {}
+        self.beliefs: dict[tuple[str, int], tuple[int, Belief | None]] = {}
         self.calls: dict[str, int] = {}
-        self.clock = 0
+        self.count = 0
 
     def copy(self) -> "Record":
         twin = Record(self.network, self.statistics, self.images)
-        twin.beliefs, twin.times, twin.calls = dict(self.beliefs), dict(self.times), dict(self.calls)
-        twin.clock = self.clock
+        twin.beliefs, twin.calls, twin.count = dict(self.beliefs), dict(self.calls), self.count
         return twin
 
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
@@ -59,16 +54,16 @@ class Record:
         """
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1
-        return call, self.times.get((norm, call), -1)
+        return call, self.beliefs.get((norm, call), (-1, None))[0]
 
     def find(self, source: tuple[str, int], since: int) -> Belief | None:
         """The belief of a norm's call, if it belongs to the current pass through the layers."""
-        return self.beliefs.get(source) if self.times.get(source, -1) > since else None
+        time, belief = self.beliefs.get(source, (-1, None))
+        return belief if time > since else None
 
     def add(self, norm: str, call: int, belief: Belief | None) -> None:
-        self.beliefs[norm, call] = belief
-        self.times[norm, call] = self.clock
-        self.clock += 1
+        self.beliefs[norm, call] = self.count, belief
+        self.count += 1
 
 
 class _Calls(threading.local):
@@ -102,31 +97,28 @@ def images_in(function: Callable[..., Any], name: str | int | None, args: Any, k
     if name is None:
         return args, kwargs
     names = [each for each in inspect.signature(function).parameters if each != "self"]
-    if isinstance(name, str):
-        place = names.index(name) if name in names else len(args)
-    else:
-        place, name = name, "".join(names[name : name + 1])
-    return kwargs[name] if name in kwargs else args[place] if place < len(args) else (args, kwargs)
+    key = name if isinstance(name, str) else "".join(names[name : name + 1])
+    place = names.index(key) if key in names else len(args)
+    return kwargs.get(key, args[place] if place < len(args) else (args, kwargs))
 
 
 def check_norms(network: Any, called: int, mode: str) -> None:
-    """Refuse the statistics of an image if the converted norms were removed, as by folding them into convolutions."""
+    """Refuse the statistics of an image if the converted norms were removed, as by folding them into convolutions.
+
+    Warn once if only some were removed.
+    """
     if called >= len(network._norms):
         return
     gone = [name for name in network._norms if name not in dict(network.named_modules())]
+    message = (
+        f"statistics={mode!r} has no effect on {len(gone)} of {len(network._norms)} converted norms, because they were "
+        "removed, as by folding them into convolutions: use the network before that, or statistics='population'."
+    )
     if gone and not called:
-        raise InputError(
-            f"statistics={mode!r} has no effect, because the converted norms were removed, such as {gone[0]}, for "
-            "example by folding them into convolutions: use the network before that, or statistics='population'."
-        )
+        raise InputError(message)
     if gone and not network._told:
         network._told = True
-        warnings.warn(
-            f"statistics={mode!r} has no effect on {len(gone)} of {len(network._norms)} converted norms, which were "
-            f"removed, such as {gone[0]}: use the network before that, or statistics='population'.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def is_open(network: nn.Module) -> bool:
@@ -135,10 +127,7 @@ def is_open(network: nn.Module) -> bool:
 
 
 def count_images(inputs: Any) -> int | None:
-    """The number of images in the inputs of a network.
-
-    It is the first size of the first tensor or, for a list of images with three dimensions, the length of the list.
-    """
+    """The first size of the first tensor or, for a list of images with three dimensions, the length of the list."""
     first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
     if first is None or first.ndim == 0:
         return None
@@ -160,7 +149,10 @@ def find_record(norm: str) -> Record | None:
         return CALLS.open[-1] if CALLS.open else None
     frame, run, again = checkpoint_frame()
     if again:
-        return _recomputed(norm, run, frame)
+        # A recomputed region starts as in the first pass.
+        if CALLS.recomputed is None or CALLS.recomputed[0] is not run:
+            CALLS.recomputed = run, AT_CHECKPOINT[frame].copy()
+        return CALLS.recomputed[1]
     if recomputing():
         raise InputError(
             f"{norm} is recomputed by a reentrant or nested checkpoint, where beliefs lose their gradients: use "
@@ -170,17 +162,6 @@ def find_record(norm: str) -> Record | None:
     if frame is not None and record is not None and frame not in AT_CHECKPOINT:
         AT_CHECKPOINT[frame] = record.copy()
     return record
-
-
-def _recomputed(norm: str, run: Any, frame: Any) -> Record:
-    """The record of a recomputed region, which starts as in the first pass."""
-    if CALLS.recomputed is None or CALLS.recomputed[0] is not run:
-        if frame not in AT_CHECKPOINT:
-            raise InputError(
-                f"{norm} is recomputed by a checkpoint that did not contain it at first: remove the checkpoint."
-            )
-        CALLS.recomputed = run, AT_CHECKPOINT[frame].copy()
-    return CALLS.recomputed[1]
 
 
 class Link(NamedTuple):
@@ -220,7 +201,7 @@ class Links:
         if record is None and (norm.training or self.default != "population"):
             raise InputError(
                 f"{self.label} was called outside a call of its network, where it receives no beliefs: call the "
-                "network itself, or use `with network.one_call():`."
+                "network itself, or one of its methods."
             )
         if record is None or record.statistics.mode == "population":
             y, _ = norm.with_prior(x, None, POPULATION)
@@ -234,56 +215,48 @@ class Links:
     def _with_beliefs(self, norm: Any, x: Tensor, record: Record) -> Tensor:
         links = self.calls[record.network.training]
         call, before = record.begin(self.key, len(links))
-        link = links[call]
-        features = dense(by_image(x, record, link, self.label))
+        features = dense(by_image(x, record, links[call], self.label))
         prior = None
         if norm.prior_features is not None:
-            prior = self._gather(norm, link, record, before, features)
+            prior = self._gather(norm, links[call], record, before, features)
         y, belief = norm.with_prior(features, prior, record.statistics)
         record.add(self.key, call, belief)
         return y if y.shape == x.shape else y.movedim(-1, 1).flatten(0, 1)
 
-    def _gather(self, norm: nn.Module, link: Link, record: Record, since: int, x: Tensor) -> Belief:
+    def _gather(self, norm: nn.Module, link: Link, record: Record, since: int, x: Tensor) -> Belief | None:
         """The beliefs of the norms below, with mean 0 and variance 0 for a missing one."""
-        found = [record.find((source, call), since) for source, call, _ in link.sources]
-        if None in found:
-            self._report_missing(link, found)
-            statistics, groups = record.statistics, x.shape[0]
-            if statistics.mode == "batch":
-                groups = group_count(groups, statistics.group)
-            like = in_full_precision(x.new_zeros(()))
-            for place, (_, _, channels) in enumerate(link.sources):
-                if found[place] is None:
-                    found[place] = Belief(like.expand(groups, channels), like.expand(groups, channels))
+        found = []
+        for source, call, channels in link.sources:
+            belief = record.find((source, call), since)
+            if belief is None:
+                self._report_missing(source)
+                statistics, rows = record.statistics, x.shape[0]
+                groups = group_count(rows, statistics.group) if statistics.mode == "batch" else rows
+                zeros = in_full_precision(x.new_zeros(())).expand(groups, channels)
+                belief = Belief(zeros, zeros)
+            found.append(belief)
         joined = found[0] if len(found) == 1 else concatenate(found)
-        assert joined is not None
-        if not link.order:
+        if not link.order or joined is None:
             return joined
-        channels = getattr(norm, link.order)
-        return Belief(joined.mean.index_select(1, channels), joined.var.index_select(1, channels))
+        order = getattr(norm, link.order)
+        return Belief(joined.mean.index_select(1, order), joined.var.index_select(1, order))
 
-    def _report_missing(self, link: Link, found: list[Belief | None]) -> None:
+    def _report_missing(self, source: str) -> None:
         if self.told or torch.compiler.is_compiling():
             return
         self.told = True
-        missing = [source for (source, _, _), belief in zip(link.sources, found, strict=True) if belief is None]
-        names = " and ".join(source.partition("/")[2] for source in missing)
         warnings.warn(
-            f"{self.label} receives no belief from {names} in this call, because the call takes another path "
-            "through the network than the example of the conversion: if you use the network this way, convert it "
-            "with such an example.",
+            f"{self.label} receives no belief from {source.partition('/')[2]} in this call, because the call takes "
+            "another path through the network than the example of the conversion: if you use the network this way, "
+            "convert it with such an example.",
             RuntimeWarning,
             stacklevel=2,
         )
 
-    def sources(self) -> set[str]:
-        """The keys of the norms below."""
-        return {source for links in self.calls.values() for link in links for source, _, _ in link.sources}
-
     def below(self) -> list[str]:
         """The names of the norms below."""
-        sources = [source for links in self.calls.values() for link in links for source, _, _ in link.sources]
-        return list(dict.fromkeys(source.partition("/")[2] for source in sources))
+        keys = [source for links in self.calls.values() for link in links for source, _, _ in link.sources]
+        return list(dict.fromkeys(key.partition("/")[2] for key in keys))
 
     def attach(self, layer: nn.Module, norm: nn.Module) -> None:
         """Give a layer the place of a norm, with the norm's orders of channels and the modules after it."""

@@ -2,8 +2,7 @@
 
 import functools
 import secrets
-import threading
-import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,52 +24,24 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
     return [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.link is not None]
 
 
-_POSING: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""How many contexts each norm is in that poses as a batch norm. They may be nested, or in several threads."""
-
-_POSING_LOCK = threading.Lock()
-
-
 @contextmanager
 def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
     """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
-    norms: list[Any] = linked_norms(model)
-    with _POSING_LOCK:
-        for norm in norms:
-            _POSING[norm] = _POSING.get(norm, 0) + 1
-            if _POSING[norm] == 1:
-                kind: Any = type(norm)
-                norm.__class__ = _posing_class(kind)
+    norms: list[Any] = [norm for norm in linked_norms(model) if not isinstance(norm, AnyBatchNorm)]
+    kinds = [type(norm) for norm in norms]
+    for norm, kind in zip(norms, kinds, strict=True):
+        norm.__class__ = _posing_class(kind)
     try:
         yield
     finally:
-        with _POSING_LOCK:
-            for norm in norms:
-                _POSING[norm] -= 1
-                if _POSING[norm] == 0:
-                    norm.__class__ = type(norm).__mro__[1]
+        for norm, kind in zip(norms, kinds, strict=True):
+            norm.__class__ = kind
 
 
 @functools.cache
 def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
     plain = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[kind.dims[0]]
-
-    def reduce_as_kind(self: Any, protocol: Any) -> Any:  # copies and pickles do not pose
-        return _new, (kind,), self.__getstate__()
-
-    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__, "__reduce_ex__": reduce_as_kind})
-
-
-def _new(kind: type[BatchKalmanNorm]) -> BatchKalmanNorm:
-    return kind.__new__(kind)
-
-
-def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All names of each module. A shared module has several; plans use the first."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
+    return type(kind.__name__, (kind, plain), {"__module__": kind.__module__})
 
 
 def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str, rank: int | None) -> None:
@@ -80,19 +51,19 @@ def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: s
         prefix: prefix of the names of norms in messages.
         rank: of full transitions, as in `BatchKalmanNorm`.
     """
-    names, network = names_of(model), secrets.token_hex(4)
-    for name in dict.fromkeys(call.name for plan in plans.values() for call in plan.calls):
+    network, places = secrets.token_hex(4), list(model.named_modules(remove_duplicate=False))
+    for name, call in {call.name: call for plan in plans.values() for call in plan.calls}.items():
         norm = model.get_submodule(name)
         assert isinstance(norm, AnyBatchNorm)
-        call = next(call for plan in plans.values() for call in plan.calls if call.name == name)
         layer = _kalman_norm(norm, call, rank)
         key = f"{network}/{name}"
         calls = {training: _links(layer, key, plan, f"order_{training}_") for training, plan in plans.items()}
         known = next(links for links in calls.values() if links)
         calls = {training: calls.get(training) or known for training in (True, False)}
         Links(key, f"{prefix}{name}", calls).attach(layer, norm)
-        for place in names[norm]:
-            model.set_submodule(place, layer)
+        for place, module in places:
+            if module is norm:
+                model.set_submodule(place, layer)
 
 
 def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchKalmanNorm:
@@ -123,37 +94,33 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchK
 def _links(layer: BatchKalmanNorm, key: str, plan: ConversionPlan, order: str) -> tuple[Link, ...]:
     """The links of a norm, call by call. The orders of channels become buffers of the norm."""
     network, _, norm = key.partition("/")
-    numbers: list[tuple[str, int]] = []  # the number of each call among the calls of its norm
-    counts: dict[str, int] = {}
+    numbers: list[int] = []  # the number of each call among the calls of its norm
+    counts: Counter[str] = Counter()
     for call in plan.calls:
-        counts[call.name] = counts.get(call.name, 0) + 1
-        numbers.append((f"{network}/{call.name}", counts[call.name] - 1))
+        numbers.append(counts[call.name])
+        counts[call.name] += 1
     links: list[Link] = []
     for call in plan.calls:
         if call.name != norm:
             continue
         starts: dict[int, int] = {}
         total = 0
-        for below in _below(call):
-            starts[below] = total
-            total += plan.calls[below].features
+        for below, _ in (source for piece in call.pieces for source in piece.sources):
+            if below not in starts:
+                starts[below] = total
+                total += plan.calls[below].features
         channels = [starts[below] + channel for piece in call.pieces for below, channel in piece.sources]
         name = ""
         if channels != list(range(total)):
             name = f"{order}{len(links)}"
             layer.register_buffer(name, torch.tensor(channels, device=layer.running_mean.device), persistent=False)
-        sources = tuple((*numbers[below], plan.calls[below].features) for below in starts)
+        sources = tuple((f"{network}/{plan.calls[b].name}", numbers[b], plan.calls[b].features) for b in starts)
         links.append(Link(sources, name, call.ordered, call.single))
     return tuple(links)
 
 
-def _below(call: NormCall) -> list[int]:
-    """The calls whose beliefs a call receives."""
-    return list(dict.fromkeys(source for piece in call.pieces for source, _ in piece.sources))
-
-
 def _earlier(kind: type[BatchKalmanNorm]) -> type[BatchKalmanNorm]:
-    """As `centered.earlier`, for norms of converted networks, which now have `Links`."""
+    """A class in pickles of earlier versions. Its norms become norms of `kind` with `Links` when they are loaded."""
 
     class Earlier(kind):  # type: ignore[misc,valid-type]
         def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,18 +13,14 @@ class NormRow:
     Attributes:
         norm: its name.
         priors: the norms whose beliefs it receives, with the number of their channels that it uses.
-        path: the layers in between.
         transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
         note: why it has no prior, or why it is unchanged.
-        also: other names of the same norm.
     """
 
     norm: str
     priors: dict[str, int]
-    path: tuple[str, ...]
     transition: tuple[tuple[int, ...], ...]
     note: str
-    also: tuple[str, ...] = ()
 
     @property
     def left(self) -> bool:
@@ -43,7 +39,6 @@ class Report:
     Attributes:
         rows: the converted norms in the order of their calls, then the unchanged ones.
         guesses: operations without a rule, and what was assumed.
-        parameters_before, parameters_after: parameters of the whole network.
         start: the gain that training starts with, and the statistics mode at inference.
     """
 
@@ -54,18 +49,17 @@ class Report:
     start: str = ""
 
     def __str__(self) -> str:
-        table = [("norm", "prior (channels)", "over", "A")]
+        table = [("norm", "prior (channels)", "A")]
         for row in self.rows:
             prior = few_names(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
-            table.append((", ".join((row.norm, *row.also)), prior, few_names(row.path), shapes))
+            table.append((row.norm, prior, shapes))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines += [f"guess: {guess}" for guess in self.guesses]
-        added = self.parameters_after - self.parameters_before
-        share = added / max(self.parameters_before, 1)
+        share = self.parameters_after / max(self.parameters_before, 1) - 1
         lines.append(f"parameters: {self.parameters_before:,} before, {self.parameters_after:,} after (+{share:.1%})")
-        lines += [f"start: {self.start}"] if self.start else []
+        lines.append(f"start: {self.start}")
         return "\n".join(lines)
 
 

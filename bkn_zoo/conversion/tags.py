@@ -7,6 +7,7 @@ same way. A tag has size 1 along a dimension in which all numbers are equal.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,9 @@ ANY, MIXED, UNKNOWN = -1, -2, -3
 
 @dataclass(eq=False)
 class Tag:
-    """The tag of a tensor.
+    """The numbers of each value's channel and image in a tensor.
 
     Attributes:
-        channels: the number of each value's channel.
-        images: the number of each value's image.
         convolution: the name of the convolution whose output this is, if any.
         uses: number of operations that used the tensor.
     """
@@ -63,28 +62,26 @@ def fit_shape(numbers: Tensor, shape: Sequence[int]) -> Tensor:
 def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]) -> Any:
     """The tags of the results of a move, computed by moving the numbers."""
 
-    def run(part: str, default: int) -> Any:
-        def stand_in(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            tag = tags.get(id(leaf))
-            if tag is None:
-                return torch.zeros((1,) * leaf.ndim, dtype=torch.long).expand(leaf.shape)
-            return (getattr(tag, part) - default).expand(leaf.shape)  # 0 is the default, as in padding
-
-        return tree_map(stand_in, (args, kwargs))
+    def numbers(leaf: Any, part: str, default: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in tags:
+            return torch.zeros((), dtype=torch.long).expand(leaf.shape)
+        # 0 is the default, as in padding.
+        return (getattr(tags[id(leaf)], part) - default).expand(leaf.shape)
 
     results = []
     for part, default in (("channels", NOTHING), ("images", ANY)):
-        stand_ins, named = run(part, default)
+        given, named = tree_map(partial(numbers, part=part, default=default), (args, kwargs))
         try:
-            results.append(move(*stand_ins, **named))
+            result = move(*given, **named)
         except NotImplementedError:  # not implemented for whole numbers
-            result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, stand_ins), **named)
-            results.append(tree_map(Tensor.long, result))
-    if isinstance(results[0], Tensor):
-        return Tag(shortened(results[0]) + NOTHING, shortened(results[1]) + ANY)
-    return [Tag(shortened(c) + NOTHING, shortened(i) + ANY) for c, i in zip(*results, strict=True)]
+            result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, given), **named)
+            result = tree_map(Tensor.long, result)
+        several = not isinstance(result, Tensor)
+        results.append([shortened(each) + default for each in (result if several else [result])])
+    made = [Tag(channels, images) for channels, images in zip(*results, strict=True)]
+    return made if several else made[0]
 
 
 def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -105,11 +102,6 @@ def without(images: Tensor, dims: Sequence[int]) -> Tensor:
         least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant does not mix images
         images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
     return images
-
-
-def by_row(images: Tensor, rows: int) -> Tensor:
-    """The image of each row of a tensor; MIXED if a row contains values of several images."""
-    return without(images, range(1, images.ndim)).flatten().expand(rows)
 
 
 def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
