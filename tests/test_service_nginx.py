@@ -6,7 +6,7 @@ import attackers
 import pytest
 from attackers import encoded, picture
 from http_client import head, send
-from service_process import Nginx, ServiceProcess, save_small_checkpoint
+from service_process import Nginx
 from watch import Watch
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
@@ -14,10 +14,8 @@ IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "small")
-    with ServiceProcess(folder) as service, Nginx(service) as nginx:
+def proxy(service):
+    with Nginx(service) as nginx:
         yield nginx
 
 

@@ -1,13 +1,11 @@
 """The queue in front of a model, with an engine that does as it is told."""
 
-import random
 import threading
 
 import pytest
 import torch
 from service_process import LONG, until
 
-from bkn_zoo.norms import MODES
 from service.batching import ModelQueue
 from service.metrics import Metrics
 
@@ -93,17 +91,6 @@ def test_batches_grow_to_the_largest_size_in_order(engine, make_queue):
     assert answers(futures) == list(range(10))
     assert [pixels for _, pixels in engine.batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert waiting(queue) == 0
-
-
-def test_images_of_different_statistics_share_no_batch(engine, make_queue):
-    queue = make_queue(max_batch=8)
-    hold(engine, queue)
-    modes = [random.Random(k).choice(MODES) for k in range(60)]
-    futures = [future for mode in modes for future in submit(queue, MODES.index(mode), mode=mode)]
-    engine.go_on.set()
-    assert answers(futures) == [MODES.index(mode) for mode in modes]
-    assert all(set(pixels) == {MODES.index(mode)} for mode, pixels in engine.batches)
-    assert len(engine.batches) <= 12, "they could have shared more"
 
 
 def test_bad_image_harms_no_neighbour(engine, make_queue):
