@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from http_client import chunked, connect, head, post
@@ -249,25 +249,6 @@ def attack(port: int, name: str, until: float) -> int:
     return sent
 
 
-def damage(port: int, until: float, seed: int) -> int:
-    """Send damaged requests and damaged images."""
-    import http_fuzzer  # which uses this module
-
-    generator, sent = random.Random(seed), 0
-    good = [encoded(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
-    while time.monotonic() < until:
-        data = bytearray(generator.choice(good))
-        for _ in range(generator.randrange(1, 9)):
-            data[generator.randrange(len(data))] = generator.randrange(256)
-        with suppress(OSError):
-            http_fuzzer.talk(port, http_fuzzer.damage(http_fuzzer.valid(generator, sent), generator), generator)
-            with connect(port, 10) as connection:
-                connection.sendall(post(bytes(data)))
-                connection.recv(65_536)
-        sent += 2
-    return sent
-
-
 def begin(port: int, seconds: float, *flags: object) -> subprocess.Popen[str]:
     """A process of attackers; its output is a line when it begins, and how often each attack was sent."""
     command = [sys.executable, __file__, str(port), str(seconds), *map(str, flags)]
@@ -296,11 +277,8 @@ def main() -> None:
     def client(number: int) -> None:
         generator = random.Random(args.seed + number)
         while (now := time.monotonic()) < end:
-            name = generator.choice([*names, "damage"] if args.name is None else names)
-            until = end if args.name else min(end, now + generator.uniform(0.1, 3))
-            call = partial(damage, seed=generator.randrange(2**32)) if name == "damage" else partial(attack, name=name)
-            count = call(args.port, until=until)
-            sent[name] += count
+            name = generator.choice(names)
+            sent[name] += attack(args.port, name, end if args.name else min(end, now + generator.uniform(0.1, 3)))
             time.sleep(0 if args.name else generator.uniform(0, 1))
 
     with ThreadPoolExecutor(args.clients) as clients:

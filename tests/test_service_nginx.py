@@ -6,7 +6,7 @@ import attackers
 import pytest
 from attackers import encoded, picture
 from http_client import head, send
-from service_process import Nginx
+from service_process import nginx
 from watch import Watch
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
@@ -15,8 +15,8 @@ IMAGE = encoded(picture())
 
 @pytest.fixture(scope="module")
 def proxy(service):
-    with Nginx(service) as nginx:
-        yield nginx
+    with nginx(service) as running:
+        yield running
 
 
 def test_nginx_passes_requests_and_errors_on(proxy):
