@@ -58,7 +58,6 @@ class Fault:
         times: how many requests it happens to.
         status: answered instead, with `headers`.
         flip: place of a byte of the body that is changed.
-        move: repository whose main branch goes back to its first commit, once this request is answered.
     """
 
     pattern: str
@@ -66,7 +65,6 @@ class Fault:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     flip: int | None = None
-    move: str | None = None
 
 
 class Refusal(Exception):  # noqa: N818 - an answer of the server, not an error
@@ -173,9 +171,6 @@ def routes(hub):
         body = bytearray([byte async for part in response.body_iterator for byte in part])
         if fault.flip is not None and body:
             body[fault.flip] ^= 1
-        if fault.move is not None:
-            repository = hub.repositories[fault.move]
-            repository.branches[MAIN] = next(iter(repository.commits))
         return Response(bytes(body), response.status_code, dict(response.headers))
 
     model = "/api/models/{owner}/{repo}"

@@ -203,20 +203,6 @@ def test_findings_about_the_link_follow_from_the_records(lead):
         assert found.verdict() == "held (one seed)"
 
 
-def test_findings_about_length_follow_from_the_records(lead):
-    text = words("docs/results.md")
-    assert "Its lead is smaller after a full training." in text
-    shorter, longer = (lead(setting, "bkn.128-2", "bn.128-2").value for setting in ("cifar100", "cifar100_full"))
-    assert shorter > longer
-    assert "BKN is half a point ahead on CIFAR-10 and on CIFAR-100, both within chance." in text
-    readme = words("README.md")
-    assert "within chance) in two cases: group normalization, if you train for long with one image;" in readme
-    for setting in ("cifar10", "cifar100"):
-        shorter, longer = (lead(each, "bkn.128-1", "gn.128-128") for each in (setting, f"{setting}_full"))
-        assert (shorter.verdict(), longer.verdict()) == ("held", "within chance")
-        assert 0.5 <= longer.value < 0.75
-
-
 @pytest.mark.parametrize("lite", [0, 2])
 def test_footnote_of_imported_weights_is_their_record(lite):
     record = json.loads((ROOT / "results" / "imported" / f"efficientnet_lite{lite}_bkn.imagenet.json").read_text())

@@ -183,7 +183,7 @@ def test_help_takes_less_than_a_second():
         "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
         "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs -1", "train photos --name ../up",
         "train photos --augmentation.blur 1", "train nowhere.toml photos", "evaluate nowhere photos",
-        "evaluate better nowhere", "export nowhere --format onnx", "publish nowhere --namespace me --dry-run",
+        "evaluate better nowhere", "export nowhere", "publish nowhere --namespace me --dry-run",
     ],
 )  # fmt: skip
 def test_arguments_and_paths_are_checked_before_pytorch(words, tmp_path):

@@ -6,14 +6,12 @@ from a repository is executed or unpickled.
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bkn_zoo.checkpoints.builders import is_model
-from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of, no_weights
+from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of
 from bkn_zoo.errors import (
     BknZooError,
     CheckpointError,
@@ -42,52 +40,26 @@ def download(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Path, str]:
-    """Download the files that loading needs into the cache; returns the folder there and the commit.
-
-    All files are from one commit, even if the revision changes meanwhile. The arguments are those of huggingface_hub.
-    """
-    what = f"{repository}@{revision}" if revision else repository
-    with hub_errors(what):
-        folder = _snapshot(repository, revision, (CONFIG,), token, cache_dir)
-        commit = folder.name
-        if not (folder / CONFIG).exists():
-            raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
-        # An unknown network or a newer format is refused before its weights are downloaded.
-        architecture = Config.read(folder / CONFIG).architecture
-        if not is_model(architecture):
-            raise CheckpointError(
-                f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another "
-                "checkpoint."
-            )
-        _snapshot(repository, commit, NEEDED_FILES, token, cache_dir)
-        if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
-            raise no_weights(what, _api(token).list_repo_files(repository, revision=commit))
-    return folder, commit
-
-
-def _snapshot(
-    repository: str,
-    revision: str | None,
-    patterns: Iterable[str],
-    token: str | bool | None,
-    cache_dir: str | os.PathLike[str] | None,
-) -> Path:
-    """The folder of a commit in the cache, after downloading the files that match the patterns."""
+    """Download the files that loading needs into the cache; returns the folder there and the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
-    with bars_like(tqdm) as bars:
-        folder = snapshot_download(
+    what = f"{repository}@{revision}" if revision else repository
+    with hub_errors(what), bars_like(tqdm) as bars:
+        found = snapshot_download(
             repository,
             revision=revision,
             token=token,
             cache_dir=None if cache_dir is None else Path(cache_dir),
-            allow_patterns=list(patterns),
+            allow_patterns=list(NEEDED_FILES),
             library_name="bkn_zoo",
             library_version=__version__,
             tqdm_class=bars,
         )
-    return Path(folder)
+    folder = Path(found)
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+    return folder, folder.name
 
 
 class Publication(NamedTuple):
@@ -179,7 +151,7 @@ def _hub_error(what: str, error: BaseException) -> HubError:
     )
 
 
-def _api(token: str | bool | None = None) -> "HfApi":
+def _api() -> "HfApi":
     from huggingface_hub import HfApi
 
-    return HfApi(token=token, library_name="bkn_zoo", library_version=__version__)
+    return HfApi(library_name="bkn_zoo", library_version=__version__)

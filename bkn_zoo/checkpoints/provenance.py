@@ -45,12 +45,10 @@ def environment(seed: int | None = None) -> dict[str, Any]:
 
 
 def processes() -> int:
-    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def launched(words: list[str]) -> list[str]:
-    """The words that start a command: those of torchrun for several processes."""
     script = words[0] != "bkn-zoo"
     if processes() == 1:
         return ["python", *words] if script else words
@@ -60,7 +58,6 @@ def launched(words: list[str]) -> list[str]:
 
 
 def machines() -> int:
-    """The number of machines, according to torchrun."""
     return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 

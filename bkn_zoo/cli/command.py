@@ -19,7 +19,6 @@ from bkn_zoo.cli.classify import FAILED, classify
 from bkn_zoo.cli.parser import CHECKPOINT, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
-from bkn_zoo.inference import SUFFIXES
 from bkn_zoo.terminal import Parser, printable
 from bkn_zoo.version import __version__
 
@@ -135,17 +134,14 @@ def _check_and_evaluate(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     check_checkpoint(args.checkpoint)
     if args.output:
-        check_file(args.output, SUFFIXES[args.format])
-    how = f"to {args.format} in {args.precision} and comparing the outputs, which takes 10 seconds to a few minutes"
+        check_file(args.output, ".onnx")
+    how = "and comparing the outputs, which takes 10 seconds to a few minutes"
     print(f"bkn-zoo: exporting {printable(args.checkpoint)} {how}", file=sys.stderr, flush=True)
     from bkn_zoo.inference.export import export
 
-    options = {"format": args.format, "statistics": args.statistics, "precision": args.precision}
-    path = export(args.checkpoint, args.output, **options)
+    path = export(args.checkpoint, args.output, statistics=args.statistics)
     print(path)
-    files = [path] if args.format == "onnx" else [path, path.with_suffix(".bin")]
-    size = sum(file.stat().st_size for file in files) / 1e6
-    print(f"bkn-zoo: {size:.1f} MB in {' and '.join(printable(file.name) for file in files)}", file=sys.stderr)
+    print(f"bkn-zoo: {path.stat().st_size / 1e6:.1f} MB in {printable(path.name)}", file=sys.stderr)
     return 0
 
 

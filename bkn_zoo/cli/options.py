@@ -5,7 +5,6 @@ from pathlib import Path
 from bkn_zoo.cli.classify import FORMATS
 from bkn_zoo.cli.parser import CHECKPOINT, add_checkpoint_option, add_device, add_precision, whole_number
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference import FORMATS as EXPORT_FORMATS
 from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import Parser
 
@@ -52,12 +51,10 @@ confusion.png (which classes are confused) and mistakes.png (the most confident 
 checkpoint's default statistics mode, unless --statistics excludes it.
 """
 EXPORT = """\
-Writes a checkpoint as a file for another runtime, and compares the outputs of both.
+Writes a checkpoint as an ONNX file, and compares the outputs of both.
 
-    bkn-zoo export inception_v2_bkn.tiny_imagenet --format onnx
-    bkn-zoo export ./my_network --format openvino --statistics sample --precision f16 --output my_network.xml
-
-The weights of an OpenVINO file are in a second file that ends in .bin.
+    bkn-zoo export inception_v2_bkn.tiny_imagenet
+    bkn-zoo export ./my_network --statistics sample --output my_network.onnx
 """
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
@@ -159,10 +156,8 @@ def add_workers(parser: Parser) -> None:
 def export_parser() -> Parser:
     parser = Parser("bkn-zoo export", description=EXPORT)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
-    parser.add_argument("--format", choices=EXPORT_FORMATS, required=True, help="the runtime")
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    add_precision(parser, ("f32", "f16"), "f32")
-    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx or .xml in the working directory)"
+    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx in the working directory)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=what)
     return parser
 

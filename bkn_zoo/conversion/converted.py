@@ -423,13 +423,12 @@ def _report_rows(
         for each in new:
             sources = dict.fromkeys(source for piece in each.pieces for source in piece.sources)
             priors = Counter(prefix + plan.calls[below].name for below, _ in sources)
-            path = tuple(dict.fromkeys(prefix + layer for piece in each.pieces for layer in piece.path))
             note = "" if priors else each.why or "none: no norm below"
-            yield NormRow(prefix + each.name, dict(priors), path, each.shapes, note)
+            yield NormRow(prefix + each.name, dict(priors), each.shapes, note)
         called |= {each.name for each in new}
     for name, module in model.named_modules():
         if isinstance(module, AnyBatchNorm) and name not in called:
-            yield NormRow(prefix + name, {}, (), (), f"left: {left.get(name, NEVER_CALLED)}")
+            yield NormRow(prefix + name, {}, (), f"left: {left.get(name, NEVER_CALLED)}")
 
 
 def _count(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
 from bkn_zoo.conversion.plan import ConversionPlan, plan_conversion
@@ -134,7 +135,8 @@ def left_alone() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it is a single operation, which cannot be analysed
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+        # Attention in several operations, which the planner can follow.
+        with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -1,18 +1,107 @@
-"""The numbers that the planner gives to channels, and what it knows about each."""
+"""The numbers that the planner gives to channels, the origins of beliefs about them, and transitions over them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.origins import Mix, Mixed, Origin, Single, sources_of, through
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, shortened, without
 from bkn_zoo.torch_internals import memory_of
 
 MOST_CHANNELS = 2**14
 """Largest number of outputs of a layer with a number each. More are not channels, but computed weights, for example."""
+
+MOST_PIECES = 8
+"""Largest number of blocks of a transition. Channels that would need more get one full matrix."""
+
+
+class Single(NamedTuple):
+    """A channel with a belief from the call of a norm, or that depends on one such channel only."""
+
+    call: int
+    channel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """The channels that a convolution or linear layer computes: `outputs` from `sources`, in `groups` blocks."""
+
+    sources: tuple[Single, ...]
+    outputs: int
+    groups: int
+    depth: float
+
+
+class Mixed(NamedTuple):
+    """One channel of a `Mix`."""
+
+    mix: Mix
+    place: int
+
+
+Origin = Single | Mixed | None
+"""The origin of the belief about a channel; None for channels of the input."""
+
+
+class Piece(NamedTuple):
+    """Consecutive channels of a norm.
+
+    Attributes:
+        sources: the channels of other norms' beliefs that predict them, in the order of the columns of A.
+        shape: of their block of A: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight
+            per channel.
+    """
+
+    sources: tuple[Single, ...]
+    shape: tuple[int, ...]
+
+
+def sources_of(origins: Sequence[Origin]) -> tuple[tuple[Single, ...], int]:
+    """The channels of beliefs that channels depend on, and their blocks so far."""
+    singles = tuple(origin for origin in origins if isinstance(origin, Single))
+    if len(singles) == len(origins):
+        return singles, len(origins)
+    mix = _whole_mix(origins)
+    if mix is not None:
+        return mix.sources, mix.groups
+    parts = dict.fromkeys(origin.mix if isinstance(origin, Mixed) else origin for origin in origins if origin)
+    union = [source for part in parts for source in ((part,) if isinstance(part, Single) else part.sources)]
+    return tuple(dict.fromkeys(union)), 1
+
+
+def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
+    """The mix that consists of exactly these channels, in order."""
+    first = origins[0] if origins else None
+    if not isinstance(first, Mixed) or list(origins) != [Mixed(first.mix, i) for i in range(first.mix.outputs)]:
+        return None
+    return first.mix
+
+
+def pieces_of(origins: Sequence[Origin], features: int) -> list[Piece]:
+    """The transition of a norm over these channels."""
+
+    def kind(origin: Origin) -> Any:
+        return origin.mix if isinstance(origin, Mixed) else type(origin)
+
+    runs = [list(run) for _, run in groupby(origins, kind)]
+    if len(origins) != features or None in origins or len(runs) > MOST_PIECES:
+        runs = [list(origins)]
+    pieces = []
+    for run in runs:
+        sources, blocks = sources_of(run)
+        count = len(run) if len(origins) == features else features
+        shape: tuple[int, ...] = (count, len(sources))
+        if all(isinstance(origin, Single) for origin in run) and len(run) == count:
+            shape = (count,)
+        elif blocks > 1 and _whole_mix(run) is not None:
+            shape = (blocks, count // blocks, len(sources) // blocks)
+        if sources:
+            pieces.append(Piece(sources, shape))
+    return pieces
 
 
 class Ledger:
@@ -94,17 +183,16 @@ class Ledger:
         """A convolution or a linear layer over a dimension."""
         numbers, outputs = self.along(x, tag, dim), shape[dim]
         origins = [self.origins[number] for number in numbers]
-        name = self.modules[-1][0]
         if groups == len(origins):
-            made: list[Origin] = [through(origin, name) for origin in origins for _ in range(outputs // groups)]
+            made = [origin for origin in origins for _ in range(outputs // groups)]
         else:
-            sources, blocks, path = sources_of(origins)
+            sources, blocks = sources_of(origins)
             blocks = gcd(groups, blocks)
             if blocks == 1:
-                sources = tuple({(source.call, source.channel): source for source in sources}.values())
+                sources = tuple(dict.fromkeys(sources))
             depth = max(map(self.depth, sources), default=0) + 0.5  # deeper than its sources, for x + conv(x)
             count = outputs if outputs <= MOST_CHANNELS else 1
-            mix = Mix(sources, count, blocks, (*path, name), depth)
+            mix = Mix(sources, count, blocks, depth)
             made = [Mixed(mix, index) if sources else None for index in range(count)]
         images = without(tag.images, [d for d in range(x.ndim) if d == dim or x.shape[d] != shape[d]])
         return Tag(self.numbered(len(shape), dim, made, self.guesses_behind(numbers)), images)

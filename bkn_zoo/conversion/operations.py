@@ -5,6 +5,7 @@ all "add". For operations that are not in the table, the planner guesses, and re
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +13,28 @@ from torch import Tensor
 
 from bkn_zoo.conversion.ledger import Ledger
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
+from bkn_zoo.torch_internals import tree_leaves
 
 
 class NeedsValuesError(Exception):
     """The plan depends on values of tensors, which the meta device does not have."""
 
 
+@dataclass
 class Operation:
-    """One operation: its name, arguments, result, and the tags of the tensors among its arguments."""
+    """One operation: its arguments, result, and the tensors among its arguments that have a tag."""
 
-    def __init__(self, ledger: Ledger, function: Any, args: Any, kwargs: Any, result: Any, tags: dict[int, Tag]):
-        self.ledger, self.function, self.args, self.kwargs = ledger, function, args, kwargs
-        self.result, self.tags = result, tags
-        self.name = basic_name(function)
-        tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
-        self.tensors = [tensor for tensor in tensors if id(tensor) in tags]
-        """The tensors with a tag."""
+    ledger: Ledger
+    function: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    tags: dict[int, Tag]
+    tensors: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        return basic_name(self.function)
 
     @property
     def first(self) -> Tag:
@@ -57,16 +64,6 @@ def basic_name(function: Any) -> str:
     return str(function._schema.name).rpartition("::")[2].strip("_")
 
 
-def _tensors(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for leaf in args:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, tuple | list):
-            found += _tensors(leaf)
-    return found
-
-
 def move_with_features(o: Operation) -> Any:
     """Channels and images move with the features."""
     function = torch.reshape if o.name in ("view", "unsafe_view", "reshape_alias") else o.function
@@ -76,7 +73,7 @@ def move_with_features(o: Operation) -> Any:
 def select(o: Operation) -> Any:
     """A move by an index, whose rows are known only when the network runs."""
     x, *index = o.args
-    if any(tensor.is_meta for tensor in _tensors(index)):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(index)):
         raise NeedsValuesError
     if id(x) not in o.tags:
         return None
@@ -181,17 +178,6 @@ def contract(o: Operation) -> Tag:
     return ledger.renumbered(fit_shape(kept.channels, o.shape), together(images, o.shape))
 
 
-def attend(o: Operation) -> Tag:
-    """Attention: rows of the value are mixed, at the positions of the query."""
-    query, key, value = (o.tags.get(id(x)) for x in o.args[:3])
-    if value is None:
-        return pass_on(o)
-    images = [without(value.images, [-2])]
-    images += [] if query is None else [without(query.images, [-1])]
-    images += [] if key is None else [without(key.images, [-1, -2])]
-    return o.ledger.renumbered(fit_shape(value.channels, o.shape), together(images, o.shape))
-
-
 def put(o: Operation) -> Tag:
     """Copies features into another tensor. Its other channels are unknown if it had no tag."""
     x = o.args[0]
@@ -254,7 +240,6 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
 )  # fmt: skip
 HANDLERS = {name: handler for handler, names in TABLE for name in names.split()}
 FAMILIES: tuple[tuple[Callable[[Operation], Any], str], ...] = (
-    (attend, "scaled_dot_product"),
     (pass_on, "avg_pool max_pool adaptive_ upsample_ reflection_pad replication_pad fractional_max"),
     (forget, "new_"),
 )

@@ -2,7 +2,7 @@
 
 The planner runs the network once on an example and observes all operations. It gives every channel of every tensor a
 number (see `tags`), applies each operation to the numbers as to the features (see `operations`), and stores the origin
-of the belief for each number (see `origins`). The numbers that reach a norm then show which norms are below it.
+of the belief for each number (see `ledger`). The numbers that reach a norm then show which norms are below it.
 """
 
 import functools
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.ledger import Ledger
+from bkn_zoo.conversion.ledger import Ledger, Origin, Piece, Single, pieces_of
 from bkn_zoo.conversion.operations import NeedsValuesError, Operation, basic_name, guess, handler_of
-from bkn_zoo.conversion.origins import Origin, Piece, Single, pieces_of
 from bkn_zoo.conversion.record import lists_of_images
 from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, tensors_in, without
 from bkn_zoo.torch_internals import (
@@ -107,7 +106,7 @@ class Planner(TorchDispatchMode):
             module.register_forward_pre_hook(functools.partial(self.enter, name))
             module.register_forward_hook(functools.partial(self.leave, name), always_call=True)
             if isinstance(module, nn.RNNBase):
-                vars(module)["forward"] = functools.partial(self.recur, name, module, module.forward)
+                vars(module)["forward"] = functools.partial(self.recur, module, module.forward)
         for name, norm in norms.items():
             vars(norm)["forward"] = functools.partial(self.norm, name, norm.eval(), norm.forward)
 
@@ -167,16 +166,14 @@ class Planner(TorchDispatchMode):
                 result = function.decompose(*args, **kwargs)  # into simpler operations, which are handled one by one
             if result is not NotImplemented:
                 return result
-        tags = {}
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                tag = self.tag_of(leaf)
-                if tag is not None:
-                    tag.uses += 1
-                    tags[id(leaf)] = tag
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tags = {id(tensor): tag for tensor in tensors if (tag := self.tag_of(tensor)) is not None}
+        for tag in tags.values():
+            tag.uses += 1
         result = function(*args, **kwargs)
         if tags:
-            operation = Operation(self.ledger, function, args, kwargs, result, tags)
+            tagged = [tensor for tensor in tensors if id(tensor) in tags]
+            operation = Operation(self.ledger, function, args, kwargs, result, tags, tagged)
             with untracked():
                 self.set_tags(result, self.handle(operation))
         return result
@@ -241,7 +238,7 @@ class Planner(TorchDispatchMode):
             return False
         return torch.equal(images, torch.arange(self.ledger.images).repeat_interleave(rows // self.ledger.images))
 
-    def recur(self, name: str, module: nn.RNNBase, forward: Any, input: Any, hx: Any = None) -> Any:
+    def recur(self, module: nn.RNNBase, forward: Any, input: Any, hx: Any = None) -> Any:
         """A recurrent layer: it mixes channels along the positions of an image, or mixes images."""
         with untracked():
             output, state = forward(input, hx)

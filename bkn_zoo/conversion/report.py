@@ -13,14 +13,12 @@ class NormRow:
     Attributes:
         norm: its name.
         priors: the norms whose beliefs it receives, with the number of their channels that it uses.
-        path: the layers in between.
         transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
         note: why it has no prior, or why it is unchanged.
     """
 
     norm: str
     priors: dict[str, int]
-    path: tuple[str, ...]
     transition: tuple[tuple[int, ...], ...]
     note: str
 
@@ -51,11 +49,11 @@ class Report:
     start: str = ""
 
     def __str__(self) -> str:
-        table = [("norm", "prior (channels)", "over", "A")]
+        table = [("norm", "prior (channels)", "A")]
         for row in self.rows:
             prior = few_names(tuple(f"{name} ({count})" for name, count in row.priors.items())) or row.note
             shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.transition)
-            table.append((row.norm, prior, few_names(row.path), shapes))
+            table.append((row.norm, prior, shapes))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines += [f"guess: {guess}" for guess in self.guesses]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.inference.tracing import in_float32
+from bkn_zoo.inference.folding import in_float32
 from bkn_zoo.modes import Statistics
 
 SIZES = (1, 2, 4, 8, 16, 32)

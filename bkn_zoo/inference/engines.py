@@ -15,9 +15,8 @@ from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, core, ov
-from bkn_zoo.inference.tracing import in_float32, shown_name, translate
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import RunningNorm, refuse_single_values
@@ -41,8 +40,8 @@ def create_engine(
     Args:
         model: a network of the zoo, or from `bkn_zoo.convert`, converted as a whole, with images as input and one
             output tensor.
-        engine: "torch", "openvino", or "auto" for the fastest installed one that is ready soon: PyTorch for converted
-            networks whose code only OpenVINO's own frontend can translate.
+        engine: "torch", "openvino", or "auto" for the fastest installed one: PyTorch for converted networks whose code
+            OpenVINO cannot run.
         device: "cpu", or "cuda" for PyTorch.
         precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware: bf16 or f16 on a GPU; with
             OpenVINO, bf16 on processors with AMX or AVX512-bf16 and f16 on Arm processors that support it; otherwise
@@ -62,8 +61,8 @@ def create_engine(
         raise InputError(f"streams is {streams!r}: choose a whole number of at least 1.")
     if engine == "auto":
         possible = ov is not None and torch.device(device).type == "cpu"
-        soon = possible and (streams > 1 or model.foldable is None or _writes_its_graph(model))
-        engine = "openvino" if soon else "torch"
+        possible = possible and (streams > 1 or model.foldable is None or _writes_its_graph(model))
+        engine = "openvino" if possible else "torch"
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
     if streams != 1:
@@ -179,7 +178,7 @@ class Engine:
                 found = self._prepared.get(key)
                 if found is None:
                     weights = self._weights
-                    with waiting(f"preparing {shown_name(self.model)}"):
+                    with waiting(f"preparing {getattr(self.model, 'name', 'the network')}"):
                         found = prepare()
                     with self._lock:
                         if weights is self._weights:  # otherwise the model has changed meanwhile
@@ -236,13 +235,10 @@ class TorchEngine(Engine):
 class OpenVINOEngine(Engine):
     """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing.
 
-    The network's own code runs once on symbols and builds the graph (`inference/symbols.py`). If a converted network
-    uses operations that are not supported there, torch.export and OpenVINO's own frontend translate it (`translated`),
-    which takes several times as long for each mode and image size.
+    The network's own code runs once on symbols and builds the graph (`inference/symbols.py`).
     """
 
     name = "openvino"
-    translated = False
 
     def __init__(
         self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32", streams: int = 1
@@ -268,8 +264,7 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in _native() and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        key = (statistics if self.translated else _shared_by(statistics), images.shape[2:])
-        graph = self._once(key, lambda: self._compile(images.shape, statistics))
+        graph = self._once((_shared_by(statistics), images.shape[2:]), lambda: self._compile(images.shape, statistics))
         if statistics.mode == "sample" and graph.single:
             refuse_single_values(images[:, :, :1, :1], 1, training=False)
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
@@ -285,20 +280,12 @@ class OpenVINOEngine(Engine):
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
         network = prepare(self.model, statistics, as_stored=True).cpu()
-        before, single = Weights(self.model), False
         try:
             built, single = build_graph(network, shape[1:], statistics.mode == "population", options)
-        except Exception:  # runs the code of a converted network on a symbol, which can fail in any way
-            if self.model.foldable is None:
-                raise
-            self.translated = True
-        if before.changed():
-            raise InputError(
-                f"{shown_name(self.model)} changes its buffers in each call, which a graph does not support: choose "
-                "engine='torch'."
-            )
-        if self.translated:
-            built = translate(prepare(self.model, statistics).cpu(), statistics, torch.zeros(1, *shape[1:]))
+        except InputError:
+            raise
+        except Exception as error:  # runs the code of a converted network on a symbol, which can fail in any way
+            raise InputError(f"OpenVINO cannot run this network ({error}): choose engine='torch'.") from error
         return Graph(compiled(built, options), single)
 
     def precision_at(self, mode: str) -> str:

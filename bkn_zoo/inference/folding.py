@@ -147,6 +147,16 @@ def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
     return found
 
 
+def in_float32(output: Any) -> Tensor:
+    """Check the output of a network, which may be anything for a converted network."""
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"engines support networks with one output tensor, but this one returns a {type(output).__name__}: convert "
+            "a module around it that returns one tensor."
+        )
+    return output.float()
+
+
 class FoldedNorm(nn.Module):
     """The rest of a norm that was folded into a convolution: the residual sum and the ReLU.
 

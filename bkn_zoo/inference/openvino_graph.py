@@ -12,7 +12,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.inference.graph_cache import cache_folder, delete_old_graphs
-from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov, rounded_up
+from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
@@ -90,7 +90,11 @@ def build_graph(
     stand_in: Any = Symbol(inputs[0])
     # The group is not used: `weigh` has set the share of the image.
     statistics = Statistics("population") if population else Statistics("expected", 1)
-    logits: Any = network.cpu()(stand_in, statistics=statistics)
+    buffers = [buffer for buffer in network.cpu().buffers() if not buffer.is_inference()]
+    changes = sum(buffer._version for buffer in buffers)
+    logits: Any = network(stand_in, statistics=statistics)
+    if sum(buffer._version for buffer in buffers) != changes:
+        raise InputError("a graph cannot change buffers, as this network does: choose engine='torch'.")
     if type(logits) is not Symbol:
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
@@ -197,21 +201,6 @@ def _store_weights(model: Any, halves: bool) -> None:
         elif not halves and node.get_type_name() == "Convert":
             widened = ops.constant(_constant(node).data.astype(np.float32), shared_memory=True)
             node.output(0).replace(widened.output(0))
-
-
-def round_up_by_padding(model: Any) -> None:
-    """Replace pooling that rounds its size up by padding, because OpenVINO's code for it is a hundred times slower."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "MaxPool":
-            continue
-        how, x = node.get_attributes(), node.input_value(0)
-        sizes = list(x.partial_shape)[2:]
-        plain = set(how["dilations"]) == {1} and not node.output(1).get_target_inputs()
-        if how["rounding_type"] == "ceil_torch" and plain and all(size.is_static for size in sizes):
-            kernel, strides, pads = (list(how[name]) for name in ("kernel", "strides", "pads_begin"))
-            ends = rounded_up([size.get_length() for size in sizes], kernel, strides, pads)
-            pooled = ops.max_pool(x, strides, [1] * len(kernel), pads, ends, kernel)
-            node.output(0).replace(pooled.output(0))
 
 
 def average_by_rows(model: Any) -> None:

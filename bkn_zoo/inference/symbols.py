@@ -211,11 +211,11 @@ def _max_pool2d(
     x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, **_: Any
 ) -> Any:
     kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
-    ends = rounded_up(x.shape[2:], kernel, strides, pads) if ceil_mode else pads
+    ends = _rounded_up(x.shape[2:], kernel, strides, pads) if ceil_mode else pads
     return ops.max_pool(x, strides, _pair(dilation), pads, ends, kernel).output(0)
 
 
-def rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
+def _rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
     """The padding that gives maps the rounded-up size of PyTorch, up to the end of the last window."""
     ends = []
     for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):
