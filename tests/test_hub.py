@@ -271,13 +271,6 @@ def test_every_refusal_of_the_hub_is_one_sentence(server, status, code, kind, wo
     assert_refused(kind, words, from_pretrained, REPOSITORY)
 
 
-def test_unknown_names_say_what_the_hub_answered(server):
-    words = ["unknown checkpoint 'nothing-here'", "somebody/nothing-here"]
-    assert_refused("UnknownNameError", words, from_pretrained, "nothing-here")
-    words = [f"{REPOSITORY}@nowhere", "correct the revision"]
-    assert_refused("HubNotFoundError", words, from_pretrained, f"{REPOSITORY}@nowhere")
-
-
 def test_token_opens_private_repositories_bad_one_is_named(server, monkeypatch, assert_loads):
     server.repositories[REPOSITORY].private = True
     for token in ("hf_wrongwrongwrong", "hf_fünf"):
@@ -316,10 +309,9 @@ def test_without_the_hub_only_a_complete_cache_serves(server, tmp_path, monkeypa
     assert_refused("UnknownNameError", words, from_pretrained, "inception_cifar_bnk")
 
 
-@pytest.mark.parametrize("place", [9, -1], ids=["header", "tensor"])
-def test_a_flipped_byte_is_refused_and_not_kept(server, folder, place, assert_loads):
+def test_a_flipped_byte_is_refused_and_not_kept(server, folder, assert_loads):
     shard = "model-00002-of-00003.safetensors"
-    server.faults = [Fault(f"GET /storage/{sha256(folder / shard)}", flip=place)]
+    server.faults = [Fault(f"GET /storage/{sha256(folder / shard)}", flip=9)]
     assert_refused("DamagedFileError", [f"{shard} of {REPOSITORY}"], from_pretrained, REPOSITORY)
     assert_loads(REPOSITORY)
 

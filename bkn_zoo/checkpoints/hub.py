@@ -75,7 +75,8 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
         private: whether a new repository is private.
     """
     check_repository(repository)
-    files = [path.name for path in files_of(Path(folder))]
+    folder = Path(folder)
+    files = [path.name for path in files_of(folder)]
     with hub_errors(repository):
         api = _api()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -84,7 +85,7 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
             folder_path=folder,
             allow_patterns=files,
             delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],  # of an earlier commit
-            commit_message=f"Publish {Path(folder).resolve().name} with bkn_zoo {__version__}",
+            commit_message=f"Publish {folder.resolve().name} with bkn_zoo {__version__}",
         )
     return Publication(made.oid, made.commit_url)
 
