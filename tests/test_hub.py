@@ -4,7 +4,6 @@ import contextlib
 import io
 import pickle
 import re
-import shlex
 import sys
 import time
 import traceback
@@ -221,9 +220,8 @@ def test_training_ends_on_the_hub_if_asked(server, command, tmp_path):
     # The same name again, and a Hub that refuses at the end.
     server.faults = [Fault("POST /api/models/owner/photos/commit", status=403)]
     code, printed = command(*options, "--name", "photos", "--seed", "1", "--output", "again")
-    assert (code, "--namespace owner --private" in printed) == (1, True)
-    advised = printed.partition("publish it with bkn-zoo publish ")[2].strip()
-    assert "published as" in command("publish", *shlex.split(advised))[1]
+    assert (code, "saved to again/photos" in printed) == (1, True)
+    assert "published as" in command("publish", "again/photos", "--namespace", "owner")[1]
     assert from_pretrained("owner/photos").revision != first
 
 
